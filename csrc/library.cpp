@@ -1,0 +1,28 @@
+// Every schema of jagged_cuda on one screen. Kernels are registered in cpu/<op>.cpp and cuda/<op>.cpp; fake kernels and
+// autograd stand beside the public function in jagged_cuda/ops/<op>.py. Arguments are only ever appended, with defaults.
+//
+// T rows of a jagged tensor, B sequences, offsets [B + 1] (int32 or int64), D, N features, H query and G key/value heads.
+
+#include <torch/csrc/stable/library.h>
+
+// clang-format off
+STABLE_TORCH_LIBRARY(jagged_cuda, m) {
+  // x [T, D], y [B, D, N] -> [T, N]
+  m.def("jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False) -> Tensor");
+
+  // x [T, D], y [T, N] -> [B, D, N]
+  m.def("jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False) -> Tensor");
+
+  // x [T, ...] -> like x
+  m.def("jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor");
+  m.def("jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, float scale=1.0) -> Tensor");
+
+  // q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv] -> out [Tq, H, Dv], lse [Tq, H]
+  m.def("jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
+        " int window_right, float scale, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor)");
+  // -> dq like q, dk like k, dv like v
+  m.def("jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
+        " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
+        " int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)");
+}
+// clang-format on

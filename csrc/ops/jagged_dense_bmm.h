@@ -1,0 +1,29 @@
+// jagged_dense_bmm: z_b = x_b y_b, for each sequence b.
+#pragma once
+
+#include "ops/contract.h"
+
+namespace jagged_cuda {
+
+struct JaggedDenseBmmSizes {
+  int64_t total;     // T: rows of x and of the result
+  int64_t num_seqs;  // B
+  int64_t inner;     // D: features that are summed over
+  int64_t columns;   // N
+};
+
+// x [T, D], y [B, D, N], offsets [B + 1]
+inline JaggedDenseBmmSizes parse_jagged_dense_bmm(const Tensor& x, const Tensor& y,
+                                                  const Tensor& offsets) {
+  constexpr const char* op = "jagged_dense_bmm";
+  check_dim(op, "x", x, 2, "[T, D]");
+  check_dim(op, "y", y, 3, "[B, D, N]");
+  check_floating(op, "x", x);
+  check_like(op, "y", y, x);
+  check_offsets(op, "offsets", offsets, x);
+  const JaggedDenseBmmSizes sizes{x.size(0), offsets.size(0) - 1, x.size(1), y.size(2)};
+  check_shape(op, "y", y, {sizes.num_seqs, sizes.inner, sizes.columns});
+  return sizes;
+}
+
+}  // namespace jagged_cuda
