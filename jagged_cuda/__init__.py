@@ -1,0 +1,25 @@
+"""Fast operators on jagged tensors for PyTorch: products, softmax and flash attention without padding.
+
+A jagged tensor is ``values [T, ...]``, the rows of all sequences one after another, and ``offsets [B + 1]``; sequence b is
+rows ``offsets[b]:offsets[b + 1]``.
+"""
+
+import os
+
+from jagged_cuda import _load
+from jagged_cuda._version import __version__
+
+_load.load_libraries()
+
+from jagged_cuda import ops  # noqa: E402 - operators register on libraries that are loaded
+from jagged_cuda.ops import *  # noqa: E402, F403
+
+__all__ = ["__version__", "set_checks", *ops.__all__]
+
+
+def set_checks(enabled: bool) -> None:
+    """Validate offsets in every operator, and raise RuntimeError with the first bad index.
+
+    Off by default, since on CUDA each check waits for the GPU. Sets ``JAGGED_CUDA_CHECK`` for this process.
+    """
+    os.environ["JAGGED_CUDA_CHECK"] = "1" if enabled else "0"

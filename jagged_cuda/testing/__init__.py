@@ -1,0 +1,5 @@
+"""What tests, fuzzing and benchmarks share: lengths, fp64 references, comparison, the table of cases."""
+
+from jagged_cuda.testing._kernels import last_kernel
+
+__all__ = ["last_kernel"]
