@@ -1,0 +1,95 @@
+"""What the kernels share: finding a tile's sequence on the device, and argument checks.
+
+Names: `i_` index, `o_` offsets within an axis, `m_` mask, `p_` pointer, `b_` block in registers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret
+DTYPES = (
+    (torch.float32, torch.float16, torch.float64)
+    if INTERPRETED
+    else (torch.float32, torch.float16, torch.bfloat16)
+)
+
+
+@triton.jit
+def load_bound(p_offsets, i_bound, num_seqs, total):
+    """Element i_bound of [0, offsets[0], ..., offsets[num_seqs], total], kept within [0, total]."""
+    i_offset = tl.minimum(tl.maximum(i_bound - 1, 0), num_seqs)
+    bound = tl.load(p_offsets + i_offset).to(tl.int64)
+    bound = tl.minimum(tl.maximum(bound, 0), total)
+    bound = tl.where(i_bound == 0, 0, bound)
+    return tl.where(i_bound == num_seqs + 2, total, bound)
+
+
+@triton.jit
+def load_rows(p_offsets, i_seq, num_seqs, total):
+    """First row and end of sequence i_seq; -1 is the rows before all sequences, num_seqs after."""
+    begin = load_bound(p_offsets, i_seq + 1, num_seqs, total)
+    end = load_bound(p_offsets, i_seq + 2, num_seqs, total)
+    return begin, tl.maximum(begin, end)
+
+
+@triton.jit
+def find_tile(p_offsets, i_tile, num_seqs, total, TILE: tl.constexpr):
+    """The sequence of a tile in a grid of `num_tiles`, and the tile's first row.
+
+    Virtual tiles of bounds s and s + 1 start at start(s) = bound[s] / TILE + s, which leaves each
+    sequence one tile to spare at most; a tile to spare has its first row at or past the end.
+    """
+    i_bound = 0
+    i_end = num_seqs + 2
+    while i_end - i_bound > 1:  # start(i_bound) <= i_tile < start(i_end)
+        i_middle = (i_bound + i_end) // 2
+        if load_bound(p_offsets, i_middle, num_seqs, total) // TILE + i_middle <= i_tile:
+            i_bound = i_middle
+        else:
+            i_end = i_middle
+    bound = load_bound(p_offsets, i_bound, num_seqs, total)
+    return i_bound - 1, bound + (i_tile - (bound // TILE + i_bound)) * TILE
+
+
+def num_tiles(total: int, num_seqs: int, tile: int) -> int:
+    """How many tiles cover every row of a jagged tensor, whatever its lengths."""
+    return total // tile + num_seqs + 2
+
+
+def accumulator_type(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def accumulator(x: torch.Tensor) -> tl.dtype:
+    """The same as a type of Triton's."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def input_precision() -> str:
+    """How fp32 products are taken: PyTorch's own setting."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def check(op: str, condition: bool, argument: str, expected: str, got: object) -> None:
+    if not condition:
+        raise RuntimeError(f"{op}: {argument} must be {expected}, got {got}")
+
+
+def check_values(op: str, **tensors: torch.Tensor) -> None:
+    """The values of an operator share one device and one dtype, and both can be served here."""
+    (first, x), *others = tensors.items()
+    place = "on the CPU (TRITON_INTERPRET=1)" if INTERPRETED else "on a CUDA device"
+    check(op, (x.device.type == "cpu") == INTERPRETED, first, place, x.device)
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    check(op, x.dtype in DTYPES, first, f"one of {names}", x.dtype)
+    for name, y in others:
+        check(op, y.device == x.device, name, f"on {x.device} like {first}", y.device)
+        check(op, y.dtype == x.dtype, name, f"{x.dtype} like {first}", y.dtype)
+
+
+def check_offsets(op: str, offsets: torch.Tensor, x: torch.Tensor, name: str = "offsets") -> None:
+    integer = offsets.dtype in (torch.int32, torch.int64)
+    check(op, integer, name, "int32 or int64", offsets.dtype)
+    check(op, offsets.dim() == 1 and len(offsets) > 0, name, "[B + 1]", list(offsets.shape))
+    check(op, offsets.device == x.device, name, f"on {x.device}", offsets.device)
