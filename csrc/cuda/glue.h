@@ -1,0 +1,65 @@
+// What every CUDA entry needs beside its contract: stream, offsets, checks, launch errors.
+#pragma once
+
+#include "ops/contract.h"
+#include "ops/last_kernel.h"
+
+#include "kernels/prim/jagged.cuh"
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <string>
+
+// Exported by libtorch_cuda; torch declares it under USE_CUDA only.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace jagged_cuda {
+
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0) {
+    fail("jagged_cuda: no current stream on " + device_text(tensor));
+  }
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check_cuda(const char* op, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
+    fail(std::string(op) + ": the CUDA library was not built for this GPU (" + cudaGetErrorString(error) +
+         "); run `python -m jagged_cuda.info` to see what it holds, and rebuild with TORCH_CUDA_ARCH_LIST set");
+  }
+  fail(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
+}
+
+// Contiguous offsets as kernels take them; `offsets` must outlive the launch.
+inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
+  return {offsets.const_data_ptr(), offsets.size(0) - 1, total, offsets.scalar_type() == ScalarType::Long};
+}
+
+// Under JAGGED_CUDA_CHECK=1: waits for the stream and names the first bad index. A stream that is being captured into a graph
+// can't be waited for, so nothing is checked there.
+inline void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets, int64_t total,
+                                   std::optional<int64_t> max_len = std::nullopt) {
+  if (!checks_enabled()) return;
+  const cudaStream_t stream = current_stream(offsets);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(op, cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusNone) return;
+  const int64_t num_seqs = offsets.size(0) - 1;
+  const auto validate = [&](auto zero) {
+    std::vector<decltype(zero)> host(num_seqs + 1);
+    check_cuda(op, cudaMemcpyAsync(host.data(), offsets.const_data_ptr(), host.size() * sizeof(zero),
+                                   cudaMemcpyDeviceToHost, stream));
+    check_cuda(op, cudaStreamSynchronize(stream));
+    validate_offsets(op, argument, host.data(), num_seqs, total, max_len);
+  };
+  if (offsets.scalar_type() == ScalarType::Long) {
+    validate(int64_t{0});
+  } else {
+    validate(int32_t{0});
+  }
+}
+
+}  // namespace jagged_cuda
