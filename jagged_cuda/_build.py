@@ -5,7 +5,7 @@ so a flag stands here once. Nothing in this file imports jagged_cuda: `setup.py`
 plain file, and `python jagged_cuda/_build.py` is the command behind `make compdb`.
 
     _C_cpu   csrc/library.cpp (every schema) and csrc/cpu/
-    _C_cuda  csrc/cuda/ (glue, compiled by the C++ compiler) and csrc/kernels/ (nvcc, no torch header)
+    _C_cuda  csrc/cuda/ (glue, for the C++ compiler) and csrc/kernels/ (for nvcc, no torch header)
 
 torch.utils.cpp_extension supplies torch's include and library folders. Its `load()` is not used: it
 links libtorch_python, names objects by base name alone, hangs after a killed build, refuses CUDA
@@ -20,6 +20,7 @@ import concurrent.futures
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -28,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,14 +192,13 @@ class Toolchain:
 
     def fingerprint(self, library: str) -> str | None:
         """Returns what identifies the compilers of a library, or None where one is missing."""
-        files = [Path(shutil.which(self.cxx[0]) or self.cxx[0])] if self.cxx else [None]
-        if library == "_C_cuda":
-            files.append(self.nvcc if self.cuda_home else None)
-        if None in files:
+        if self.cxx is None or (library == "_C_cuda" and self.cuda_home is None):
             return None
-        parts = [*(self.cxx or ())]
+        files = [Path(shutil.which(self.cxx[0]) or self.cxx[0])]
+        if library == "_C_cuda":
+            files.append(self.nvcc)
+        parts = [*self.cxx]
         for path in files:
-            assert path is not None
             real = path.resolve()
             stat = real.stat()
             parts.append(f"{real} {stat.st_size} {stat.st_mtime_ns}")
@@ -348,7 +349,11 @@ def torch_paths(toolchain: Toolchain) -> TorchPaths:
     import torch
 
     # As it is imported, cpp_extension calls torch.cuda.is_available(). Answered through NVML, that
-    # leaves the driver uninitialised, so that a process forked later can still use CUDA.
+    # leaves the driver uninitialised, so that a process forked later can still use CUDA. Where
+    # there is no GPU it warns of its own guess of CUDA_HOME, which is not used here.
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     previous = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
@@ -359,6 +364,7 @@ def torch_paths(toolchain: Toolchain) -> TorchPaths:
             f"({error}): pip install 'setuptools<82'."
         ) from error
     finally:
+        logger.setLevel(level)
         if previous is None:
             del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
         else:
@@ -445,10 +451,9 @@ def _link_command(
             stub = work / "stub"
             stub.mkdir(exist_ok=True)
             (stub / "empty.cpp").write_text("")
-            _run(
-                [*toolchain.cxx, "-shared", "-fPIC", "-Wl,-soname,libtorch_cuda.so"]
-                + [str(stub / "empty.cpp"), "-o", str(stub / "libtorch_cuda.so")]
-            )
+            name = "libtorch_cuda.so"
+            flags = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(stub / name)]
+            _run([*toolchain.cxx, *flags, str(stub / "empty.cpp")])
             command.append(f"-L{stub}")
         version = cuda_toolkit_version(toolchain.cuda_home) or (13, 0)
         command += ["-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed"]
@@ -538,9 +543,7 @@ def build(
     progress = progress or Progress()
     torch = torch_paths(toolchain)
     csrc = csrc.resolve()
-    units = [
-        unit for lib in libraries for unit in _units(csrc, lib, archs, toolchain, torch)
-    ]
+    units = [unit for lib in libraries for unit in _units(csrc, lib, archs, toolchain, torch)]
     placed: dict[Unit, Path] = {}
     for unit in units:
         if objects is not None and (objects / f"{unit.key}.o").is_file():
@@ -742,8 +745,6 @@ class ConsoleProgress(Progress):
         self.on_terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def start(self, files: int, seconds: int) -> None:
-        import time
-
         self.began = time.monotonic()
         self._write(f"{self.title}: {files} files, about {seconds} s{self.note}\n")
 
@@ -756,8 +757,6 @@ class ConsoleProgress(Progress):
         self.quarters = quarters
 
     def finish(self) -> None:
-        import time
-
         if self.began is not None:
             start = "\r" if self.on_terminal else ""
             self._write(f"{start}jagged_cuda: done in {time.monotonic() - self.began:.0f} s\n")

@@ -14,6 +14,7 @@ cannot be written, a private folder of this user in the system's temporary folde
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -68,6 +69,9 @@ class Driver:
 
 
 loaded: dict[str, Library] = {}
+# Where they were loaded from.
+cpu_library: Path | None = None
+cuda_library: Path | None = None
 # Why CUDA operators cannot run in this process, as one sentence; None where they can.
 cuda_unavailable_reason: str | None = None
 
@@ -270,9 +274,7 @@ class _Wanted:
         return None
 
 
-def _want(
-    name: str, archs: tuple[Arch, ...], sources: str, toolchain: _build.Toolchain
-) -> _Wanted:
+def _want(name: str, archs: tuple[Arch, ...], sources: str, toolchain: _build.Toolchain) -> _Wanted:
     fingerprint = toolchain.fingerprint(name)
     core = "\n".join([name, sources, _build.format_archs(archs), str(torch.__version__)])
     return _Wanted(
@@ -379,10 +381,8 @@ def _compile_locked(
             shutil.rmtree(work, ignore_errors=True)
     for library in missing:
         if isinstance(results[library.name], BuildError):
-            try:
+            with contextlib.suppress(OSError):
                 (folder / f"{library.entry}.failed").write_text(str(results[library.name]))
-            except OSError:
-                pass
     return results
 
 
@@ -434,7 +434,7 @@ class _Prebuilt:
 
 def find_prebuilt(package: Path) -> _Prebuilt | None:
     """Returns the prebuilt libraries beside the package, if there are any."""
-    paths = {}
+    paths: dict[str, Path] = {}
     for name in _build.LIBRARIES:
         for suffix in (".abi3.so", ".so"):
             if (package / (name + suffix)).is_file():
@@ -532,7 +532,9 @@ def load_libraries(package: Path = PACKAGE, csrc: Path | None = None) -> None:
         prebuilt = None
     if prebuilt is not None and "_C_cpu" in prebuilt.paths:
         _load("_C_cpu", prebuilt.paths["_C_cpu"], "prebuilt", ())
-    if prebuilt is not None and torch.version.cuda and (cuda_unavailable_reason is None or not gpus):
+    # Without a GPU too, a CUDA library that is there is loaded: its operators are then registered.
+    with_cuda = torch.version.cuda and (cuda_unavailable_reason is None or not gpus)
+    if prebuilt is not None and with_cuda:
         unfit = why_unfit(prebuilt, gpus)
         if unfit is None:
             _load("_C_cuda", prebuilt.paths["_C_cuda"], "prebuilt", prebuilt.archs)
@@ -566,7 +568,7 @@ def load_libraries(package: Path = PACKAGE, csrc: Path | None = None) -> None:
 def _load_or_compile(
     needed: list[tuple[str, tuple[Arch, ...]]], csrc: Path, sources: str, why: str
 ) -> BuildError | None:
-    """Loads libraries from the cache, compiling what is missing; returns what is wrong with CUDA."""
+    """Loads libraries from the cache, compiling what is missing; returns what CUDA's lacks."""
     toolchain = _build.find_toolchain(torch.version.cuda)
     wanted = [_want(name, archs, sources, toolchain) for name, archs in needed]
     results: dict[str, Path | BuildError] = {}
@@ -598,7 +600,12 @@ def _load_or_compile(
 
 
 def _load(name: str, path: Path, origin: str, archs: tuple[Arch, ...]) -> None:
+    global cpu_library, cuda_library
     torch.ops.load_library(str(path))
+    if name == "_C_cpu":
+        cpu_library = path
+    else:
+        cuda_library = path
     loaded[name] = Library(path, origin, archs)
 
 
