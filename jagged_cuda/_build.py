@@ -59,7 +59,7 @@ LINK_FLAGS = ("-shared", "-Wl,--as-needed")
 MIN_GCC = 11
 MIN_CLANG = 14
 PART_SUFFIX = ".part.o"  # an object that is being written
-SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inc")
+SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
