@@ -182,7 +182,7 @@ inline Tensor rows_contiguous(const Tensor& tensor) {
   return torch::stable::contiguous(tensor);
 }
 
-inline Tensor contiguous(const Tensor& tensor) {
+inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 

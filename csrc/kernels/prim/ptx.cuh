@@ -19,6 +19,12 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, in
                : "memory");
 }
 
+// cp.async.ca.shared.global, 4 bytes.
+__device__ __forceinline__ void cp_async_4(void* shared, const void* global, int source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(shared)), "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
 // cp.async.commit_group
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
@@ -41,6 +47,22 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(shared))
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x2.shared.b16: two matrices, named by lanes 0 to 15.
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(shared))
+               : "memory");
+}
+
+// The same with each 8x8 matrix transposed.
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
                : "r"(shared_address(shared))
                : "memory");
 }

@@ -1,0 +1,153 @@
+// CUDA entry of jagged_flash_attention: parse, fill Params, launch.
+
+#include "ops/jagged_flash_attention.h"
+
+#include "kernels/jagged_flash_attention.h"
+
+#include "cuda/glue.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+namespace jagged_cuda {
+namespace {
+
+AttentionElement attention_element(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return AttentionElement::kFloat16;
+    case ScalarType::BFloat16:
+      return AttentionElement::kBFloat16;
+    case ScalarType::Float:
+      return AttentionElement::kFloat32;
+    default:
+      return AttentionElement::kFloat64;
+  }
+}
+
+// A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are arbitrary in torch, and are
+// replaced by 0, so that they do not spoil alignment.
+HeadsView view_heads(const Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
+          tensor.size(1) > 1 ? tensor.stride(1) : 0};
+}
+
+bool aligned(const HeadsView& view, int64_t dim, int64_t element_bytes) {
+  constexpr int64_t kVectorBytes = 16;
+  const auto whole = [&](int64_t elems) { return elems * element_bytes % kVectorBytes == 0; };
+  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && whole(view.row_stride) && whole(view.head_stride) &&
+         whole(dim);
+}
+
+int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
+
+void fill_common(AttentionParams& params, const JaggedFlashAttentionSizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const Tensor& out, const Tensor& lse, const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
+                 int64_t window_right, double scale) {
+  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
+  params.element = attention_element(q.scalar_type());
+  params.q_offsets = view_offsets(offsets, sizes.total_q);
+  params.kv_offsets = view_offsets(kv_offsets, sizes.total_kv);
+  params.q = view_heads(q);
+  params.k = view_heads(k);
+  params.v = view_heads(v);
+  params.out = view_heads(out);
+  params.lse = const_cast<void*>(lse.const_data_ptr());
+  params.heads = static_cast<int>(sizes.heads);
+  params.kv_heads = static_cast<int>(sizes.kv_heads);
+  params.dim_qk = static_cast<int>(sizes.dim_qk);
+  params.dim_v = static_cast<int>(sizes.dim_v);
+  params.window_left = window_rows(window_left);
+  params.window_right = window_rows(window_right);
+  params.scale = scale;
+  params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) && aligned(params.k, sizes.dim_qk, element_bytes) &&
+                   aligned(params.v, sizes.dim_v, element_bytes) && aligned(params.out, sizes.dim_v, element_bytes);
+}
+
+void check_heads(const char* op, const JaggedFlashAttentionSizes& sizes) {
+  constexpr int64_t kMaxHeads = 65535;  // the grid's second dimension
+  if (sizes.heads > kMaxHeads) {
+    fail_argument(op, "q", "[Tq, H, D] with H at most 65535 on CUDA", shape_text({sizes.total_q, sizes.heads, sizes.dim_qk}));
+  }
+}
+
+void validate(const char* op, const JaggedFlashAttentionSizes& sizes, const Tensor& offsets, const std::optional<Tensor>& kv_offsets,
+              std::optional<int64_t> max_len) {
+  maybe_validate_offsets(op, "offsets", offsets, sizes.total_q, max_len);
+  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.total_kv, max_len);
+}
+
+std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
+                                                  const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any,
+                                                  int64_t window_left, int64_t window_right, double scale,
+                                                  std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+  constexpr const char* op = "jagged_flash_attention";
+  const auto sizes = parse_jagged_flash_attention(op, q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right,
+                                                  max_len);
+  check_heads(op, sizes);
+  const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
+  const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
+  const Tensor offsets = as_contiguous(offsets_any), kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
+  validate(op, sizes, offsets, kv_offsets_any, max_len);
+  Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
+  Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
+  if (sizes.total_q == 0 || sizes.heads == 0) return {out, lse};
+
+  AttentionParams params{};
+  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right, scale);
+  const char* path = "none";
+  check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
+  record_kernel(path);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
+    const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any, const Tensor& k_any,
+    const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any, const Tensor& offsets_any,
+    const std::optional<Tensor>& kv_offsets_any, int64_t window_left, int64_t window_right, double scale,
+    std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+  constexpr const char* op = "jagged_flash_attention_backward";
+  const auto sizes = parse_jagged_flash_attention_backward(grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any,
+                                                           offsets_any, kv_offsets_any, window_left, window_right, max_len);
+  check_heads(op, sizes);
+  const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
+  const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
+  const Tensor grad_out = rows_contiguous(grad_out_any), out = rows_contiguous(out_any), lse = as_contiguous(lse_any);
+  const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(as_contiguous(*grad_lse_any)) : std::nullopt;
+  const Tensor offsets = as_contiguous(offsets_any), kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
+  validate(op, sizes, offsets, kv_offsets_any, max_len);
+  Tensor grad_q = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
+  Tensor grad_k = allocate(op, q, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
+  Tensor grad_v = allocate(op, q, {sizes.total_kv, sizes.kv_heads, sizes.dim_v});
+  const Tensor delta = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
+  if (sizes.total_q == 0 && sizes.total_kv == 0) return {grad_q, grad_k, grad_v};
+  if (sizes.heads == 0) {
+    torch::stable::zero_(grad_k);
+    torch::stable::zero_(grad_v);
+    return {grad_q, grad_k, grad_v};
+  }
+
+  AttentionBackwardParams params{};
+  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right, scale);
+  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
+  params.grad_out = view_heads(grad_out);
+  params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);
+  params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
+  params.delta = delta.mutable_data_ptr();
+  params.grad_q = view_heads(grad_q);
+  params.grad_k = view_heads(grad_k);
+  params.grad_v = view_heads(grad_v);
+  const char* path = "none";
+  check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q), &path));
+  record_kernel(path);
+  return {grad_q, grad_k, grad_v};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
+  m.impl("jagged_flash_attention", TORCH_BOX(&jagged_flash_attention));
+  m.impl("jagged_flash_attention_backward", TORCH_BOX(&jagged_flash_attention_backward));
+}
+
+}  // namespace
+}  // namespace jagged_cuda
