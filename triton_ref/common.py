@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
+if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
+    raise ImportError("triton_ref: TRITON_INTERPRET must be set before triton is first imported")
 DTYPES = (
     (torch.float32, torch.float16, torch.float64)
     if INTERPRETED
@@ -18,11 +20,10 @@ DTYPES = (
 @triton.jit
 def load_bound(p_offsets, i_bound, num_seqs, total):
     """Element i_bound of [0, offsets[0], ..., offsets[num_seqs], total], kept within [0, total]."""
-    i_offset = tl.minimum(tl.maximum(i_bound - 1, 0), num_seqs)
-    bound = tl.load(p_offsets + i_offset).to(tl.int64)
+    m_offset = (i_bound > 0) & (i_bound <= num_seqs + 1)
+    bound = tl.load(p_offsets + i_bound - 1, mask=m_offset, other=0).to(tl.int64)
     bound = tl.minimum(tl.maximum(bound, 0), total)
-    bound = tl.where(i_bound == 0, 0, bound)
-    return tl.where(i_bound == num_seqs + 2, total, bound)
+    return tl.where(i_bound > num_seqs + 1, total, bound)
 
 
 @triton.jit

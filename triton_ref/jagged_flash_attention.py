@@ -1,13 +1,13 @@
 """softmax(scale Q_b K_b^T + mask) V_b for each sequence, without the matrix in between.
 
 With shift = Lk - Lq, row i of a sequence sees key j iff i + shift - left <= j <= i + shift + right.
-Logits are kept in base 2: s = q k^T scale log2(e), p = 2^(s - max). The backward recomputes p from
-the saved LSE and, with delta = rowsum(dO * O) - dLSE, follows
+The backward recomputes P = exp(scale Q K^T - LSE) and, with delta = rowsum(dO * O) - dLSE, follows
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
 Rows outside every sequence see nothing, like rows that the mask leaves nothing: output and gradient
-0, LSE -inf.
+0, LSE -inf. Logits stay in natural units, although exp2 with log2(e) in the scale would save a
+product: so the largest logit minus the LSE is exact, where large logits lose digits otherwise.
 """
 
 import math
@@ -28,10 +28,6 @@ from .common import (
     load_rows,
     num_tiles,
 )
-
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E_DEVICE = tl.constexpr(LOG2_E)
 
 RUN_TIME_SIZES = ["num_seqs", "total_q", "total_k", "group_size", "left", "right"]
 
@@ -66,7 +62,7 @@ def jagged_flash_attention_kernel(
     group_size,
     left,
     right,
-    scale_log2,
+    scale,
     stride_qt,
     stride_qh,
     stride_qd,
@@ -124,14 +120,14 @@ def jagged_flash_attention_kernel(
         b_v = load_matrix(
             p_v + i_kv_head * stride_vh, begin_k + o_n, o_dv, m_n, m_dv, stride_vt, stride_vd
         )
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale_log2
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
         b_s = tl.where(sees(o_m, o_n, len_q, len_k, left, right), b_s, float("-inf"))
 
         b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
         # While a row has seen nothing, -inf - -inf would be NaN.
         b_shift = tl.where(b_max_new == float("-inf"), 0.0, b_max_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_rescale = tl.exp2(b_max - b_shift)
+        b_p = tl.exp(b_s - b_shift[:, None])
+        b_rescale = tl.exp(b_max - b_shift)
         b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
         b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=INPUT_PRECISION)
         b_out = b_out * b_rescale[:, None] + b_pv
@@ -140,7 +136,7 @@ def jagged_flash_attention_kernel(
     m_sees = b_max > float("-inf")
     b_sum = tl.where(m_sees, b_sum, 1.0)
     b_out = b_out / b_sum[:, None]
-    b_lse = tl.where(m_sees, (b_max + tl.log2(b_sum)) * LN_2, float("-inf"))
+    b_lse = tl.where(m_sees, b_max + tl.log(b_sum), float("-inf"))
     o_out = (begin_q + o_m) * num_heads + i_head
     tl.store(p_lse + o_out, b_lse, mask=m_m)
     p_tile = p_out + o_out[:, None] * DV + o_dv[None, :]
@@ -167,7 +163,6 @@ def jagged_flash_attention_backward_dq_kernel(
     left,
     right,
     scale,
-    scale_log2,
     stride_gt,
     stride_gh,
     stride_gd,
@@ -217,7 +212,7 @@ def jagged_flash_attention_backward_dq_kernel(
     # [TILE_M, BLOCK_DV]
     b_out = load_matrix(p_out, o_out, o_dv, m_m, m_dv, DV, 1)
     # [TILE_M]
-    b_lse_log2 = tl.load(p_lse + o_out, mask=m_m, other=0.0) * LOG2_E_DEVICE
+    b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
 
     b_delta = tl.sum(b_out.to(ACCUMULATOR) * b_grad_out.to(ACCUMULATOR), 1)
     if p_grad_lse is not None:
@@ -241,8 +236,8 @@ def jagged_flash_attention_backward_dq_kernel(
             p_v + i_kv_head * stride_vh, begin_k + o_n, o_dv, m_n, m_dv, stride_vt, stride_vd
         )
         m_s = sees(o_m, o_n, len_q, len_k, left, right)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale_log2
-        b_p = tl.exp2(b_s - b_lse_log2[:, None])
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
+        b_p = tl.exp(b_s - b_lse[:, None])
         b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
         # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
         b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
@@ -272,7 +267,6 @@ def jagged_flash_attention_backward_dkdv_kernel(
     left,
     right,
     scale,
-    scale_log2,
     stride_gt,
     stride_gh,
     stride_gd,
@@ -346,14 +340,14 @@ def jagged_flash_attention_backward_dkdv_kernel(
                 stride_gd,
             )
             # [TILE_M]
-            b_lse_log2 = tl.load(p_lse + o_out, mask=m_m, other=0.0) * LOG2_E_DEVICE
+            b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
             # [TILE_M]
             b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
 
             m_s = sees(o_m, o_n, len_q, len_k, left, right)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale_log2
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
             # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
-            b_p = tl.where(m_s, tl.exp2(b_s - b_lse_log2[:, None]), 0.0)
+            b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
             b_grad_v += tl.dot(
                 tl.trans(b_p.to(b_grad_out.dtype)), b_grad_out, input_precision=INPUT_PRECISION
             )
@@ -398,7 +392,7 @@ class JaggedFlashAttention(torch.autograd.Function):
                     q.shape[1] // k.shape[1],
                     left,
                     right,
-                    scale * LOG2_E,
+                    scale,
                     *q.stride(),
                     *k.stride(),
                     *v.stride(),
@@ -420,10 +414,9 @@ class JaggedFlashAttention(torch.autograd.Function):
         config = plan(q, v, precision)
         num_seqs = len(offsets) - 1
         sizes = (num_seqs, len(q), len(k), q.shape[1] // k.shape[1], left, right)
-        scales = (scale, scale * LOG2_E)
         strides = (*grad_out.stride(), *q.stride(), *k.stride(), *v.stride())
         with torch.cuda.device_of(q):
-            if len(q) > 0:
+            if lse.numel() > 0:
                 grid = (num_tiles(len(q), num_seqs, config["TILE_M"]), q.shape[1])
                 jagged_flash_attention_backward_dq_kernel[grid](
                     grad_out,
@@ -438,11 +431,11 @@ class JaggedFlashAttention(torch.autograd.Function):
                     grad_q,
                     delta,
                     *sizes,
-                    *scales,
+                    scale,
                     *strides,
                     **config,
                 )
-            if len(k) > 0:
+            if k.numel() > 0:
                 grid = (num_tiles(len(k), num_seqs, config["TILE_N"]), k.shape[1])
                 jagged_flash_attention_backward_dkdv_kernel[grid](
                     grad_out,
@@ -456,7 +449,7 @@ class JaggedFlashAttention(torch.autograd.Function):
                     grad_k,
                     grad_v,
                     *sizes,
-                    *scales,
+                    scale,
                     *strides,
                     **config,
                 )
@@ -467,14 +460,13 @@ def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
     """The sizes that are compiled into the kernels: head dims, tiles, types."""
     head_dim, value_dim = q.shape[2], v.shape[2]
     widest = max(head_dim, value_dim)
-    if q.element_size() == 2:
-        tile = 64 if widest <= 128 else 32
-    else:
-        tile = 32 if widest <= 128 else 16
+    # A tile of 64 rows of 128 values of 16 bits is 16 KiB; the backward keeps six or so at once.
+    # tl.dot takes 16 rows and more.
+    tile = max(16, (128 if widest <= 128 else 64) // q.element_size())
     return {
         "D": head_dim,
         "DV": value_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot takes 16 and more
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
         "TILE_M": tile,
         "TILE_N": tile,
@@ -497,14 +489,14 @@ def jagged_flash_attention(
     max_len: int | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale Q_b K_b^T + mask) V_b: q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv] give [Tq, H, Dv].
+    """softmax(scale Q_b K_b^T + mask) V_b: [Tq, H, Dv] for q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv].
 
-    Query head h reads key head h // (H / G); [T, D] means one head. kv_offsets is offsets where it is
-    not given, the default scale 1 / sqrt(D). Row i sees key j iff
+    Query head h reads key head h // (H / G); [T, D] means one head. kv_offsets is offsets where it
+    is not given, the default scale 1 / sqrt(D). Row i sees key j iff
     i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unbounded, causal is right = 0.
     return_lse adds the natural log of each row's sum of exponentials, [Tq, H], differentiable too.
-    max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE and
-    its gradient are fp32.
+    max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE
+    and its gradient are fp32.
     """
     op = "jagged_flash_attention"
     check_values(op, q=q, k=k, v=v)
@@ -513,7 +505,9 @@ def jagged_flash_attention(
         check(op, k.dim() == 2, "k", "[T, D] like q", list(k.shape))
         check(op, v.dim() == 2, "v", "[T, Dv] like q", list(v.shape))
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    kv_offsets = offsets if kv_offsets is None else kv_offsets
+    if kv_offsets is None:
+        check(op, len(k) == len(q), "k", f"{len(q)} rows as kv_offsets is None", len(k))
+        kv_offsets = offsets
     check_arguments(op, q, k, v, offsets, kv_offsets)
     left, right = window_size
     check(op, left >= -1 and right >= -1, "window_size", "-1 or more", window_size)
@@ -550,7 +544,7 @@ def check_arguments(op, q, k, v, offsets, kv_offsets):
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     fits = v.dim() == 3 and v.shape[:2] == k.shape[:2]
     check(op, fits, "v", f"[{len(k)}, {num_kv_heads}, Dv]", list(v.shape))
-    grouped = num_kv_heads > 0 and num_heads % num_kv_heads == 0
+    grouped = num_heads % num_kv_heads == 0 if num_kv_heads > 0 else num_heads == 0
     check(op, grouped, "q's heads", f"a multiple of k's {num_kv_heads}", num_heads)
     check(op, 1 <= head_dim <= 256, "head dim of q and k", "1 to 256", head_dim)
     check(op, 1 <= v.shape[2] <= 256, "head dim of v", "1 to 256", v.shape[2])

@@ -7,7 +7,6 @@ from torch.autograd.function import once_differentiable
 
 from .common import accumulator, check, check_offsets, check_values, load_rows
 
-LOG2_E = 1.4426950408889634
 BLOCK_ELEMS = 1024  # elements of a block: few columns make it tall
 
 
@@ -21,7 +20,7 @@ def jagged_softmax_kernel(
     C,
     stride_xt,
     stride_xc,
-    scale_log2,
+    scale,
     ACCUMULATOR: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_C: tl.constexpr,
@@ -38,21 +37,26 @@ def jagged_softmax_kernel(
         o_t = first_row + tl.arange(0, TILE_T)  # int64
         m_x = (o_t < end)[:, None] & m_c[None, :]
         # [TILE_T, TILE_C]
-        b_x = tl.load(p_x + o_t[:, None] * stride_xt + o_c[None, :] * stride_xc, mask=m_x, other=0.0)
-        b_x = tl.where(m_x, b_x.to(ACCUMULATOR) * scale_log2, float("-inf"))
+        b_x = tl.load(
+            p_x + o_t[:, None] * stride_xt + o_c[None, :] * stride_xc, mask=m_x, other=0.0
+        )
+        b_x = tl.where(m_x, b_x.to(ACCUMULATOR) * scale, float("-inf"))
         b_max_new = tl.maximum(b_max, tl.max(b_x, 0))
         # While a column has seen only -inf, -inf - -inf would be NaN.
         b_shift = tl.where(b_max_new == float("-inf"), 0.0, b_max_new)
-        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_x - b_shift[None, :]), 0)
+        b_sum = b_sum * tl.exp(b_max - b_shift) + tl.sum(tl.exp(b_x - b_shift[None, :]), 0)
         b_max = b_max_new
 
     b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_sum = tl.where(m_c, b_sum, 1.0)
     for first_row in range(begin, end, TILE_T):
         o_t = first_row + tl.arange(0, TILE_T)
         m_x = (o_t < end)[:, None] & m_c[None, :]
         # [TILE_T, TILE_C]
-        b_x = tl.load(p_x + o_t[:, None] * stride_xt + o_c[None, :] * stride_xc, mask=m_x, other=0.0)
-        b_y = tl.exp2(b_x.to(ACCUMULATOR) * scale_log2 - b_shift[None, :]) / b_sum[None, :]
+        b_x = tl.load(
+            p_x + o_t[:, None] * stride_xt + o_c[None, :] * stride_xc, mask=m_x, other=0.0
+        )
+        b_y = tl.exp(b_x.to(ACCUMULATOR) * scale - b_shift[None, :]) / b_sum[None, :]
         b_y = tl.where(in_sequence, b_y, 0.0)
         tl.store(p_y + o_t[:, None] * C + o_c[None, :], b_y.to(p_y.dtype.element_ty), mask=m_x)
 
@@ -122,7 +126,7 @@ class JaggedSoftmax(torch.autograd.Function):
                     len(offsets) - 1,
                     *x.shape,
                     *x.stride(),
-                    scale * LOG2_E,
+                    scale,
                     ACCUMULATOR=accumulator(x),
                     **tiles,
                 )
