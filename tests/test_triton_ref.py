@@ -358,6 +358,42 @@ def test_nothing_to_do(lengths, total):
         assert torch.equal(z, torch.zeros_like(z))
 
 
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs exist on a GPU only")
+def test_graph_replays_with_other_lengths():
+    """Nothing synchronises, and the grid depends on shapes alone."""
+    torch.manual_seed(7)
+    offsets = make_offsets([70, 2, 28])
+    x = torch.randn(100, 2, 16, device=DEVICE, requires_grad=True)
+    y = torch.randn(3, 32, 8, device=DEVICE)
+
+    def step(attention, softmax, product):
+        z = attention(x, x, x, offsets, causal=True)
+        z = softmax(z[0] if isinstance(z, tuple) else z, offsets).reshape(100, 32)
+        return torch.autograd.grad(product(z, y, offsets).pow(2).sum(), x)[0]
+
+    operators = (
+        triton_ref.jagged_flash_attention,
+        triton_ref.jagged_softmax,
+        triton_ref.jagged_dense_bmm,
+    )
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(*operators)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*operators)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(*operators)
+    for lengths in ([1, 98, 0], [33, 33, 34]):
+        offsets.copy_(make_offsets(lengths))
+        graph.replay()
+        want = step(padded_attention, padded_softmax, padded_dense_bmm)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
 def test_attention_reads_strides():
     """One head as [T, D], slices of a fused projection, an expanded gradient, no LSE gradient."""
     torch.manual_seed(5)

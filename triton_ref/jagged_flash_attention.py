@@ -489,10 +489,11 @@ def jagged_flash_attention(
     max_len: int | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale Q_b K_b^T + mask) V_b: [Tq, H, Dv] for q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv].
+    """softmax(scale Q_b K_b^T + mask) V_b for each sequence b.
 
-    Query head h reads key head h // (H / G); [T, D] means one head. kv_offsets is offsets where it
-    is not given, the default scale 1 / sqrt(D). Row i sees key j iff
+    q [Tq, H, D], k [Tk, G, D] and v [Tk, G, Dv] give out [Tq, H, Dv]; query head h reads key head
+    h // (H / G); [T, D] means one head. kv_offsets is offsets where it is not given, the default
+    scale 1 / sqrt(D). Row i sees key j iff
     i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unbounded, causal is right = 0.
     return_lse adds the natural log of each row's sum of exponentials, [Tq, H], differentiable too.
     max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE
