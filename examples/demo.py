@@ -1,0 +1,186 @@
+"""Train a ranking model twice, padded and jagged: the loss is the same, the cost is not.
+
+    python examples/demo.py                        histories drawn as long as MovieLens-20M's
+    python examples/demo.py --events ratings.csv   an interaction log: user_id, item_id, timestamp
+
+Both trainings start from the same weights and see the same batches in the same order. The padded
+one is plain PyTorch: every layer on [B, M, D], padded behind each history to the longest of its
+batch, with scaled_dot_product_attention. The jagged one is the same layers on [T, D], with
+jagged_flash_attention. The exit status is 1 if their losses differ by more than rounding, 2 if the
+demo could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# The profiler, which measures memory on the CPU, would look for a GPU and report on stderr that it
+# found none.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+# The package of this checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from histories import Batch, DataError, Histories, draw_histories, make_batches, pad, read_events
+from ranker import Attention, Ranker, jagged_attention, padded_attention
+from report import ProgressBar, Result, Side, draw_figure, format_table
+from training import train
+
+# Rounding, carried along by training: the two sum in different orders, and Adam feeds each step's
+# difference to the next. At step 1, before any update, they agree to about 1e-7.
+TOLERANCE = 1e-4
+LEARNING_RATE = 2e-3
+DRAWN_USERS = 4096
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        device = choose_device(args.device)
+        histories = load_histories(args.events, args.seed)
+    except DataError as error:
+        print(f"demo.py: {args.events}: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"demo.py: {error}", file=sys.stderr)
+        return 2
+
+    batches = make_batches(
+        histories,
+        num_batches=args.steps,
+        batch_size=args.batch_size or (256 if device.type == "cuda" else 32),
+        cap=args.cap,
+        num_negatives=args.negatives,
+        seed=args.seed,
+    )
+    print_plan(histories, batches, device)
+
+    def run(name: str, attention: Attention, prepare: Callable[[Batch], Batch]) -> Side:
+        torch.manual_seed(args.seed)
+        model = Ranker(
+            num_items=histories.num_items,
+            max_positions=args.cap,
+            dim=args.dim,
+            num_heads=args.heads,
+            num_blocks=args.blocks,
+            attention=attention,
+        ).to(device)
+        prepared = [prepare(batch) for batch in batches]
+        bar = ProgressBar(f"{name:<7}", len(batches))
+        measurement = train(
+            model,
+            prepared,
+            learning_rate=LEARNING_RATE,
+            progress=lambda step, loss: bar.update(step, f"loss {loss:.4f}"),
+        )
+        rows_a_step = statistics.fmean(batch.items.numel() for batch in prepared)
+        events_a_step = statistics.fmean(batch.items.numel() for batch in batches)
+        return Side(measurement, rows_a_step, events_a_step / rows_a_step)
+
+    result = Result(
+        padded=run("padded", padded_attention, pad),
+        jagged=run("jagged", jagged_attention, lambda batch: batch),
+        histories_a_step=len(batches[0].offsets) - 1,
+        tolerance=TOLERANCE,
+        source=histories.source,
+        device=describe_device(device),
+        lengths=histories.lengths.tolist(),
+        cap=args.cap,
+    )
+    print(format_table(result))
+    print()
+    print(compare_losses(result))
+    print(write_figure(result, args.out))
+    return 0 if result.losses_are_equal else 1
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        number = int(text)
+        if number < 1:
+            raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+        return number
+
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--events", type=Path, metavar="FILE", help="CSV or CSV.gz to train on")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the figure")
+    parser.add_argument("--steps", type=positive, default=100, help="of each training")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cap", type=positive, default=512, help="events kept of a history")
+    parser.add_argument("--batch-size", type=positive, help="histories; 32, or 256 on a GPU")
+    parser.add_argument("--dim", type=positive, default=64, help="features of a state")
+    parser.add_argument("--heads", type=positive, default=2)
+    parser.add_argument("--blocks", type=positive, default=2)
+    parser.add_argument("--negatives", type=positive, default=128, help="beside each target")
+    args = parser.parse_args(argv)
+    if args.dim % args.heads != 0:
+        parser.error(f"--dim must be a multiple of --heads {args.heads}, got {args.dim}")
+    return args
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("--device cuda must find a GPU that PyTorch can use, got none")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads ({platform.machine()})"
+
+
+def load_histories(path: Path | None, seed: int) -> Histories:
+    if path is None:
+        return draw_histories(DRAWN_USERS, seed)
+    bar = ProgressBar("reading", 1)
+    return read_events(path, bar.update)
+
+
+def print_plan(histories: Histories, batches: list[Batch], device: torch.device) -> None:
+    lengths = histories.lengths.double()
+    print(f"data      {histories.source}")
+    print(
+        f"          {len(lengths):,} users, {len(histories.items):,} events,"
+        f" {histories.num_items:,} items; events a user: mean {lengths.mean():.1f},"
+        f" median {lengths.median():.0f}, largest {lengths.max():,.0f}"
+    )
+    print(f"training  {len(batches)} steps of {len(batches[0].offsets) - 1} histories, float32")
+    print(f"device    {describe_device(device)}, torch {torch.__version__}")
+    print(flush=True)
+
+
+def compare_losses(result: Result) -> str:
+    equal = sum(difference <= result.tolerance for difference in result.differences)
+    verdict = "equal within rounding" if result.losses_are_equal else "NOT EQUAL"
+    return (
+        f"losses    {verdict} at {equal} of {len(result.differences)} steps: they differ by"
+        f" {result.differences[0]:.1e} at step 1 and {max(result.differences):.1e} at most"
+        f" (relative; allowed {result.tolerance:.0e})"
+    )
+
+
+def write_figure(result: Result, path: Path) -> str:
+    try:
+        draw_figure(result, path)
+    except ImportError:
+        return "figure    not written: matplotlib is not installed (pip install matplotlib)"
+    except OSError as error:
+        return f"figure    not written: {path}: {error.strerror or error}"
+    return f"figure    {path}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

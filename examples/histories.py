@@ -1,0 +1,254 @@
+"""Histories for the demo: read from a log or drawn from a distribution, and cut into batches."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Accepted names of each column: this project's own, then those of MovieLens' ratings.csv.
+COLUMNS = {
+    "user_id": ("user_id", "userId"),
+    "item_id": ("item_id", "itemId", "movieId"),
+    "timestamp": ("timestamp",),
+}
+
+# Events a user in MovieLens-20M, as a lognormal fit (scipy's s, loc, scale) by the LensKit Codex.
+# Its tail is heavier than the data's, so draws are clipped at the real maximum; the item count is
+# the number of rated films.
+ML20M_SIGMA, ML20M_LOC, ML20M_SCALE = 1.608, 19.074, 43.156
+ML20M_MAX_EVENTS = 9254
+ML20M_ITEMS = 26744
+NUM_GENRES = 20
+
+PADDING_ITEM = 0
+IGNORED_LABEL = -100
+
+
+class DataError(Exception):
+    """A file that cannot be used; the text is one sentence that says why."""
+
+
+class Histories(NamedTuple):
+    """Events of all users, one after another, each user's in the order of time."""
+
+    items: Tensor  # [T] int64, 1 to num_items (0 is padding)
+    offsets: Tensor  # [B + 1] int64
+    num_items: int
+    source: str
+
+    @property
+    def lengths(self) -> Tensor:  # [B]
+        return self.offsets.diff()
+
+
+class Batch(NamedTuple):
+    """Histories as inputs of a model; rows are [T] jagged, or [B, M] padded behind their ends."""
+
+    items: Tensor  # the events
+    positions: Tensor  # of each event in its history
+    targets: Tensor  # the event that follows
+    labels: Tensor  # 0, the target's place among the candidates, or IGNORED_LABEL where padded
+    negatives: Tensor  # [N] items, candidates beside every target
+    offsets: Tensor | None  # [B + 1] if jagged, None if padded
+
+
+def read_events(path: Path, progress: Callable[[float], None] = lambda fraction: None) -> Histories:
+    """Read an interaction log: CSV, plain or gzipped, in any order, with a header.
+
+    Columns are user_id, item_id and timestamp (or MovieLens' userId, movieId, timestamp), others
+    are ignored. Identifiers are any text, timestamps are numbers; equal ones keep the file's order.
+    Users with fewer than two events are dropped.
+
+    Args:
+        path: the file.
+        progress: called now and then with the part that is read, 0 to 1.
+
+    Returns:
+        The histories, items numbered from 1 in the order of their first appearance.
+
+    Raises:
+        DataError: the file is missing, is no such CSV, or holds a bad value (with its line).
+    """
+    user_index: dict[str, int] = {}
+    item_index: dict[str, int] = {}
+    users, items, times = array("q"), array("q"), array("d")
+    try:
+        for user, item, time in _read_rows(path, progress):
+            users.append(user_index.setdefault(user, len(user_index)))
+            items.append(item_index.setdefault(item, len(item_index) + 1))
+            times.append(time)
+    except UnicodeDecodeError:
+        raise DataError("the file must be UTF-8 text, plain or gzipped") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise DataError("the gzip file must be whole, got a damaged one") from None
+    except OSError as error:
+        raise DataError(f"the file must be readable, got {error.strerror or error}") from None
+    if not users:
+        raise DataError("there must be events after the header, got none")
+
+    # Sort by time, then by user, both stable.
+    user = torch.tensor(users)
+    order = torch.tensor(times, dtype=torch.float64).argsort(stable=True)
+    order = order[user[order].argsort(stable=True)]
+    counts = user.bincount()
+    kept = counts >= 2
+    if not kept.any():
+        raise DataError(f"a user must have two events or more, got {len(counts)} users with one")
+    return Histories(
+        items=torch.tensor(items)[order][kept[user[order]]],
+        offsets=offsets_from_lengths(counts[kept]),
+        num_items=len(item_index),
+        source=path.name,
+    )
+
+
+def _read_rows(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[str, str, float]]:
+    """Yield (user, item, time) of each event."""
+    size_bytes = max(path.stat().st_size, 1)
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        plain = gzip.GzipFile(fileobj=file) if is_gzip else file
+        reader = csv.reader(io.TextIOWrapper(plain, encoding="utf-8-sig", newline=""))
+        try:
+            header = [name.strip() for name in next(reader, [])]
+            places = [_find_column(header, column) for column in COLUMNS]
+            for row in reader:
+                if row:
+                    yield _parse_row(row, places, reader.line_num)
+                if reader.line_num % 50_000 == 0:
+                    progress(file.tell() / size_bytes)
+        except csv.Error as error:
+            raise DataError(f"line {reader.line_num} must be CSV, got {error}") from None
+    progress(1.0)
+
+
+def _find_column(header: list[str], column: str) -> int:
+    for name in COLUMNS[column]:
+        if name in header:
+            return header.index(name)
+    expected = " or ".join(COLUMNS[column])
+    raise DataError(f"the header must have a column {expected}, got {', '.join(header) or 'none'}")
+
+
+def _parse_row(row: list[str], places: list[int], line: int) -> tuple[str, str, float]:
+    if len(row) <= max(places):
+        raise DataError(f"line {line} must have {max(places) + 1} fields or more, got {len(row)}")
+    user, item, timestamp = (row[place].strip() for place in places)
+    if not user or not item:
+        raise DataError(f"line {line}: user and item must not be empty")
+    try:
+        time = float(timestamp)
+    except ValueError:
+        time = math.nan
+    if not math.isfinite(time):
+        raise DataError(f"line {line}: timestamp must be a number, got {timestamp!r}")
+    return user, item, time
+
+
+def draw_histories(num_users: int, seed: int) -> Histories:
+    """Draw histories as long as those of MovieLens-20M, so that the demo needs no file.
+
+    Lengths follow the lognormal fit, clipped at the real maximum. Each user has one genre, where
+    four of five events come from; within a genre an item's popularity falls with its rank as 1 /
+    rank (Zipf).
+
+    Source: LensKit Codex, ML-20M (the fit); Harper and Konstan, "The MovieLens Datasets", 2015 (the
+    data set).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(num_users, generator=generator, dtype=torch.float64)
+    lengths = (ML20M_LOC + ML20M_SCALE * torch.exp(ML20M_SIGMA * normal)).round().long()
+    lengths = lengths.clamp(2, ML20M_MAX_EVENTS)
+    total = int(lengths.sum())
+
+    own_genre = torch.randint(NUM_GENRES, (num_users,), generator=generator)
+    any_genre = torch.randint(NUM_GENRES, (total,), generator=generator)
+    is_stray = torch.rand(total, generator=generator) < 0.2
+    genre = torch.where(is_stray, any_genre, own_genre.repeat_interleave(lengths))
+    ranks = ML20M_ITEMS // NUM_GENRES
+    uniform = torch.rand(total, generator=generator, dtype=torch.float64)
+    rank = torch.exp(uniform * math.log(ranks)).long() - 1
+    return Histories(
+        items=rank * NUM_GENRES + genre + 1,
+        offsets=offsets_from_lengths(lengths),
+        num_items=ML20M_ITEMS,
+        source=f"{num_users:,} histories as long as MovieLens-20M's, seed {seed}",
+    )
+
+
+def make_batches(
+    histories: Histories,
+    *,
+    num_batches: int,
+    batch_size: int,
+    cap: int,
+    num_negatives: int,
+    seed: int,
+) -> list[Batch]:
+    """Cut histories into jagged batches for predicting the next event.
+
+    Users come in a random order, reshuffled when all have been seen. Of each, the latest ``cap +
+    1`` events serve: all but the last are inputs, all but the first are targets. Negatives are
+    drawn from all events, so items come as often as they are popular.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_users = len(histories.offsets) - 1
+    batch_size = min(batch_size, num_users)
+    batches: list[Batch] = []
+    queue = torch.empty(0, dtype=torch.long)
+    for _ in range(num_batches):
+        if len(queue) < batch_size:
+            queue = torch.randperm(num_users, generator=generator)
+        users, queue = queue[:batch_size], queue[batch_size:]
+        lengths = (histories.lengths[users] - 1).clamp(max=cap)
+        offsets = offsets_from_lengths(lengths)
+        positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+        begin = histories.offsets[users + 1] - 1 - lengths
+        rows = begin.repeat_interleave(lengths) + positions
+        draws = torch.randint(len(histories.items), (num_negatives,), generator=generator)
+        batches.append(
+            Batch(
+                items=histories.items[rows],
+                positions=positions,
+                targets=histories.items[rows + 1],
+                labels=torch.zeros_like(rows),
+                negatives=histories.items[draws],
+                offsets=offsets,
+            )
+        )
+    return batches
+
+
+def pad(batch: Batch) -> Batch:
+    """The same batch, padded behind each history to the longest one of the batch."""
+    assert batch.offsets is not None, "the batch is padded already"
+    lengths = batch.offsets.diff()
+    seq = torch.arange(len(lengths)).repeat_interleave(lengths)  # [T]
+    shape = (len(lengths), int(lengths.max()))
+
+    def scatter(rows: Tensor, fill: int) -> Tensor:
+        return rows.new_full(shape, fill).index_put((seq, batch.positions), rows)
+
+    return Batch(
+        items=scatter(batch.items, PADDING_ITEM),
+        positions=torch.arange(shape[1]).expand(shape),
+        targets=scatter(batch.targets, PADDING_ITEM),
+        labels=scatter(batch.labels, IGNORED_LABEL),
+        negatives=batch.negatives,
+        offsets=None,
+    )
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
