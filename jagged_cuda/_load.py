@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +73,7 @@ cpu_library: Path | None = None
 cuda_library: Path | None = None
 # Why CUDA operators cannot run in this process, as one sentence; None where they can.
 cuda_unavailable_reason: str | None = None
+_registrations: list[object] = []  # which last as long as these objects
 
 
 # ---------------------------------------------------------------------------------------------
@@ -609,17 +609,14 @@ def _load(name: str, path: Path, origin: str, archs: tuple[Arch, ...]) -> None:
     loaded[name] = Library(path, origin, archs)
 
 
-def _explain_cuda_calls(reason: str) -> None:
+def _explain_cuda_calls(reason: str, namespace: str = "jagged_cuda") -> None:
     """Makes every operator called with CUDA tensors raise the reason, in place of torch's list."""
 
     def explain(*_: object) -> None:
         raise RuntimeError(reason)
 
+    library = torch.library.Library(namespace, "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("jagged_cuda::"):
-            _cuda_stubs().impl(name.split("::")[1].split(".")[0], explain, "CUDA")
-
-
-_cuda_stubs: Callable[[], torch.library.Library] = functools.cache(
-    lambda: torch.library.Library("jagged_cuda", "IMPL")
-)
+        if name.startswith(f"{namespace}::"):
+            library.impl(name.removeprefix(f"{namespace}::"), explain, "CUDA")
+    _registrations.append(library)

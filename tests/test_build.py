@@ -1,0 +1,698 @@
+"""Building and loading: the cache, its locks, prebuilt libraries, and what is said when it fails.
+
+Most tests work on a toy package: copies of _build.py and _load.py beside a csrc/ whose files compile
+in a tenth of a second, a compiler that writes down each call, and a stand-in for torch, whose own
+import would take most of the time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from jagged_cuda import _build, _load
+from jagged_cuda._build import Arch, BuildError
+
+PACKAGE = Path(_load.__file__).parent
+TIMEOUT = 300
+
+VISIBLE = 'extern "C" __attribute__((visibility("default")))'
+SOURCES = {
+    "library.cpp": f'#include "answer.h"\n{VISIBLE} int toy_answer() {{ return kAnswer; }}\n',
+    "answer.h": "constexpr int kAnswer = 42;\n",
+    "cpu/toy.cpp": f"{VISIBLE} int toy_other() {{ return 7; }}\n",
+    "cuda/toy.cpp": '#include <cuda_runtime_api.h>\nextern "C" int toy_devices() {\n'
+    "  int count = 0;\n  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;\n}\n",
+    "kernels/toy.cu": "__global__ void fill(float* x) { x[threadIdx.x] = 1.0f; }\n"
+    "void launch_fill(float* x) { fill<<<1, 32>>>(x); }\n",
+}
+
+# Compiles as g++ does, and writes down its arguments; told to, it sleeps or fails instead.
+COMPILER = """\
+#!/bin/sh
+echo "$*" >> "{folder}/calls"
+case "$*" in
+  *" -c "*)
+    if [ -e "{folder}/sleep" ]; then touch "{folder}/sleeping"; sleep 60; fi
+    if [ -e "{folder}/fail" ]; then cat "{folder}/fail" >&2; exit 1; fi ;;
+esac
+exec {compiler} "$@"
+"""
+
+# What _build.py and _load.py use of torch.
+TORCH = {
+    "__init__.py": """
+import ctypes
+from types import SimpleNamespace
+__version__ = "2.11.0"
+version = SimpleNamespace(cuda=None)
+ops = SimpleNamespace(load_library=ctypes.CDLL)
+_C = SimpleNamespace(_dispatch_get_all_op_names=lambda: [])
+""",
+    "utils/__init__.py": "",
+    "utils/cpp_extension.py": """
+import os
+def include_paths(): return []
+def library_paths(): return [os.path.dirname(os.path.dirname(__file__))]
+""",
+}
+
+IMPORT = """
+    import ctypes, json, sys, torch
+    from jagged_cuda import _load
+    {before}
+    _load.load_libraries()
+    library = ctypes.CDLL(str(_load.loaded["_C_cpu"].path))
+    print(json.dumps({{
+        "answer": library.toy_answer(),
+        "loaded": {{k: [str(v.path), v.origin] for k, v in _load.loaded.items()}},
+        "reason": _load.cuda_unavailable_reason,
+    }}))
+"""
+
+# The GPU that a test says there is.
+WITH_GPU = (
+    "_load.find_driver = lambda: _load.Driver('580.1', (13, 0), "
+    "(_load.Gpu('NVIDIA H100', (9, 0)),)); torch.version.cuda = '13.0'"
+)
+WITHOUT_GPU = "_load.find_driver = lambda: None"
+
+
+class Toy:
+    """A package of one answer, with its own cache, compiler and environment."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.package = root / "jagged_cuda"
+        self.csrc = root / "csrc"
+        self.cache = root / "cache"
+        self.package.mkdir(parents=True)
+        for name in ("_build.py", "_load.py"):
+            shutil.copy(PACKAGE / name, self.package)
+        (self.package / "__init__.py").write_text("")
+        for folder, files in ((self.csrc, SOURCES), (root / "torch", TORCH)):
+            for name, text in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text)
+        compiler = root / "c++"
+        real = " ".join(_build.find_cxx() or ("c++",))
+        empty = root / "empty.cpp"
+        empty.write_text("")
+        stub = ["-shared", "-fPIC", "-o", str(root / "torch" / "libtorch_cpu.so"), str(empty)]
+        subprocess.run([*real.split(), *stub], check=True)
+        compiler.write_text(COMPILER.format(folder=root, compiler=real))
+        compiler.chmod(0o755)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_CUDA", "JAGGED"))}
+        self.env = {
+            **kept,
+            "CXX": str(compiler),
+            "JAGGED_CUDA_CACHE": str(self.cache),
+            "PYTHONPATH": str(root),
+        }
+
+    def start(self, before: str = WITHOUT_GPU) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(IMPORT.format(before=before))],
+            cwd=self.root,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def load(self, before: str = WITHOUT_GPU) -> tuple[dict, str]:
+        """Imports the toy in a new process; returns what it printed and its stderr."""
+        process = self.start(before)
+        out, err = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0, err
+        return json.loads(out), err
+
+    def fails(self, before: str = WITHOUT_GPU) -> str:
+        """Imports the toy in a new process that must fail; returns the BuildError's message."""
+        process = self.start(before)
+        _, err = process.communicate(timeout=TIMEOUT)
+        assert process.returncode != 0
+        assert "BuildError: " in err, err
+        return err.split("BuildError: ", 1)[1].strip()
+
+    def compiled(self) -> list[str]:
+        """Returns the files that the compiler has compiled so far."""
+        calls = self.root / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        return [
+            word
+            for line in lines
+            if " -c " in line
+            for word in line.split()
+            if "csrc/" in word and word.endswith((".cpp", ".cu"))
+        ]
+
+    def calls(self) -> int:
+        calls = self.root / "calls"
+        return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+    def prebuild(self, archs: str, cuda: str) -> None:
+        """Puts libraries beside the package, as a wheel does."""
+        toolchain = _build.Toolchain(_build.find_cxx(), None)
+        work = self.root / "work"
+        work.mkdir()
+        built = _build.build(self.csrc, ["_C_cpu"], (), work, toolchain=toolchain)["_C_cpu"]
+        assert isinstance(built, Path), built
+        for name in _build.LIBRARIES:  # the toy's CUDA library needs no CUDA
+            shutil.copy(built, self.package / f"{name}.abi3.so")
+        record = _build.prebuilt_record(self.csrc, _build.parse_archs(archs), cuda)
+        (self.package / "_prebuilt.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    return Toy(tmp_path / "toy")
+
+
+# ---------------------------------------------------------------------------------------------
+# The cache
+
+
+def test_the_first_import_compiles_and_the_second_starts_no_compiler(toy: Toy) -> None:
+    result, err = toy.load()
+    assert result["answer"] == 42
+    assert result["loaded"]["_C_cpu"][1] == "compiled here"
+    lines = err.strip().splitlines()
+    assert lines[0].startswith("jagged_cuda: compiling for the CPU with ")
+    assert f"2 files, about 5 s, once; kept in {toy.cache}" in lines[0]
+    assert lines[-1].startswith("jagged_cuda: done in ")
+    calls = toy.calls()
+    result, err = toy.load()
+    assert result["answer"] == 42
+    assert err == ""
+    assert toy.calls() == calls
+
+
+def test_eight_processes_at_once_compile_once(toy: Toy) -> None:
+    processes = [toy.start() for _ in range(8)]
+    for process in processes:
+        out, err = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0, err
+        assert json.loads(out)["answer"] == 42
+    assert len(toy.compiled()) == 2
+    assert not list(toy.cache.glob("build-*"))
+
+
+def test_a_killed_build_leaves_a_usable_cache(toy: Toy) -> None:
+    (toy.root / "sleep").touch()
+    process = toy.start()
+    waiter = None
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not (toy.root / "sleeping").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        assert list(toy.cache.glob("build-*"))
+        (toy.root / "sleep").unlink()
+        waiter = toy.start()
+        process.kill()  # its compilers live on for now, as they do when a job is killed
+        out, err = waiter.communicate(timeout=TIMEOUT)
+        assert waiter.returncode == 0, err
+        assert json.loads(out)["answer"] == 42
+        assert not list(toy.cache.glob("build-*"))
+    finally:
+        for started in (process, waiter):
+            if started is not None:
+                with_group = os.getpgid(started.pid) if started.poll() is None else started.pid
+                try:
+                    os.killpg(with_group, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                finally:
+                    started.communicate()
+    assert toy.load()[1] == ""
+
+
+def test_a_changed_source_file_is_compiled_and_nothing_else(toy: Toy) -> None:
+    first = toy.load()[0]["loaded"]["_C_cpu"][0]
+    (toy.csrc / "cpu" / "toy.cpp").write_text(f"{VISIBLE} int toy_other() {{ return 8; }}\n")
+    second = toy.load()[0]["loaded"]["_C_cpu"][0]
+    assert first != second
+    names = [Path(name).name for name in toy.compiled()]
+    assert sorted(names) == ["library.cpp", "toy.cpp", "toy.cpp"]
+
+
+def test_a_changed_header_compiles_what_includes_it(toy: Toy) -> None:
+    assert toy.load()[0]["answer"] == 42
+    (toy.csrc / "answer.h").write_text("constexpr int kAnswer = 43;\n")
+    assert toy.load()[0]["answer"] == 43
+    names = [Path(name).name for name in toy.compiled()]
+    assert sorted(names) == ["library.cpp", "library.cpp", "toy.cpp"]
+    (toy.csrc / "answer.h").write_text(SOURCES["answer.h"])
+    calls = toy.calls()
+    assert toy.load()[0]["answer"] == 42  # what was built before is still there
+    assert toy.calls() == calls
+
+
+def test_a_home_that_cannot_be_written_to_gives_way_to_the_temporary_folder(toy: Toy) -> None:
+    del toy.env["JAGGED_CUDA_CACHE"]
+    temporary = toy.root / "tmp"
+    temporary.mkdir()
+    if os.getuid() == 0:  # whom no mode keeps from writing
+        home = Path("/proc/self")
+    else:
+        home = toy.root / "home"
+        home.mkdir(mode=0o500)
+    toy.env |= {"HOME": str(home), "TMPDIR": str(temporary), "XDG_CACHE_HOME": ""}
+    result, _ = toy.load()
+    folder = temporary / f"jagged_cuda-{os.getuid()}"
+    assert result["loaded"]["_C_cpu"][0].startswith(str(folder))
+    assert folder.stat().st_mode & 0o077 == 0
+    assert toy.load()[1] == ""
+
+
+def test_a_temporary_folder_that_others_can_write_to_is_not_trusted(toy: Toy) -> None:
+    temporary = toy.root / "tmp"
+    shared = temporary / f"jagged_cuda-{os.getuid()}"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    del toy.env["JAGGED_CUDA_CACHE"]
+    toy.env |= {"HOME": "/proc/self", "TMPDIR": str(temporary), "XDG_CACHE_HOME": "/proc/self"}
+    message = toy.fails()
+    assert "nowhere to keep what it compiles" in message
+    assert "others can write to this folder" in message
+
+
+def test_a_named_cache_that_cannot_be_written_to_is_an_error(toy: Toy) -> None:
+    toy.env["JAGGED_CUDA_CACHE"] = "/proc/self/jagged_cuda"
+    message = toy.fails()
+    assert message.startswith(
+        "jagged_cuda has nowhere to keep what it compiles, since it cannot write to "
+        "/proc/self/jagged_cuda ("
+    )
+    assert message.endswith("set JAGGED_CUDA_CACHE to a folder that you can write to.")
+
+
+def test_without_its_compiler_what_was_compiled_still_serves(toy: Toy) -> None:
+    toy.load()
+    toy.env |= {"CXX": "/nonexistent/c++"}
+    result, err = toy.load()
+    assert result["answer"] == 42
+    assert err == ""
+
+
+# ---------------------------------------------------------------------------------------------
+# What is said when the CPU library cannot be built
+
+
+def test_no_compiler(toy: Toy) -> None:
+    toy.env["CXX"] = "/nonexistent/c++"
+    assert toy.fails() == (
+        "jagged_cuda needs a C++ compiler and CXX=/nonexistent/c++ was not found: install g++ 11 "
+        "or newer (Debian, Ubuntu: apt-get install g++), or set CXX to one."
+    )
+
+
+def test_a_failed_compilation_names_its_log_and_shows_its_end(toy: Toy) -> None:
+    (toy.csrc / "cpu" / "toy.cpp").write_text("int f() { return undeclared; }\n")
+    message = toy.fails()
+    log = toy.cache / "build.log"
+    assert message.startswith(
+        f"compiling csrc/cpu/toy.cpp failed; the whole output is in {log}; it ended with:\n"
+    )
+    assert "undeclared" in message
+    assert "undeclared" in log.read_text()
+    assert not list(toy.cache.glob("build-*"))
+
+
+def test_a_full_disk(toy: Toy) -> None:
+    (toy.root / "fail").write_text("fatal error: closing x.o: No space left on device\n")
+    message = toy.fails()
+    assert f"failed because the disk that holds {toy.cache} is full: free some space" in message
+    (toy.root / "fail").unlink()
+    assert toy.load()[0]["answer"] == 42
+
+
+def _fake_compiler(folder: Path, banner: str, version: str) -> tuple[str, ...]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "c++"
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) echo "{banner}" ;; *) echo "{version}" ;; esac\n'
+    )
+    path.chmod(0o755)
+    return (str(path),)
+
+
+def test_an_old_compiler(tmp_path: Path) -> None:
+    for banner, version, needs in (
+        ("g++ (GCC) 9.4.0", "9.4.0", "g++ 11"),
+        ("clang version 10.0.0", "10.0.0", "clang++ 14"),
+    ):
+        cxx = _fake_compiler(tmp_path, banner, version)
+        with pytest.raises(BuildError) as error:
+            _build.check_cxx(_build.Toolchain(cxx, None))
+        assert str(error.value) == (
+            f"jagged_cuda needs {needs} or newer and {cxx[0]} is {version}: install a newer one, "
+            f"or set CXX to one."
+        )
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(BuildError, match="does not run: install g\\+\\+ 11 or newer"):
+        _build.check_cxx(_build.Toolchain((str(broken),), None))
+
+
+def test_an_old_torch() -> None:
+    for version in ("2.9.1+cu128", "1.13.0"):
+        with pytest.raises(BuildError) as error:
+            _build.check_torch(version)
+        assert str(error.value) == (
+            f"jagged_cuda needs torch 2.10 or newer and this is torch {version}: "
+            f"pip install --upgrade torch."
+        )
+    for version in ("2.10.0", "2.11.0+cu130", "3.0.0a0"):
+        _build.check_torch(version)
+
+
+def test_a_command_that_cannot_start_and_a_library_that_does_not_load(toy: Toy) -> None:
+    error = _build._explain("compiling x", OSError(errno.ENOSPC, "full"), toy.cache / "w", None)
+    assert "is full: free some space" in str(error)
+    toy.load()
+    library = next(toy.cache.glob("_C_cpu-*/_C_cpu.so"))
+    library.write_bytes(b"not a library")
+    message = toy.fails()
+    assert message.startswith(f"{library} does not load (")
+    assert "remove its folder and import again" in message
+
+
+# ---------------------------------------------------------------------------------------------
+# CUDA: a problem there leaves the CPU library serving, with one sentence
+
+
+def _toolkit(folder: Path, version: int) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "include").mkdir()
+    (folder / "bin" / "nvcc").write_text("#!/bin/sh\necho sm_80\n")
+    (folder / "bin" / "nvcc").chmod(0o755)
+    (folder / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    return folder
+
+
+def test_a_gpu_without_nvcc_warns_once_and_the_cpu_serves(toy: Toy) -> None:
+    no_toolkit = f"{WITH_GPU}; _load._build.cuda_home_candidates = lambda: []"
+    result, err = toy.load(no_toolkit)
+    reason = (
+        "jagged_cuda cannot use CUDA: nvcc was not found in CUDA_HOME, /usr/local/cuda, PATH or an "
+        "installed wheel: install the CUDA 13 toolkit and set CUDA_HOME to its folder."
+    )
+    assert result["answer"] == 42
+    assert result["reason"] == reason
+    assert list(result["loaded"]) == ["_C_cpu"]
+    assert err.count("RuntimeWarning") == 1
+    assert f"RuntimeWarning: {reason} Its CPU operators work." in err
+
+
+def test_cuda_operators_raise_the_reason() -> None:
+    library = torch.library.Library("jagged_cuda_toy", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    _load._explain_cuda_calls("buy a GPU.", "jagged_cuda_toy")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(RuntimeError, match=r"^buy a GPU\.$"):
+        torch.ops.jagged_cuda_toy.twice.default.redispatch(keys, torch.ones(1))
+
+
+def test_a_toolkit_of_another_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = _toolkit(tmp_path / "cuda-12.8", 12080)
+    toolchain = _build.Toolchain(_build.find_cxx(), old)
+    with pytest.raises(BuildError) as error:
+        _build.check_nvcc(toolchain, "13.0")
+    assert str(error.value) == (
+        f"torch is built for CUDA 13.0 and the toolkit in {old} is CUDA 12.8: install a CUDA 13 "
+        f"toolkit and set CUDA_HOME to its folder."
+    )
+    with pytest.raises(BuildError, match=r"cannot compile for a GPU of compute capability 9\.0"):
+        _build.check_archs(toolchain, [Arch(9, 0, "a")])
+    _build.check_archs(toolchain, [Arch(8, 0)])
+    with pytest.raises(BuildError, match=r"has no libcudart\.so"):
+        _build._find_cudart(old, 12)
+
+    new = _toolkit(tmp_path / "cuda-13.0", 13000)
+    hollow = tmp_path / "wrapper"  # an nvcc that is a script far from its toolkit
+    (hollow / "bin").mkdir(parents=True)
+    shutil.copy(old / "bin" / "nvcc", hollow / "bin" / "nvcc")
+    monkeypatch.setattr(_build, "cuda_home_candidates", lambda: [hollow, old, new])
+    assert _build.find_cuda_home("13.0") == new
+    assert _build.find_cuda_home("12.6") == old
+    assert _build.find_cuda_home("11.8") == old
+    monkeypatch.setattr(_build, "cuda_home_candidates", lambda: [hollow])
+    assert _build.find_cuda_home("13.0") is None
+
+
+def test_cuda_home_is_looked_for_where_it_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/first")
+    monkeypatch.setenv("CUDA_PATH", "/second")
+    assert _build.cuda_home_candidates()[:3] == [
+        Path("/first"),
+        Path("/second"),
+        Path("/usr/local/cuda"),
+    ]
+
+
+def test_why_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    h100 = _load.Gpu("NVIDIA H100", (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "a build without CUDA: install a CUDA build" in (_load.why_no_cuda(None)[0] or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert _load.why_no_cuda(None) == ("no NVIDIA GPU is visible to this process.", False)
+    assert _load.why_no_cuda(_load.Driver("580.1", (13, 0), (h100,))) == (None, False)
+    assert _load.why_no_cuda(_load.Driver("550.54", (12, 4), (h100,))) == (
+        "the NVIDIA driver 550.54 supports CUDA 12.4 and torch is built for CUDA 13.0: update the "
+        "driver, or install a build of torch for CUDA 12.",
+        True,
+    )
+    t4 = _load.Gpu("Tesla T4", (7, 5))
+    assert _load.why_no_cuda(_load.Driver("580.1", (13, 0), (t4,))) == (
+        "Tesla T4 has compute capability 7.5 and jagged_cuda needs 8.0 (Ampere) or newer: use the "
+        "CPU here.",
+        True,
+    )
+    assert _load.why_no_cuda(_load.Driver("580.1", (13, 0), (t4, h100))) == (None, False)
+
+
+def test_no_gpu_is_visible_where_the_environment_hides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        _load.find_driver.cache_clear()
+        assert _load.find_driver() is None
+    _load.find_driver.cache_clear()
+
+
+def test_nvidia_smi_answers_where_nvml_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '580.1, 9.0, NVIDIA H100, 80GB'\necho '580.1, 8.0, A100'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert _load._driver_from_nvidia_smi() == _load.Driver(
+        "580.1", (0, 0), (_load.Gpu("NVIDIA H100, 80GB", (9, 0)), _load.Gpu("A100", (8, 0)))
+    )
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert _load._driver_from_nvidia_smi() is None
+
+
+@pytest.mark.skipif(
+    _build.find_cuda_home(torch.version.cuda) is None, reason="no CUDA toolkit on this machine"
+)
+def test_the_cuda_library_compiles_for_several_architectures(toy: Toy) -> None:
+    toolchain = _build.find_toolchain(torch.version.cuda)
+    toy.cache.mkdir()
+    archs = _build.parse_archs("8.0;9.0;10.0+PTX")
+    result = _build.build(toy.csrc, ["_C_cuda"], archs, toy.cache, toolchain=toolchain)["_C_cuda"]
+    assert isinstance(result, Path), result
+    needed = subprocess.run(
+        ["readelf", "-d", str(result)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "[libcudart.so." in needed
+    assert "[libtorch_cuda.so]" in needed
+    assert "python" not in needed
+    assert "RPATH" not in needed and "RUNPATH" not in needed
+    assert str(toy.root).encode() not in result.read_bytes()
+
+
+# ---------------------------------------------------------------------------------------------
+# Architectures and prebuilt libraries
+
+
+def test_architecture_lists() -> None:
+    assert _build.format_archs(_build.parse_archs("8.0 9.0;10.0+PTX,8.6")) == (
+        "8.0;8.6;9.0a;10.0+PTX"
+    )
+    assert Arch(9, 0, "a", True).gencode() == [
+        "-gencode",
+        "arch=compute_90a,code=sm_90a",
+        "-gencode",
+        "arch=compute_90,code=compute_90",
+    ]
+    for wrong in ("hopper", "9", "7.5", "8.0;sm_90"):
+        with pytest.raises(BuildError, match="TORCH_CUDA_ARCH_LIST must list architectures"):
+            _build.parse_archs(wrong)
+
+
+@pytest.mark.parametrize(
+    "arch, covered, not_covered",
+    [
+        ("8.0", [(8, 0), (8, 6), (8, 9)], [(9, 0), (7, 5)]),
+        ("8.6", [(8, 6), (8, 9)], [(8, 0)]),
+        ("9.0a", [(9, 0)], [(8, 0), (10, 0)]),
+        ("10.0", [(10, 0), (10, 3)], [(12, 0), (9, 0)]),
+        ("10.0+PTX", [(10, 0), (10, 3), (12, 0)], [(9, 0)]),
+    ],
+)
+def test_which_gpus_an_architecture_covers(
+    arch: str, covered: list[tuple[int, int]], not_covered: list[tuple[int, int]]
+) -> None:
+    (parsed,) = _build.parse_archs(arch)
+    assert all(parsed.covers(*capability) for capability in covered)
+    assert not any(parsed.covers(*capability) for capability in not_covered)
+
+
+def test_the_architectures_of_the_gpus_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    gpus = tuple(_load.Gpu("GPU", c) for c in ((9, 0), (8, 6), (9, 0), (7, 5), (12, 0)))
+    assert _build.format_archs(_load.archs_of_gpus(gpus)) == "8.6;9.0a;12.0"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0")
+    assert _build.format_archs(_load.archs_of_gpus(gpus)) == "8.0;9.0a"
+
+
+def test_prebuilt_libraries_that_fit_are_used(toy: Toy) -> None:
+    toy.prebuild("8.0;9.0a", "13.0")
+    result, err = toy.load(WITH_GPU)
+    assert {name: origin for name, (_, origin) in result["loaded"].items()} == {
+        "_C_cpu": "prebuilt",
+        "_C_cuda": "prebuilt",
+    }
+    assert result["reason"] is None
+    assert err == ""
+    assert toy.calls() == 0
+
+
+def test_prebuilt_libraries_of_other_sources_are_not_used(toy: Toy) -> None:
+    toy.prebuild("8.0;9.0a", "13.0")
+    (toy.csrc / "answer.h").write_text("constexpr int kAnswer = 44;\n")
+    result, err = toy.load()
+    assert result["answer"] == 44
+    assert result["loaded"]["_C_cpu"][1] == "compiled here"
+    assert (
+        "the sources have changed since the libraries beside the package were built, so compiling"
+        in err
+    )
+
+
+def test_prebuilt_libraries_for_another_gpu_or_cuda_are_not_used(toy: Toy) -> None:
+    toy.prebuild("8.0", "13.0")
+    prebuilt = _load.find_prebuilt(toy.package)
+    assert prebuilt is not None
+    h100, a10 = _load.Gpu("NVIDIA H100", (9, 0)), _load.Gpu("NVIDIA A10", (8, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "cuda", "13.0")
+        assert _load.why_unfit(prebuilt, (a10,)) is None
+        assert _load.why_unfit(prebuilt, (a10, h100)) == (
+            "the installed CUDA library (8.0) does not cover NVIDIA H100 (9.0)"
+        )
+        patch.setattr(torch.version, "cuda", "12.8")
+        assert _load.why_unfit(prebuilt, (a10,)) == (
+            "the installed CUDA library is for CUDA 13 and torch is for CUDA 12"
+        )
+    result, err = toy.load(f"{WITH_GPU}; _load._build.cuda_home_candidates = lambda: []")
+    assert result["loaded"]["_C_cpu"][1] == "prebuilt"
+    assert "nvcc was not found" in result["reason"]
+    (toy.package / "_prebuilt.json").write_text("{")
+    assert _load.find_prebuilt(toy.package) is None
+
+
+# ---------------------------------------------------------------------------------------------
+# The import of the real package
+
+
+def _run(script: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_warm_import_takes_less_than_a_tenth_of_a_second() -> None:
+    script = """
+        import time, torch
+        began = time.perf_counter()
+        import jagged_cuda
+        print(time.perf_counter() - began)
+    """
+    times = []
+    while len(times) < 6 and not (times and min(times) < 0.1):
+        times.append(float(_run(script)))
+    assert min(times) < 0.1, times
+
+
+def test_the_import_starts_no_process() -> None:
+    script = """
+        import subprocess, torch
+        def refuse(*args, **kwargs):
+            raise AssertionError(f"the import starts a process: {args}")
+        subprocess.Popen.__init__ = refuse
+        import jagged_cuda
+        import sys
+        print("torch.utils.cpp_extension" in sys.modules)
+    """
+    assert _run(script).strip() == "False"
+
+
+def test_the_import_opens_no_cuda_context_and_survives_fork() -> None:
+    script = """
+        import os, torch, jagged_cuda
+        assert not torch.cuda.is_initialized()
+        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                      if os.path.islink(f"/proc/self/fd/{fd}")]
+        assert not [name for name in open_files if name.startswith("/dev/nvidia")], open_files
+        child = os.fork()
+        if child == 0:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            x = torch.ones(5, 3, device=device)
+            offsets = torch.tensor([0, 2, 5], device=device)
+            y = jagged_cuda.jagged_softmax(x, offsets)
+            os._exit(0 if abs(float(y.sum()) - 6.0) < 1e-5 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    _run(script)
+
+
+def test_a_cuda_problem_is_warned_of_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(_load, "loaded", {})
+        monkeypatch.setattr(_load, "cuda_unavailable_reason", None)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        old = _load.Driver("550.54", (12, 4), (_load.Gpu("NVIDIA H100", (9, 0)),))
+        monkeypatch.setattr(_load, "find_driver", lambda: old)
+        monkeypatch.setattr(_load, "_explain_cuda_calls", lambda reason: None)
+        monkeypatch.setattr(_load, "_load", lambda name, *_: _load.loaded.setdefault(name, _))
+        _load.load_libraries()
+    (warning,) = caught
+    assert warning.category is RuntimeWarning
+    assert str(warning.message).startswith("jagged_cuda cannot use CUDA: the NVIDIA driver 550.54")
