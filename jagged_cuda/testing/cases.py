@@ -1,0 +1,695 @@
+"""The one table of cases: an entry for each operator, which tests, opcheck, fuzzing and benchmarks iterate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import jagged_cuda
+from jagged_cuda.testing import reference
+from jagged_cuda.testing.lengths import DISTRIBUTIONS, draw_layout
+from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_sample
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How large the samples of a case are: candidates for B, for the longest sequence, and for the case's choices."""
+
+    num_seqs: Sequence[int]
+    max_len: Sequence[int]
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """A call that must raise RuntimeError with one sentence, the same on the CPU, on CUDA and on fake tensors.
+
+    Args:
+        name: for the test's name.
+        call: makes the call with tensors on the device that it is given.
+        message: the whole text; ``{device}`` stands for the device.
+        two_devices: the call mixes the CPU with the device, which must be a GPU.
+    """
+
+    name: str
+    call: Callable[[torch.device], object]
+    message: str
+    two_devices: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator and how to judge it. Tensors, outputs and gradients go by name.
+
+    Args:
+        name: of the public function; the stem of its files in every layer.
+        operators: the registered operators behind it, forward first.
+        choices: candidates for each size and option.
+        shapes: of the floating arguments of a spec.
+        rows: whose rows each argument and output has: "q", "kv" or "seq" (one for each sequence).
+        call: calls the function of a module (jagged_cuda, triton_ref) on a sample.
+        reference: the padded definition, on arguments of any dtype.
+        rounded: padded PyTorch in the same precision: arguments in the dtype of sums, results rounded to the other one.
+        terms: of each output and, given cotangents, of each gradient.
+        differentiable: the arguments that have a gradient.
+        product: it multiplies operands, which TF32 may round.
+        autocast: the policy under autocast.
+        profiles: "small", "edge", "large".
+        invalid: calls that must raise.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    choices: Mapping[str, Sequence[Any]]
+    shapes: Callable[[Spec], dict[str, tuple[int, ...]]]
+    rows: Mapping[str, str]
+    call: Callable[[Any, Sample], Tensors]
+    reference: Callable[[Spec, Tensors], Tensors]
+    rounded: Callable[[Spec, Tensors, torch.dtype], Tensors]
+    terms: Callable[[Spec, Tensors, Tensors | None], Tensors]
+    differentiable: tuple[str, ...]
+    product: bool
+    autocast: Literal["lower_precision", "float32"]
+    profiles: Mapping[str, Profile]
+    invalid: tuple[Invalid, ...]
+
+    def spec(self, profile: str, seed: int) -> Spec:
+        """Draw a spec from a seed."""
+        rng = random.Random(f"{self.name} {profile} {seed}")
+        sizes = self.profiles[profile]
+        num_seqs, max_len = rng.choice(sizes.num_seqs), rng.choice(sizes.max_len)
+        choices = {
+            name: rng.choice(sizes.choices.get(name, candidates))
+            for name, candidates in self.choices.items()
+        }
+        distributions = tuple(DISTRIBUTIONS)
+        layout = draw_layout(rng, rng.choice(distributions), num_seqs, max_len)
+        kv_layout = None
+        if choices.get("cross"):
+            kv_layout = draw_layout(rng, rng.choice(distributions), num_seqs, max_len)
+        inputs = [name for name in self.rows if name not in self.outputs]
+        storage = {name: rng.choice(tuple(STORAGES)) for name in inputs if rng.random() < 0.4}
+        offsets_dtype = rng.choice((torch.int32, torch.int64))
+        return Spec(seed, layout, choices, kv_layout, storage, offsets_dtype)
+
+    def sample(self, spec: Spec, dtype: torch.dtype, device: torch.device | str) -> Sample:
+        """Draw the arguments of a spec."""
+        return draw_sample(spec, self.shapes(spec), self.rows, dtype, device)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.rows if name in ("out", "lse"))
+
+
+def _tensor(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _offsets(device: torch.device, *values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Offsets that fit tensors of six rows; on fake tensors the values are of no account."""
+    return torch.zeros(len(values), dtype=dtype, device=device)
+
+
+def _bilinear_terms(
+    definition: Callable[..., Tensor],
+) -> Callable[[Spec, Tensors, Tensors | None], Tensors]:
+    """Of a product: itself, and its gradients, on absolute values."""
+
+    def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+        leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
+        out = definition(leaves["x"], leaves["y"], spec.layout)
+        found = {"out": out.detach()}
+        if cotangents is not None:
+            gradients = torch.autograd.grad(out, list(leaves.values()), cotangents["out"].abs())
+            found |= {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+        return found
+
+    return terms
+
+
+_PRODUCT_PROFILES = {
+    "small": Profile((1, 2, 4), (1, 9, 24), {"D": (1, 3, 8, 16), "N": (1, 5, 8)}),
+    "edge": Profile((1, 3, 6), (33, 65, 130)),
+    "large": Profile((64, 500), (200, 700), {"D": (64, 256, 257), "N": (8, 40, 128, 384)}),
+}
+_FEATURES = (1, 2, 3, 8, 15, 16, 31, 32, 33, 40, 64, 65, 128, 129, 200)
+
+# --- jagged_dense_bmm
+
+
+def _jagged_dense_bmm(device: torch.device, **changed: Tensor) -> object:
+    arguments = {
+        "x": _tensor(device, 6, 4),
+        "y": _tensor(device, 2, 4, 5),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return jagged_cuda.jagged_dense_bmm(**(arguments | changed))
+
+
+JAGGED_DENSE_BMM = Case(
+    name="jagged_dense_bmm",
+    operators=("jagged_dense_bmm",),
+    choices={"D": _FEATURES, "N": _FEATURES},
+    shapes=lambda spec: {
+        "x": (spec.layout.total, spec.choices["D"]),
+        "y": (spec.layout.num_seqs, spec.choices["D"], spec.choices["N"]),
+    },
+    rows={"x": "q", "y": "seq", "out": "q"},
+    call=lambda ops, s: {"out": ops.jagged_dense_bmm(s.tensors["x"], s.tensors["y"], s.offsets)},
+    reference=lambda spec, t: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},
+    rounded=lambda spec, t, _: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},
+    terms=_bilinear_terms(reference.jagged_dense_bmm),
+    differentiable=("x", "y"),
+    product=True,
+    autocast="lower_precision",
+    profiles=_PRODUCT_PROFILES,
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_dense_bmm(d, x=_tensor(d, 6)),
+            "jagged_dense_bmm: x must be [T, D], got [6]",
+        ),
+        Invalid(
+            "y_dim",
+            lambda d: _jagged_dense_bmm(d, y=_tensor(d, 4, 5)),
+            "jagged_dense_bmm: y must be [B, D, N], got [4, 5]",
+        ),
+        Invalid(
+            "y_batch",
+            lambda d: _jagged_dense_bmm(d, y=_tensor(d, 3, 4, 5)),
+            "jagged_dense_bmm: y must be [2, 4, 5], got [3, 4, 5]",
+        ),
+        Invalid(
+            "y_features",
+            lambda d: _jagged_dense_bmm(d, y=_tensor(d, 2, 3, 5)),
+            "jagged_dense_bmm: y must be [2, 4, 5], got [2, 3, 5]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_dense_bmm(d, x=_tensor(d, 6, 4, dtype=torch.int32)),
+            "jagged_dense_bmm: x must be float32, float64, float16 or bfloat16, got int32",
+        ),
+        Invalid(
+            "y_dtype",
+            lambda d: _jagged_dense_bmm(d, y=_tensor(d, 2, 4, 5, dtype=torch.float16)),
+            "jagged_dense_bmm: y must be float32, got float16",
+        ),
+        Invalid(
+            "offsets_dim",
+            lambda d: _jagged_dense_bmm(d, offsets=_tensor(d, 3, 1, dtype=torch.int64)),
+            "jagged_dense_bmm: offsets must be [B + 1], got [3, 1]",
+        ),
+        Invalid(
+            "offsets_none",
+            lambda d: _jagged_dense_bmm(d, offsets=_offsets(d)),
+            "jagged_dense_bmm: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_dense_bmm(d, offsets=_tensor(d, 3)),
+            "jagged_dense_bmm: offsets must be int32 or int64, got float32",
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: _jagged_dense_bmm(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            "jagged_dense_bmm: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "y_device",
+            lambda d: _jagged_dense_bmm(d, y=_tensor(torch.device("cpu"), 2, 4, 5)),
+            "jagged_dense_bmm: y must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+    ),
+)
+
+# --- jagged_jagged_bmm
+
+
+def _jagged_jagged_bmm(device: torch.device, **changed: Tensor) -> object:
+    arguments = {
+        "x": _tensor(device, 6, 4),
+        "y": _tensor(device, 6, 5),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return jagged_cuda.jagged_jagged_bmm(**(arguments | changed))
+
+
+JAGGED_JAGGED_BMM = Case(
+    name="jagged_jagged_bmm",
+    operators=("jagged_jagged_bmm",),
+    choices={"D": _FEATURES, "N": _FEATURES},
+    shapes=lambda spec: {
+        "x": (spec.layout.total, spec.choices["D"]),
+        "y": (spec.layout.total, spec.choices["N"]),
+    },
+    rows={"x": "q", "y": "q", "out": "seq"},
+    call=lambda ops, s: {"out": ops.jagged_jagged_bmm(s.tensors["x"], s.tensors["y"], s.offsets)},
+    reference=lambda spec, t: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},
+    rounded=lambda spec, t, _: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},
+    terms=_bilinear_terms(reference.jagged_jagged_bmm),
+    differentiable=("x", "y"),
+    product=True,
+    autocast="lower_precision",
+    profiles=_PRODUCT_PROFILES,
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_jagged_bmm(d, x=_tensor(d, 6, 4, 1)),
+            "jagged_jagged_bmm: x must be [T, D], got [6, 4, 1]",
+        ),
+        Invalid(
+            "y_dim",
+            lambda d: _jagged_jagged_bmm(d, y=_tensor(d, 6)),
+            "jagged_jagged_bmm: y must be [T, N], got [6]",
+        ),
+        Invalid(
+            "y_rows",
+            lambda d: _jagged_jagged_bmm(d, y=_tensor(d, 7, 5)),
+            "jagged_jagged_bmm: y must be [6, 5], got [7, 5]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_jagged_bmm(d, x=_tensor(d, 6, 4, dtype=torch.int64)),
+            "jagged_jagged_bmm: x must be float32, float64, float16 or bfloat16, got int64",
+        ),
+        Invalid(
+            "y_dtype",
+            lambda d: _jagged_jagged_bmm(d, y=_tensor(d, 6, 5, dtype=torch.bfloat16)),
+            "jagged_jagged_bmm: y must be float32, got bfloat16",
+        ),
+        Invalid(
+            "offsets_dim",
+            lambda d: _jagged_jagged_bmm(d, offsets=_tensor(d, dtype=torch.int64)),
+            "jagged_jagged_bmm: offsets must be [B + 1], got []",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_jagged_bmm(d, offsets=_tensor(d, 3, dtype=torch.int16)),
+            "jagged_jagged_bmm: offsets must be int32 or int64, got int16",
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: _jagged_jagged_bmm(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            "jagged_jagged_bmm: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+    ),
+)
+
+# --- jagged_softmax
+
+
+def _softmax_scale(spec: Spec) -> float:
+    return spec.choices["scale"]
+
+
+def _softmax_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    grad_out = None if cotangents is None else cotangents["out"]
+    out, grad_x = reference.jagged_softmax_terms(
+        tensors["x"], grad_out, spec.layout, _softmax_scale(spec)
+    )
+    return {"out": out} if grad_x is None else {"out": out, "grad_x": grad_x}
+
+
+def _jagged_softmax(device: torch.device, **changed: Tensor) -> object:
+    arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged_softmax(**(arguments | changed))
+
+
+def _jagged_softmax_backward(device: torch.device, **changed: Tensor) -> object:
+    arguments = {
+        "grad_out": _tensor(device, 6, 4),
+        "out": _tensor(device, 6, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return torch.ops.jagged_cuda.jagged_softmax_backward(**(arguments | changed))
+
+
+JAGGED_SOFTMAX = Case(
+    name="jagged_softmax",
+    operators=("jagged_softmax", "jagged_softmax_backward"),
+    # 6 times an outlier is a logit of some hundreds; x[T] alone, and no column at all, are allowed.
+    choices={
+        "trailing": ((), (1,), (3,), (8,), (16,), (65,), (2, 3), (1, 1, 7), (0,), (300,)),
+        "scale": (1.0, 1.0, 0.125, 6.0, -1.5, 0.0),
+    },
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "q"},
+    call=lambda ops, s: {
+        "out": ops.jagged_softmax(s.tensors["x"], s.offsets, scale=_softmax_scale(s.spec))
+    },
+    reference=lambda spec, t: {
+        "out": reference.jagged_softmax(t["x"], spec.layout, _softmax_scale(spec))
+    },
+    rounded=lambda spec, t, storage: {
+        "out": reference.jagged_softmax_rounded(t["x"], spec.layout, _softmax_scale(spec), storage)
+    },
+    terms=_softmax_terms,
+    differentiable=("x",),
+    product=False,
+    autocast="float32",
+    profiles={
+        "small": Profile((1, 2, 4), (1, 9, 24)),
+        "edge": Profile((1, 3, 6), (33, 65, 300)),
+        "large": Profile((64, 500), (200, 3000), {"trailing": ((8,), (4, 64), (257,))}),
+    },
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_softmax(d, x=_tensor(d)),
+            "jagged_softmax: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_softmax(d, x=_tensor(d, 6, 4, dtype=torch.bool)),
+            "jagged_softmax: x must be float32, float64, float16 or bfloat16, got bool",
+        ),
+        Invalid(
+            "offsets_none",
+            lambda d: _jagged_softmax(d, offsets=_offsets(d)),
+            "jagged_softmax: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_softmax(d, offsets=_tensor(d, 3, dtype=torch.uint8)),
+            "jagged_softmax: offsets must be int32 or int64, got uint8",
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: _jagged_softmax(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            "jagged_softmax: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "backward_grad_out_shape",
+            lambda d: _jagged_softmax_backward(d, grad_out=_tensor(d, 6, 5)),
+            "jagged_softmax_backward: grad_out must be [6, 4], got [6, 5]",
+        ),
+        Invalid(
+            "backward_grad_out_dtype",
+            lambda d: _jagged_softmax_backward(d, grad_out=_tensor(d, 6, 4, dtype=torch.half)),
+            "jagged_softmax_backward: grad_out must be float32, got float16",
+        ),
+    ),
+)
+
+# --- jagged_flash_attention
+
+
+def _window(spec: Spec) -> tuple[int, int]:
+    left, right = spec.choices["window_size"]
+    return (left, 0) if spec.choices["causal"] else (left, right)
+
+
+def _attention_scale(spec: Spec) -> float:
+    """The scale in numbers: None is 1 / sqrt(D), "large" gives logits of some +-200."""
+    scale, dim = spec.choices["scale"], spec.choices["dims"][0]
+    if scale == "large":
+        return 10 * dim**-0.5
+    return dim**-0.5 if scale is None else scale
+
+
+def _attention_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    dim_qk, dim_v = spec.choices["dims"]
+    heads, kv_heads = spec.choices["heads"] or (1, 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (spec.layout.total, heads, dim_qk),
+        "k": (spec.kv.total, kv_heads, dim_qk),
+        "v": (spec.kv.total, kv_heads, dim_v),
+    }
+    if spec.choices["heads"] is None:
+        shapes = {name: (shape[0], shape[2]) for name, shape in shapes.items()}
+    return shapes
+
+
+def _call_attention(ops: Any, sample: Sample) -> Tensors:
+    choices, spec = sample.spec.choices, sample.spec
+    longest = max(spec.layout.max_len, spec.kv.max_len)
+    out, lse = ops.jagged_flash_attention(
+        **sample.tensors,
+        offsets=sample.offsets,
+        kv_offsets=sample.kv_offsets,
+        causal=choices["causal"],
+        window_size=choices["window_size"],
+        scale=None if choices["scale"] is None else _attention_scale(spec),
+        max_len=longest if choices["max_len"] else None,
+        return_lse=True,
+    )
+    return {"out": out, "lse": lse}
+
+
+def _on_heads(
+    definition: Callable[..., tuple[Tensor, ...]],
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Take and return tensors without a dimension of heads where the spec has none."""
+
+    def wrapped(spec: Spec, tensors: Sequence[Tensor | None], *rest: Any) -> tuple[Tensor, ...]:
+        one_head = spec.choices["heads"] is None
+        with_heads = (t.unsqueeze(1) if one_head and t is not None else t for t in tensors)
+        layouts = (spec.layout, spec.kv, _window(spec), _attention_scale(spec))
+        found = definition(*with_heads, *layouts, *rest)
+        return tuple(t.squeeze(1) for t in found) if one_head else found
+
+    return wrapped
+
+
+def _attention_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    qkv = (tensors["q"], tensors["k"], tensors["v"])
+    out, lse = _on_heads(reference.jagged_flash_attention)(spec, qkv)
+    return {"out": out, "lse": lse}
+
+
+def _attention_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    qkv = (tensors["q"], tensors["k"], tensors["v"])
+    out, lse = _on_heads(reference.jagged_flash_attention_rounded)(spec, qkv, storage)
+    return {"out": out, "lse": lse}
+
+
+def _attention_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    gradients = cotangents or {}
+    arguments = (*(tensors[n] for n in "qkv"), gradients.get("out"), gradients.get("lse"))
+    found = _on_heads(reference.jagged_flash_attention_terms)(spec, arguments)
+    return dict(zip(("out", "lse", "grad_q", "grad_k", "grad_v"), found, strict=False))
+
+
+def _jagged_flash_attention(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "q": _tensor(device, 6, 4, 8),
+        "k": _tensor(device, 6, 2, 8),
+        "v": _tensor(device, 6, 2, 3),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return jagged_cuda.jagged_flash_attention(**(arguments | changed))
+
+
+def _jagged_flash_attention_backward(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "grad_out": _tensor(device, 6, 4, 3),
+        "grad_lse": _tensor(device, 6, 4),
+        "q": _tensor(device, 6, 4, 8),
+        "k": _tensor(device, 6, 2, 8),
+        "v": _tensor(device, 6, 2, 3),
+        "out": _tensor(device, 6, 4, 3),
+        "lse": _tensor(device, 6, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "kv_offsets": None,
+        "window_left": -1,
+        "window_right": -1,
+        "scale": 1.0,
+    }
+    return torch.ops.jagged_cuda.jagged_flash_attention_backward(**(arguments | changed))
+
+
+JAGGED_FLASH_ATTENTION = Case(
+    name="jagged_flash_attention",
+    operators=("jagged_flash_attention", "jagged_flash_attention_backward"),
+    choices={
+        # None is the [T, D] form; else (H, G).
+        "heads": (None, (1, 1), (2, 2), (4, 2), (3, 1)),
+        "dims": (
+            (1, 1),
+            (3, 5),
+            (8, 8),
+            (8, 200),
+            (16, 32),
+            (24, 16),
+            (32, 32),
+            (40, 64),
+            (64, 64),
+            (64, 16),
+            (65, 63),
+            (72, 72),
+            (96, 96),
+            (128, 128),
+            (128, 64),
+            (192, 128),
+            (250, 7),
+            (256, 256),
+        ),
+        "causal": (False, True),
+        "window_size": ((-1, -1), (-1, -1), (0, 0), (3, 0), (0, 5), (7, -1), (-1, 2), (40, 40)),
+        "scale": (None, None, 0.3, "large", -0.2, 0.0),
+        "cross": (False, True),
+        "max_len": (False, True),
+    },
+    shapes=_attention_shapes,
+    rows={"q": "q", "k": "kv", "v": "kv", "out": "q", "lse": "q"},
+    call=_call_attention,
+    reference=_attention_reference,
+    rounded=_attention_rounded,
+    terms=_attention_terms,
+    differentiable=("q", "k", "v"),
+    product=True,
+    autocast="lower_precision",
+    profiles={
+        "small": Profile((1, 2, 4), (1, 9, 24), {"dims": ((1, 1), (3, 5), (8, 8), (16, 32))}),
+        "edge": Profile((1, 3, 5), (33, 65, 130)),
+        "large": Profile(
+            (16,),
+            (300, 700),
+            {
+                "heads": ((2, 2), (4, 1)),
+                "dims": ((32, 32), (64, 64), (128, 128), (256, 256)),
+                "window_size": ((-1, -1), (-1, -1), (100, 100), (256, 0)),
+            },
+        ),
+    },
+    invalid=(
+        Invalid(
+            "q_dim",
+            lambda d: _jagged_flash_attention(d, q=_tensor(d, 6, 8)),
+            "jagged_flash_attention: q must be [Tq, H, D], got [6, 8]",
+        ),
+        Invalid(
+            "v_dim",
+            lambda d: _jagged_flash_attention(d, v=_tensor(d, 6, 3)),
+            "jagged_flash_attention: v must be [Tk, G, Dv], got [6, 3]",
+        ),
+        Invalid(
+            "q_dtype",
+            lambda d: _jagged_flash_attention(d, q=_tensor(d, 6, 4, 8, dtype=torch.int8)),
+            "jagged_flash_attention: q must be float32, float64, float16 or bfloat16, got int8",
+        ),
+        Invalid(
+            "k_dtype",
+            lambda d: _jagged_flash_attention(d, k=_tensor(d, 6, 2, 8, dtype=torch.float64)),
+            "jagged_flash_attention: k must be float32, got float64",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_flash_attention(d, offsets=_tensor(d, 3)),
+            "jagged_flash_attention: offsets must be int32 or int64, got float32",
+        ),
+        Invalid(
+            "k_head_dim",
+            lambda d: _jagged_flash_attention(d, k=_tensor(d, 6, 2, 7)),
+            "jagged_flash_attention: k must be [6, 2, 8], got [6, 2, 7]",
+        ),
+        Invalid(
+            "v_heads",
+            lambda d: _jagged_flash_attention(d, v=_tensor(d, 6, 1, 3)),
+            "jagged_flash_attention: v must be [6, 2, 3], got [6, 1, 3]",
+        ),
+        Invalid(
+            "kv_offsets_dtype",
+            lambda d: _jagged_flash_attention(
+                d, kv_offsets=_offsets(d, 0, 2, 6, dtype=torch.int32)
+            ),
+            "jagged_flash_attention: kv_offsets must be int64, got int32",
+        ),
+        Invalid(
+            "kv_offsets_batch",
+            lambda d: _jagged_flash_attention(d, kv_offsets=_offsets(d, 0, 6)),
+            "jagged_flash_attention: kv_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "kv_rows_without_offsets",
+            lambda d: _jagged_flash_attention(d, k=_tensor(d, 7, 2, 8), v=_tensor(d, 7, 2, 3)),
+            "jagged_flash_attention: k must be [6, 2, 8] (the rows of q, as kv_offsets is None),"
+            " got [7, 2, 8]",
+        ),
+        Invalid(
+            "head_dim_too_large",
+            lambda d: _jagged_flash_attention(d, q=_tensor(d, 6, 4, 257), k=_tensor(d, 6, 2, 257)),
+            "jagged_flash_attention: q must be [Tq, H, D] with D from 1 to 256, got [6, 4, 257]",
+        ),
+        Invalid(
+            "v_dim_zero",
+            lambda d: _jagged_flash_attention(d, v=_tensor(d, 6, 2, 0)),
+            "jagged_flash_attention: v must be [Tk, G, Dv] with Dv from 1 to 256, got [6, 2, 0]",
+        ),
+        Invalid(
+            "heads_no_multiple",
+            lambda d: _jagged_flash_attention(d, q=_tensor(d, 6, 3, 8)),
+            "jagged_flash_attention: q must be [Tq, H, D] with H a multiple of the 2 heads of k,"
+            " got [6, 3, 8]",
+        ),
+        Invalid(
+            "window_left",
+            lambda d: _jagged_flash_attention(d, window_size=(-2, 0)),
+            "jagged_flash_attention: window_size[0] must be >= -1, got -2",
+        ),
+        Invalid(
+            "window_right",
+            lambda d: _jagged_flash_attention(d, window_size=(0, -3)),
+            "jagged_flash_attention: window_size[1] must be >= -1, got -3",
+        ),
+        Invalid(
+            "max_len",
+            lambda d: _jagged_flash_attention(d, max_len=-1),
+            "jagged_flash_attention: max_len must be >= 0, got -1",
+        ),
+        Invalid(
+            "k_device",
+            lambda d: _jagged_flash_attention(d, k=_tensor(torch.device("cpu"), 6, 2, 8)),
+            "jagged_flash_attention: k must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "kv_offsets_device",
+            lambda d: _jagged_flash_attention(d, kv_offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            "jagged_flash_attention: kv_offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "backward_out_shape",
+            lambda d: _jagged_flash_attention_backward(d, out=_tensor(d, 6, 4, 2)),
+            "jagged_flash_attention_backward: out must be [6, 4, 3], got [6, 4, 2]",
+        ),
+        Invalid(
+            "backward_grad_out_dtype",
+            lambda d: _jagged_flash_attention_backward(
+                d, grad_out=_tensor(d, 6, 4, 3, dtype=torch.bfloat16)
+            ),
+            "jagged_flash_attention_backward: grad_out must be float32, got bfloat16",
+        ),
+        Invalid(
+            "backward_lse_dtype",
+            lambda d: _jagged_flash_attention_backward(
+                d, lse=_tensor(d, 6, 4, dtype=torch.float64)
+            ),
+            "jagged_flash_attention_backward: lse must be float32, got float64",
+        ),
+        Invalid(
+            "backward_grad_lse_shape",
+            lambda d: _jagged_flash_attention_backward(d, grad_lse=_tensor(d, 6, 3)),
+            "jagged_flash_attention_backward: grad_lse must be [6, 4], got [6, 3]",
+        ),
+    ),
+)
+
+# --- the table
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (JAGGED_DENSE_BMM, JAGGED_JAGGED_BMM, JAGGED_SOFTMAX, JAGGED_FLASH_ATTENTION)
+}

@@ -1,0 +1,139 @@
+"""Running a case against its reference: forward, backward, every sequence by the rule of comparison.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import jagged_cuda
+from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.comparison import accumulator_eps, compare, operand_eps
+from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+
+
+def run(
+    case: Case,
+    sample: Sample,
+    call: Callable[[Sample], Tensors],
+    cotangents: Callable[[Tensors], Tensors] | None,
+) -> Tensors:
+    """The outputs of a call and, given a way to draw cotangents, its gradients as ``grad_<argument>``."""
+    leaves = {
+        name: t.detach().requires_grad_(cotangents is not None and name in case.differentiable)
+        for name, t in sample.tensors.items()
+    }
+    outputs = call(Sample(sample.spec, leaves, sample.offsets, sample.kv_offsets))
+    found = {name: output.detach() for name, output in outputs.items()}
+    if cotangents is not None:
+        inputs = [leaves[name] for name in case.differentiable]
+        given = cotangents(found)
+        gradients = torch.autograd.grad(
+            [outputs[name] for name in given],
+            inputs,
+            list(given.values()),
+            materialize_grads=True,
+        )
+        found |= {f"grad_{name}": g for name, g in zip(case.differentiable, gradients, strict=True)}
+    return found
+
+
+def references(
+    case: Case, sample: Sample, cotangents: Tensors | None
+) -> tuple[Tensors, Tensors, Tensors]:
+    """What the outputs and gradients are compared with: the float64 reference, PyTorch in the same precision, the terms."""
+    spec = sample.spec
+    storage = next(iter(sample.tensors.values())).dtype
+    sums = torch.float64 if storage is torch.float64 else torch.float32
+
+    def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+        return {name: t.detach().to(dtype) for name, t in tensors.items()}
+
+    def padded(definition: Callable[[Tensors], Tensors], dtype: torch.dtype) -> Tensors:
+        inputs = Sample(spec, cast(sample.tensors, dtype), sample.offsets, sample.kv_offsets)
+        given = None if cotangents is None else cast(cotangents, dtype)
+        draw = None if given is None else lambda _: given
+        return run(case, inputs, lambda s: definition(s.tensors), draw)
+
+    exact = padded(lambda tensors: case.reference(spec, tensors), torch.float64)
+    rounded = padded(lambda tensors: case.rounded(spec, tensors, storage), sums)
+    # LSE is stored in the dtype of sums, all else in the operands'.
+    rounded = {name: t if name == "lse" else t.to(storage) for name, t in rounded.items()}
+    given = None
+    if cotangents is not None:
+        absent = {name: torch.zeros_like(exact[name]) for name in case.outputs}
+        given = absent | cast(cotangents, torch.float64)
+    terms = case.terms(spec, cast(sample.tensors, torch.float64), given)
+    return exact, rounded, terms
+
+
+def judge(
+    case: Case,
+    spec: Spec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    backward: bool = True,
+    outputs: tuple[str, ...] | None = None,
+    ops: Any = jagged_cuda,
+    command: str | None = None,
+) -> None:
+    """Raise MismatchError unless the operator's outputs, and its gradients, are right for a spec.
+
+    Args:
+        case: the operator.
+        spec: what to draw.
+        dtype, device: of its tensors.
+        backward: judge the gradients too.
+        outputs: those that gradients flow from; by default all.
+        ops: the module whose function is judged: jagged_cuda, or another with the same names.
+        command: what reproduces a failure; by default the test that runs.
+    """
+    sample = case.sample(spec, dtype, device)
+    drawn: Tensors = {}
+
+    def cotangents(found: Tensors) -> Tensors:
+        chosen = {name: found[name] for name in outputs or case.outputs}
+        drawn.update(draw_cotangents(chosen, spec, case.rows))
+        return drawn
+
+    actual = run(case, sample, lambda s: case.call(ops, s), cotangents if backward else None)
+    check(case, sample, actual, drawn if backward else None, command=command)
+
+
+def check(
+    case: Case,
+    sample: Sample,
+    actual: Tensors,
+    cotangents: Tensors | None,
+    *,
+    command: str | None = None,
+) -> None:
+    """Raise MismatchError unless the outputs and gradients found for a sample are right."""
+    spec = sample.spec
+    first = next(iter(sample.tensors.values()))
+    exact, rounded, terms = references(case, sample, cotangents)
+    for name, found in actual.items():
+        layout = spec.rows_layout(case.rows[name.removeprefix("grad_")])
+        compare(
+            found,
+            exact[name],
+            same_precision=rounded[name],
+            terms=terms[name],
+            seq_of_row=layout.seq_of_row(first.device),
+            num_seqs=layout.num_seqs,
+            label=f"{case.name}, {name} ({str(first.dtype)[6:]}, {first.device.type}), {_text(spec)}",
+            seed=spec.seed,
+            command=command,
+            rounding=operand_eps(first.dtype, first.device) if case.product else 0.0,
+            accumulator=accumulator_eps(first.dtype),
+        )
+
+
+def _text(spec: Spec) -> str:
+    lengths = str(list(spec.layout.lengths[:12]))
+    more = "" if spec.layout.num_seqs <= 12 else f" and {spec.layout.num_seqs - 12} more"
+    kept = {"storage": dict(spec.storage)} if spec.storage else {}
+    return f"lengths {lengths}{more}, {dict(spec.choices) | kept}"

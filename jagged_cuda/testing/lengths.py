@@ -1,0 +1,111 @@
+"""Lengths of sequences, drawn from a seed: the shapes of batches that users have and that kernels get wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Tiles of the kernels; a length beside one of them is where a ragged edge goes wrong.
+TILES = (4, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sequences of a jagged tensor lie: ``base`` rows, the sequences, ``tail`` rows."""
+
+    lengths: tuple[int, ...]
+    base: int = 0
+    tail: int = 0
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """T: rows of the tensor, those outside every sequence included."""
+        return self.base + sum(self.lengths) + self.tail
+
+    @property
+    def max_len(self) -> int:
+        return max(self.lengths, default=0)
+
+    def offsets(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """`[B + 1]`"""
+        lengths = torch.tensor((self.base, *self.lengths), dtype=torch.int64)
+        return lengths.cumsum(0).to(device, dtype)
+
+    def seq_of_row(self, device: torch.device | str = "cpu") -> Tensor:
+        """`[T]`: the sequence of each row; B for rows outside every sequence."""
+        owners = torch.tensor((self.num_seqs, *range(self.num_seqs), self.num_seqs))
+        counts = torch.tensor((self.base, *self.lengths, self.tail))
+        return owners.repeat_interleave(counts).to(device)
+
+
+def _uniform(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    return [rng.randint(1, max_len) for _ in range(num_seqs)]
+
+
+def _long_tailed(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    median = math.log(max(1.0, max_len / 12))
+    return [min(max_len, round(rng.lognormvariate(median, 1.2))) for _ in range(num_seqs)]
+
+
+def _giant_among_tiny(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    lengths = [rng.randint(0, min(4, max_len)) for _ in range(num_seqs)]
+    lengths[rng.randrange(num_seqs)] = max_len
+    return lengths
+
+
+def _mostly_empty(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    return [rng.choice((0, 0, 0, rng.randint(1, max_len))) for _ in range(num_seqs)]
+
+
+def _constant(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    return [rng.randint(1, max_len)] * num_seqs
+
+
+def _tile_edges(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    edges = [tile + step for tile in TILES for step in (-1, 0, 1) if tile + step <= max_len]
+    return [rng.choice(edges or [max_len]) for _ in range(num_seqs)]
+
+
+DISTRIBUTIONS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
+    "uniform": _uniform,
+    "long_tailed": _long_tailed,
+    "giant_among_tiny": _giant_among_tiny,
+    "mostly_empty": _mostly_empty,
+    "constant": _constant,
+    "tile_edges": _tile_edges,
+}
+
+
+def draw_lengths(
+    rng: random.Random, distribution: str, num_seqs: int, max_len: int
+) -> tuple[int, ...]:
+    """Draw the lengths of num_seqs sequences of at most max_len (>= 1) rows; one of them is empty.
+
+    Constant lengths, a batch of one and an empty batch stay as they are.
+    """
+    if num_seqs == 0:
+        return ()
+    lengths = DISTRIBUTIONS[distribution](rng, num_seqs, max_len)
+    if num_seqs > 1 and distribution not in ("constant", "giant_among_tiny"):
+        lengths[rng.choice((0, rng.randrange(num_seqs), num_seqs - 1))] = 0
+    return tuple(lengths)
+
+
+def draw_layout(rng: random.Random, distribution: str, num_seqs: int, max_len: int) -> Layout:
+    """Draw lengths, a base offset and rows outside the sequences; half of the batches fill their tensor."""
+    lengths = draw_lengths(rng, distribution, num_seqs, max_len)
+    outside = rng.random() < 0.5
+    base = rng.choice((1, 3, 17, 64)) if outside else 0
+    tail = rng.choice((0, 1, 5, 40)) if outside else 0
+    return Layout(lengths, base, tail)

@@ -1,0 +1,287 @@
+"""What each operator means: its definition on padded float64 tensors, so plain that it needs no test.
+
+Each operator has three functions.
+
+- ``<op>`` is the definition, padded and differentiable; it judges.
+- ``<op>_rounded`` is the same padded PyTorch as one would run it in the operands' precision: operands, results and what is
+  stored between two products are rounded to ``storage``, sums run in the dtype of the arguments. Its error is the measure of
+  what can be asked of a kernel.
+- ``<op>_terms`` is the size of the terms that are summed into each result and gradient: what rounding errors within the
+  sums are relative to.
+
+Arguments and results are jagged; padding is internal: `[T, ...]` -> `[B, M, ...]` and back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged_cuda.testing.lengths import Layout
+
+
+def _inside(layout: Layout, device: torch.device) -> Tensor:
+    """`[B, M]`: True where a padded position holds a row of the sequence."""
+    lengths = torch.tensor(layout.lengths, dtype=torch.int64, device=device)
+    return torch.arange(layout.max_len, device=device) < lengths[:, None]
+
+
+def pad(values: Tensor, layout: Layout) -> Tensor:
+    """`[T, ...]` -> `[B, M, ...]`, zeros beyond each sequence."""
+    inside = _inside(layout, values.device)
+    row = layout.offsets(values.device)[:-1, None] + torch.arange(
+        layout.max_len, device=values.device
+    )
+    zero_row = values.new_zeros((1, *values.shape[1:]))
+    return torch.cat([values, zero_row])[row.where(inside, layout.total)]
+
+
+def unpad(padded: Tensor, layout: Layout, outside: float = 0.0) -> Tensor:
+    """`[B, M, ...]` -> `[T, ...]`; rows outside every sequence are ``outside``."""
+    row = (layout.seq_of_row(padded.device) < layout.num_seqs).nonzero().squeeze(1)
+    values = padded.new_full((layout.total, *padded.shape[2:]), outside)
+    return values.index_copy(0, row, padded[_inside(layout, padded.device)])
+
+
+# --- the products
+
+
+def jagged_dense_bmm(x: Tensor, y: Tensor, layout: Layout) -> Tensor:
+    """x `[T, D]`, y `[B, D, N]` -> `[T, N]`"""
+    return unpad(pad(x, layout) @ y, layout)
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, layout: Layout) -> Tensor:
+    """x `[T, D]`, y `[T, N]` -> `[B, D, N]`"""
+    return pad(x, layout).transpose(1, 2) @ pad(y, layout)
+
+
+# --- jagged_softmax
+
+
+def jagged_softmax(x: Tensor, layout: Layout, scale: float) -> Tensor:
+    """x `[T, ...]` -> like x"""
+    logits = scale * pad(x, layout)
+    inside = _inside(layout, x.device)
+    inside = inside.reshape(*inside.shape, *(1,) * (x.dim() - 1))
+    return unpad(_masked_softmax(logits, inside, dim=1), layout)
+
+
+def _masked_softmax(logits: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Softmax of the logits under the mask; zeros where the mask admits nothing."""
+    some = mask.any(dim=dim, keepdim=True)
+    masked = logits.where(mask, -math.inf).where(some, 0.0)
+    return masked.softmax(dim).where(mask, 0.0) if masked.numel() > 0 else masked
+
+
+class _RoundedSoftmax(torch.autograd.Function):
+    """Softmax over the rows whose backward reads the rounded result, as PyTorch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
+        out = jagged_softmax(x, layout, scale).to(storage).to(x.dtype)
+        ctx.save_for_backward(out)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (out,) = ctx.saved_tensors
+        out, grad_out = pad(out, ctx.layout), pad(grad_out, ctx.layout)
+        delta = (out * grad_out).sum(1, keepdim=True)
+        return unpad(ctx.scale * out * (grad_out - delta), ctx.layout), None, None, None
+
+
+def jagged_softmax_rounded(x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
+    return _RoundedSoftmax.apply(x, layout, scale, storage)
+
+
+def jagged_softmax_terms(
+    x: Tensor, grad_out: Tensor | None, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Of out and of dx. An error e of the logits is an error ``out * (e + sum(out * e))`` of out."""
+    out = pad(jagged_softmax(x, layout, scale), layout)
+    logits = (scale * pad(x, layout)).abs()
+    out_terms = out * (1 + logits + (out * logits).sum(1, keepdim=True))
+    if grad_out is None:
+        return unpad(out_terms, layout), None
+    grad_out = pad(grad_out, layout).abs()
+    delta_terms = (out_terms * grad_out).sum(1, keepdim=True)
+    grad_terms = abs(scale) * (out_terms * grad_out + out * delta_terms)
+    return unpad(out_terms, layout), unpad(grad_terms, layout)
+
+
+# --- jagged_flash_attention
+
+
+def _visible(
+    layout: Layout, kv_layout: Layout, window: tuple[int, int], device: torch.device
+) -> Tensor:
+    """`[B, M, N]`: query i sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``; -1 is unbounded."""
+    left, right = window
+    len_q = torch.tensor(layout.lengths, dtype=torch.int64, device=device)[:, None, None]
+    len_k = torch.tensor(kv_layout.lengths, dtype=torch.int64, device=device)[:, None, None]
+    i = torch.arange(layout.max_len, device=device)[None, :, None]
+    j = torch.arange(kv_layout.max_len, device=device)[None, None, :]
+    visible = (i < len_q) & (j < len_k)
+    if left >= 0:
+        visible &= j >= i + len_k - len_q - left
+    if right >= 0:
+        visible &= j <= i + len_k - len_q + right
+    return visible
+
+
+def _heads_first(values: Tensor, layout: Layout, heads: int) -> Tensor:
+    """`[T, G, D]` -> `[B, H, M, D]`, each key/value head repeated for the query heads that read it."""
+    padded = pad(values, layout).transpose(1, 2)
+    return padded.repeat_interleave(heads // max(values.shape[1], 1), dim=1)
+
+
+def _rows_first(padded: Tensor, layout: Layout, heads: int) -> Tensor:
+    """`[B, H, M, D]` -> `[T, G, D]`, summed over the query heads that read one key/value head."""
+    group = padded.shape[1] // max(heads, 1)
+    return unpad(padded.unflatten(1, (heads, group)).sum(2).transpose(1, 2), layout)
+
+
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    kv_layout: Layout,
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """q `[Tq, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` -> out `[Tq, H, Dv]`, lse `[Tq, H]`"""
+    heads = q.shape[1]
+    visible = _visible(layout, kv_layout, window, q.device)[:, None]
+    q, k, v = (
+        _heads_first(values, rows, heads)
+        for values, rows in ((q, layout), (k, kv_layout), (v, kv_layout))
+    )
+    logits = scale * (q @ k.transpose(2, 3))
+    out = _masked_softmax(logits, visible, dim=3) @ v
+    some = visible.any(3, keepdim=True)
+    lse = (
+        logits.where(visible, -math.inf)
+        .where(some, 0.0)
+        .logsumexp(3)
+        .where(some[..., 0], -math.inf)
+    )
+    return unpad(out.transpose(1, 2), layout), unpad(lse.transpose(1, 2), layout, -math.inf)
+
+
+class _RoundedAttention(torch.autograd.Function):
+    """Attention that rounds what it stores between two products: the probabilities, the result and dS."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        kv_layout: Layout,
+        window: tuple[int, int],
+        scale: float,
+        storage: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        heads = q.shape[1]
+        visible = _visible(layout, kv_layout, window, q.device)[:, None]
+        pq, pk, pv = (
+            _heads_first(values, rows, heads)
+            for values, rows in ((q, layout), (k, kv_layout), (v, kv_layout))
+        )
+        probs = _masked_softmax(scale * (pq @ pk.transpose(2, 3)), visible, dim=3)
+        out = (probs.to(storage).to(q.dtype) @ pv).to(storage).to(q.dtype)
+        _, lse = jagged_flash_attention(q, k, v, layout, kv_layout, window, scale)
+        ctx.save_for_backward(pq, pk, pv, probs, out)
+        ctx.layout, ctx.kv_layout, ctx.kv_heads = layout, kv_layout, k.shape[1]
+        ctx.scale, ctx.storage = scale, storage
+        return unpad(out.transpose(1, 2), layout), lse
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_out: Tensor, grad_lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, probs, out = ctx.saved_tensors
+        heads = q.shape[1]
+        grad_out = _heads_first(grad_out, ctx.layout, heads)
+        grad_lse = _heads_first(grad_lse.unsqueeze(2), ctx.layout, heads)
+        delta = (grad_out * out).sum(3, keepdim=True) - grad_lse
+        grad_logits = probs * (grad_out @ v.transpose(2, 3) - delta)
+        grad_logits = grad_logits.to(ctx.storage).to(q.dtype)
+        stored_probs = probs.to(ctx.storage).to(q.dtype)
+        return (
+            _rows_first(ctx.scale * (grad_logits @ k), ctx.layout, heads),
+            _rows_first(ctx.scale * (grad_logits.transpose(2, 3) @ q), ctx.kv_layout, ctx.kv_heads),
+            _rows_first(stored_probs.transpose(2, 3) @ grad_out, ctx.kv_layout, ctx.kv_heads),
+            *(None,) * 5,
+        )
+
+
+def jagged_flash_attention_rounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    kv_layout: Layout,
+    window: tuple[int, int],
+    scale: float,
+    storage: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return _RoundedAttention.apply(q, k, v, layout, kv_layout, window, scale, storage)
+
+
+def jagged_flash_attention_terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    layout: Layout,
+    kv_layout: Layout,
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Of out and lse, and of dq, dk and dv if there are gradients.
+
+    A logit is a sum of terms of size a = scale sum |q| |k|, so its error is one of P of ``P * (a + sum(P * a))``.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    visible = _visible(layout, kv_layout, window, q.device)[:, None]
+    pq, pk, pv = (
+        _heads_first(values, rows, heads)
+        for values, rows in ((q, layout), (k, kv_layout), (v, kv_layout))
+    )
+    probs = _masked_softmax(scale * (pq @ pk.transpose(2, 3)), visible, dim=3)
+    logit_terms = abs(scale) * (pq.abs() @ pk.abs().transpose(2, 3))
+    mean_logit_terms = (probs * logit_terms).sum(3, keepdim=True)
+    prob_terms = probs * (1 + logit_terms + mean_logit_terms)
+    out_terms = prob_terms @ pv.abs()
+    lse_terms = 1 + mean_logit_terms[..., 0]
+    results = (
+        unpad(out_terms.transpose(1, 2), layout),
+        unpad(lse_terms.transpose(1, 2), layout),
+    )
+    if grad_out is None or grad_lse is None:
+        return results
+    grad_out = _heads_first(grad_out, layout, heads)
+    grad_lse = _heads_first(grad_lse.unsqueeze(2), layout, heads)
+    delta = (grad_out * (probs @ pv)).sum(3, keepdim=True) - grad_lse
+    delta_terms = (grad_out.abs() * out_terms).sum(3, keepdim=True) + grad_lse.abs()
+    grad_probs = grad_out @ pv.transpose(2, 3)
+    grad_logit_terms = (prob_terms - probs) * (grad_probs - delta).abs() + probs * (
+        grad_out.abs() @ pv.abs().transpose(2, 3) + delta_terms
+    )
+    return (
+        *results,
+        _rows_first(abs(scale) * (grad_logit_terms @ pk.abs()), layout, heads),
+        _rows_first(
+            abs(scale) * (grad_logit_terms.transpose(2, 3) @ pq.abs()), kv_layout, kv_heads
+        ),
+        _rows_first(prob_terms.transpose(2, 3) @ grad_out.abs(), kv_layout, kv_heads),
+    )

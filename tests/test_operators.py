@@ -1,0 +1,102 @@
+"""Every operator, forward and backward, against the padded float64 definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import jagged_cuda
+from jagged_cuda.testing import samples
+from jagged_cuda.testing.__main__ import DTYPES, judge_seed
+from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.judge import check, judge
+from jagged_cuda.testing.lengths import Layout
+
+CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+GPU = pytest.mark.cuda
+
+# (profile, device, number of seeds); profile "large" is beyond what a CPU can judge quickly.
+RUNS = [
+    pytest.param("small", "cpu", 6, id="small-cpu"),
+    pytest.param("edge", "cpu", 6, id="edge-cpu"),
+    pytest.param("small", "cuda", 20, id="small-cuda", marks=GPU),
+    pytest.param("edge", "cuda", 60, id="edge-cuda", marks=GPU),
+    pytest.param("large", "cuda", 6, id="large-cuda", marks=GPU),
+]
+
+
+@CASE
+@DTYPE
+@pytest.mark.parametrize(("profile", "device", "seeds"), RUNS)
+def test_agrees_with_the_definition(
+    case: Case, dtype: str, profile: str, device: str, seeds: int
+) -> None:
+    for seed in range(seeds):
+        judge_seed(case, profile, seed, dtype, device)
+
+
+NOTHING = {
+    "no_sequence": Layout(()),
+    "no_sequence_but_rows": Layout((), base=3, tail=2),
+    "one_empty": Layout((0,)),
+    "all_empty": Layout((0, 0, 0), base=2, tail=1),
+    "empty_ends": Layout((0, 5, 0, 0, 1, 0)),
+}
+
+
+@CASE
+@pytest.mark.parametrize("layout", NOTHING.values(), ids=NOTHING)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_empty(case: Case, layout: Layout, dtype: str, device: torch.device) -> None:
+    spec = dataclasses.replace(case.spec("small", 1), layout=layout, kv_layout=None, storage={})
+    judge(case, spec, DTYPES[dtype], device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [((0, 4, 7, 0), (5, 0, 9, 0)), ((3, 40), (0, 0))])
+def test_attention_sides_of_different_lengths(
+    lengths: tuple[tuple[int, ...], tuple[int, ...]], dtype: str, device: torch.device
+) -> None:
+    """Queries without keys, keys without queries, and causal rows before the first key they could see."""
+    case = CASES["jagged_flash_attention"]
+    choices = {"heads": (4, 2), "dims": (16, 8), "scale": None, "max_len": False, "cross": True}
+    for causal in (False, True):
+        spec = samples.Spec(
+            seed=5,
+            layout=Layout(lengths[0], base=1, tail=2),
+            kv_layout=Layout(lengths[1], base=3),
+            choices=choices | {"causal": causal, "window_size": (-1, -1)},
+        )
+        judge(case, spec, DTYPES[dtype], device)
+
+
+@pytest.mark.parametrize("outputs", [("out",), ("lse",)])
+@DTYPE
+def test_attention_gradient_of_one_output(
+    outputs: tuple[str, ...], dtype: str, device: torch.device
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for seed in range(4):
+        judge(case, case.spec("small", seed), DTYPES[dtype], device, outputs=outputs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@CASE
+def test_nonfinite_values_stand_where_they_belong(
+    case: Case, value: float, device: torch.device
+) -> None:
+    """NaN and inf within a sequence spread as in PyTorch, and stay within the sequence."""
+    choices = case.spec("small", 0).choices | {"D": 5, "N": 4, "trailing": (6,), "heads": (2, 1)}
+    choices |= {"dims": (8, 8), "causal": False, "window_size": (-1, -1), "scale": 1.0}
+    layout = Layout((3, 0, 20, 1, 9), base=1, tail=1)
+    spec = samples.Spec(seed=2, layout=layout, choices=choices)
+    sample = case.sample(spec, torch.float32, device)
+    for name, tensor in sample.tensors.items():
+        if case.rows[name] == "q":
+            tensor[layout.base + 7].view(-1)[2] = value
+            break
+    check(case, sample, case.call(jagged_cuda, sample), None)
