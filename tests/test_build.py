@@ -1,8 +1,8 @@
 """Building and loading: the cache, its locks, prebuilt libraries, and what is said when it fails.
 
-Most tests work on a toy package: copies of _build.py and _load.py beside a csrc/ whose files compile
-in a tenth of a second, a compiler that writes down each call, and a stand-in for torch, whose own
-import would take most of the time.
+Most tests work on a toy package: copies of _build.py and _load.py beside a csrc/ whose files
+compile in a tenth of a second, a compiler that writes down each call, and a stand-in for torch,
+whose own import would take most of the time.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from types import SimpleNamespace
 __version__ = "2.11.0"
 version = SimpleNamespace(cuda=None)
 ops = SimpleNamespace(load_library=ctypes.CDLL)
+library = SimpleNamespace(Library=lambda *arguments: None)
 _C = SimpleNamespace(_dispatch_get_all_op_names=lambda: [])
 """,
     "utils/__init__.py": "",
@@ -614,7 +615,7 @@ def test_prebuilt_libraries_for_another_gpu_or_cuda_are_not_used(toy: Toy) -> No
         assert _load.why_unfit(prebuilt, (a10,)) == (
             "the installed CUDA library is for CUDA 13 and torch is for CUDA 12"
         )
-    result, err = toy.load(f"{WITH_GPU}; _load._build.cuda_home_candidates = lambda: []")
+    result, _ = toy.load(f"{WITH_GPU}; _load._build.cuda_home_candidates = lambda: []")
     assert result["loaded"]["_C_cpu"][1] == "prebuilt"
     assert "nvcc was not found" in result["reason"]
     (toy.package / "_prebuilt.json").write_text("{")

@@ -1,0 +1,82 @@
+# Two commands set everything up, with or without a GPU: make demo, make test.
+#
+#   VENV=.venv    where the environment is made; VENV= uses PYTHON as it is and installs nothing
+#   PYTHON        the interpreter to make it from (or to use)
+#   TORCH         what to install, for example TORCH=torch==2.12.0
+#   EVENTS        an interaction log for the demo: user_id, item_id, timestamp
+
+VENV ?= .venv
+PYTHON ?= python3
+EVENTS ?=
+PYTEST_ARGS ?=
+SHELL := /bin/bash
+
+# With a GPU the release that the figures in benchmarks/results were measured with.
+TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch==2.11.0,torch==2.13.0)
+TEST_TOOLS := 'numpy<2.4' pytest pytest-xdist hypothesis matplotlib \
+  'setuptools>=77.0.3,<82' wheel
+LINT_TOOLS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+
+ifeq ($(strip $(VENV)),)
+  PY := $(PYTHON)
+  READY :=
+  LINT_READY :=
+else
+  PY := $(VENV)/bin/python
+  READY := $(VENV)/.ready
+  LINT_READY := $(VENV)/.lint-ready
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format compdb wheel sdist info clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+setup: $(READY) ## Make the environment that the other targets use
+
+$(VENV)/.ready:
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --upgrade pip
+	$(VENV)/bin/pip install $(TORCH) $(TEST_TOOLS)
+	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(VENV)/bin/pip install triton==3.6.0
+	touch $@
+
+$(VENV)/.lint-ready: $(READY)
+	$(VENV)/bin/pip install --quiet $(LINT_TOOLS)
+	touch $@
+
+demo: $(READY) ## Train a ranking model padded and jagged, and compare (EVENTS=file.csv)
+	$(PY) examples/demo.py $(if $(EVENTS),--events '$(EVENTS)')
+
+# Two workers: most tests are short, and each operator already uses several cores.
+test: $(READY) ## Run the tests; those of the GPU where there is one
+	$(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n 2") $(PYTEST_ARGS)
+
+SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+
+lint: $(LINT_READY) ## Check format, style and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(dir $(PY))clang-format --dry-run -Werror $(SOURCES)
+
+format: $(LINT_READY) ## Rewrite the files in the project's format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(dir $(PY))clang-format -i $(SOURCES)
+
+compdb: $(READY) ## Write compile_commands.json for editors and clang-tidy
+	$(PY) jagged_cuda/_build.py --compdb compile_commands.json
+
+wheel: $(READY) ## Build the wheel in dist/ for TORCH_CUDA_ARCH_LIST
+	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+sdist: $(READY) ## Build the source distribution in dist/
+	$(PY) -c 'import setuptools.build_meta as backend; print(backend.build_sdist("dist"))'
+
+info: $(READY) ## Print versions, libraries, GPUs and the kernel path of each operator
+	$(PY) -m jagged_cuda.info
+
+clean: ## Remove what was built here; the compile cache is ~/.cache/jagged_cuda
+	rm -rf build dist *.egg-info compile_commands.json
