@@ -18,6 +18,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from .common import (
+    EXACT_PRODUCTS,
     accumulator,
     accumulator_type,
     check,
@@ -473,6 +474,7 @@ def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
         "ACCUMULATOR": accumulator(q),
         "INPUT_PRECISION": precision,
         "num_stages": 2,
+        **EXACT_PRODUCTS,
     }
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .common import accumulator, check, check_offsets, check_values, load_rows
+from .common import EXACT_PRODUCTS, accumulator, check, check_offsets, check_values, load_rows
 
 BLOCK_ELEMS = 1024  # elements of a block: few columns make it tall
 
@@ -129,6 +129,7 @@ class JaggedSoftmax(torch.autograd.Function):
                     scale,
                     ACCUMULATOR=accumulator(x),
                     **tiles,
+                    **EXACT_PRODUCTS,
                 )
         return y
 
