@@ -70,6 +70,7 @@ compdb: $(READY) ## Write compile_commands.json for editors and clang-tidy
 	$(PY) jagged_cuda/_build.py --compdb compile_commands.json
 
 wheel: $(READY) ## Build the wheel in dist/ for TORCH_CUDA_ARCH_LIST
+	rm -rf build/lib build/lib.* build/bdist.*  # what was deleted since must not get in
 	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
 
 sdist: $(READY) ## Build the source distribution in dist/

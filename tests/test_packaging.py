@@ -1,0 +1,211 @@
+"""The wheel and the source distribution, what the libraries need of others, and what git tracks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import jagged_cuda
+from jagged_cuda import _build, _load
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="packaging is tested in a checkout alone"
+)
+
+
+def _tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git has, or would have: a build leaves its traces there."""
+    copy = tmp_path_factory.mktemp("checkout") / "jagged_cuda"
+    for path in _tracked():
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    return copy
+
+
+def _build_package(checkout: Path, what: str) -> Path:
+    cache = _load.cache_folders()[0]
+    env = {
+        **os.environ,
+        "TORCH_CUDA_ARCH_LIST": "",  # .ci/run builds the CUDA library
+        "JAGGED_CUDA_CACHE": str(cache),  # holds the objects that the import compiled
+    }
+    script = f'import setuptools.build_meta as backend; print(backend.build_{what}("dist"))'
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return checkout / "dist" / result.stdout.strip().split("\n")[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    return _build_package(checkout, "wheel")
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path) -> Path:
+    return _build_package(checkout, "sdist")
+
+
+def _csrc_names() -> set[str]:
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in _tracked()
+        if path.is_relative_to(CSRC) and path.suffix in _build.SOURCE_SUFFIXES
+    }
+
+
+def test_the_wheel_serves_every_python_from_3_10(wheel: Path) -> None:
+    name = f"jagged_cuda-{jagged_cuda.__version__}-cp310-abi3-linux_{os.uname().machine}.whl"
+    assert wheel.name == name
+
+
+def test_what_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        record = json.loads(archive.read("jagged_cuda/_prebuilt.json"))
+        metadata = archive.read(f"{_info_folder(names)}/METADATA").decode()
+    assert {f"jagged_cuda/{name}" for name in _csrc_names()} <= names
+    assert {"jagged_cuda/_C_cpu.abi3.so", "jagged_cuda/py.typed", "jagged_cuda/info.py"} <= names
+    python = {
+        path.relative_to(ROOT).as_posix()
+        for path in _tracked()
+        if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in ("jagged_cuda", "triton_ref")
+    }
+    assert python == {name for name in names if name.endswith(".py")}
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"jagged_cuda", "triton_ref", _info_folder(names)}
+    assert record["source_hash"] == _build.source_hash(CSRC)
+    assert f"Version: {jagged_cuda.__version__}" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.10" in metadata
+    required = re.findall(r"^Requires-Dist: (\S+)$", metadata, re.MULTILINE)
+    assert required == ["torch>=2.10"]  # the others are extras, marked as such
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def _info_folder(names: set[str]) -> str:
+    return next(name.split("/")[0] for name in names if ".dist-info/" in name)
+
+
+def test_an_installed_wheel_loads_its_libraries(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    script = (
+        "from jagged_cuda import _load\n"
+        "library = _load.loaded['_C_cpu']\n"
+        "print(library.origin, library.path, _load.find_csrc())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    package = tmp_path / "jagged_cuda"
+    assert result.stdout.split() == [
+        "prebuilt",
+        str(package / "_C_cpu.abi3.so"),
+        str(package / "csrc"),
+    ]
+
+
+def test_what_is_in_the_source_distribution(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert _csrc_names() <= names
+    wanted = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "jagged_cuda/_build.py"}
+    assert wanted <= names
+    assert {"tests/test_packaging.py", "triton_ref/__init__.py"} <= names
+    assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
+
+
+def test_without_torch_the_build_says_what_to_install(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    script = 'import setuptools.build_meta as backend; backend.build_wheel("dist")'
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert result.stderr.strip().split("\n")[-1] == (
+        "error: jagged_cuda is compiled against the torch that you run, and this environment has "
+        "none (no torch here): pip install 'torch>=2.10', then pip install --no-build-isolation "
+        "jagged_cuda (or . in a checkout)."
+    )
+
+
+@pytest.mark.parametrize("library", _build.LIBRARIES)
+def test_the_libraries_need_nothing_that_changes_with_torch_or_python(library: str) -> None:
+    loaded = _load.loaded.get(library)
+    if loaded is None:
+        pytest.skip(f"{library} is not loaded: {_load.cuda_unavailable_reason}")
+    tools = [shutil.which("nm"), shutil.which("readelf")]
+    if None in tools:
+        pytest.skip("binutils is not installed")
+    undefined = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(loaded.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "aoti_torch_" in undefined or "torch_" in undefined
+    assert re.findall(r" (?:_ZNK?2at|_ZNK?3c10|_?Py[A-Z_])\S*", undefined) == []
+    needed = subprocess.run(
+        ["readelf", "-d", str(loaded.path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert not re.search(r"libpython|libtorch_python|RPATH|RUNPATH", needed), needed
+
+
+def test_nothing_in_the_repository_names_one_machine() -> None:
+    """Absolute paths of homes and workplaces, and hosts of package registries."""
+    private = re.compile(
+        r"/(?:work|home|root|Users|farm)/[\w.]+|/opt/venvs|\.library\b|pypi\.org|files\.pythonhosted"
+    )
+    found = []
+    for path in _tracked():
+        name = path.relative_to(ROOT).as_posix()
+        if name == "tests/test_packaging.py" or path.suffix in (".png", ".gz", ".csv"):
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+            if private.search(line):
+                found.append(f"{name}:{number}: {line.strip()}")
+    assert found == []
+
+
+def test_the_sources_of_both_libraries_are_found() -> None:
+    for library in _build.LIBRARIES:
+        for path in _build.library_sources(CSRC, library):
+            assert path.is_file(), path
+    kernels = [p for p in (CSRC / "kernels").rglob("*") if p.suffix in (".cu", ".cuh", ".h")]
+    with_torch = [p.name for p in kernels if re.search(r'#\s*include\s*[<"]torch/', p.read_text())]
+    assert with_torch == []
