@@ -147,16 +147,22 @@ def parts_of(offsets):
     return [slice(*bounds) for bounds in pairwise([0, *offsets.tolist(), None])]
 
 
-def compare(operator, reference, tensors, all_parts, eps=None):
+def round_to_tf32(x):
+    return ((x.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(FP32)
+
+
+def compare(operator, reference, tensors, all_parts, tf32=False):
     """Results and gradients of the operator against the reference in fp64.
 
     all_parts: how to cut each result and then each gradient, since every sequence is judged alone.
     """
     dtype = tensors[0].dtype
-    eps = torch.finfo(dtype).eps if eps is None else eps
+    eps = 2**-10 if tf32 else torch.finfo(dtype).eps
     eps_accumulator = torch.finfo(FP64 if dtype == FP64 else FP32).eps
     exact = [t.detach().double().requires_grad_() for t in tensors]
     same = [t.detach().clone().requires_grad_() for t in tensors]
+    if tf32:  # PyTorch takes small products in full fp32 even where TF32 is allowed
+        same = [round_to_tf32(t).requires_grad_() for t in tensors]
     results = []
     grads = None
     for function, inputs in ((reference, exact), (reference, same), (operator, tensors)):
@@ -296,7 +302,7 @@ def attention_runs():
                 yield pytest.param(case, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
 
 
-def attend(case, dtype, eps=None):
+def attend(case, dtype, tf32=False):
     torch.manual_seed(4)
     heads, kv_heads = case.heads
     D, Dv = case.dims
@@ -319,7 +325,7 @@ def attend(case, dtype, eps=None):
         lambda q, k, v: padded_attention(q, k, v, offsets, window=case.window, **options),
         tensors,
         (rows, rows, rows, key_rows, key_rows),
-        eps,
+        tf32,
     )
 
 
@@ -333,7 +339,7 @@ def test_attention_in_tf32():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        attend(ATTENTION["causal-grouped"], FP32, eps=2**-10)
+        attend(ATTENTION["causal-grouped"], FP32, tf32=True)
     finally:
         torch.set_float32_matmul_precision(before)
 
