@@ -1,0 +1,61 @@
+// jagged_dense_bmm on the CPU: items of up to kDenseRows rows of one sequence (kernels/bmm.inl).
+#include "ops/jagged_dense_bmm.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/kernels.h"
+#include "cpu/sequences.h"
+#include "cpu/work_list.h"
+#include "ops/last_kernel.h"
+
+namespace jagged_cuda::cpu {
+namespace {
+
+// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
+Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/) {
+  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets);
+  const auto sequences = read_sequences("jagged_dense_bmm", "offsets", offsets, sizes.total);
+  x = rows_contiguous(x);
+  // The backward pass gives y transposed: either of its last dimensions may be the contiguous one.
+  if (sizes.columns > 1 && y.stride(2) != 1 && sizes.inner > 1 && y.stride(1) != 1) {
+    y = torch::stable::contiguous(y);
+  }
+  Tensor out = allocate("jagged_dense_bmm", x, {sizes.total, sizes.columns});
+  const KernelTable& table = kernel_table();
+
+  DenseBmmParams params{};
+  params.element = element_of(x);
+  params.x = x.const_data_ptr();
+  params.x_row_stride = x.stride(0);
+  params.y = y.const_data_ptr();
+  params.y_seq_stride = y.stride(0);
+  params.y_row_stride = y.stride(1);
+  params.y_column_stride = y.stride(2);
+  params.out = out.mutable_data_ptr();
+  params.inner = sizes.inner;
+  params.columns = sizes.columns;
+  zero_rows_outside(sequences, sizes.total, sizes.columns * element_bytes(params.element),
+                    params.out);
+
+  WorkList<DenseBmmItem> items;
+  for (size_t seq = 0; seq < sequences.size() && sizes.columns > 0; ++seq) {
+    const auto [begin, len] = sequences[seq];
+    for (int64_t row = 0; row < len; row += kDenseRows) {
+      const int64_t rows = std::min(kDenseRows, len - row);
+      items.add({static_cast<int64_t>(seq), begin + row, rows},
+                (rows + 1) * (sizes.inner + 8) * (sizes.columns + 8));
+    }
+  }
+  const auto compute = table.of(params.element).dense_bmm;
+  items.run(scratch_bytes<DenseBmmBuffers<double>>(params),
+            [&](const DenseBmmItem& item, void* scratch) { compute(params, item, scratch); });
+  record_kernel(table.name);
+  return out;
+}
+
+}  // namespace
+}  // namespace jagged_cuda::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CPU, m) {
+  m.impl("jagged_dense_bmm", TORCH_BOX(&jagged_cuda::cpu::jagged_dense_bmm));
+}

@@ -1,0 +1,349 @@
+// What the operators (jagged_*.cpp) hand to the compute kernels, and the table in which they find
+// them.
+//
+// The kernels stand in kernels/*.inl and simd/*.inl, free of torch headers. They are compiled once
+// per instruction set (isa_baseline.cpp, isa_avx2.cpp, isa_avx512.cpp), each in a namespace of its
+// own under a target pragma, so that one binary serves every machine; dispatch.cpp picks a table at
+// run time. A kernel is a template over its accumulator (float, or double for float64); the element
+// type of tensors is a run-time value, since only the loading and storing of rows depends on it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace jagged_cuda::cpu {
+
+enum class Element : int { kFloat, kDouble, kHalf, kBFloat16 };
+
+inline int64_t element_bytes(Element element) {
+  return element == Element::kDouble ? 8 : element == Element::kFloat ? 4 : 2;
+}
+
+// A view of a tensor's rows: the last dimension contiguous, strides in elements.
+struct Rows {
+  const void* data;
+  int64_t row_stride;
+  int64_t head_stride;  // 0 without heads
+};
+
+// Rows [begin, begin + len) of a jagged tensor.
+struct Sequence {
+  int64_t begin;
+  int64_t len;
+};
+
+// Elements between rows of a scratch matrix: whole cache lines, an odd number of them, so that a
+// column of rows spreads over all sets of the cache.
+constexpr int64_t padded_row(int64_t columns) { return ((columns + 15) / 16 | 1) * 16; }
+
+// Hands out pieces of one block of memory, aligned to cache lines. With a null base it only counts:
+// the same constructor of a buffer struct that lays the scratch memory out tells its size.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    char* piece = base_ + used_;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(piece);
+  }
+  size_t used_bytes() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+// The bytes that Buffers(arena, params) lays out.
+template <class Buffers, class Params>
+size_t scratch_bytes(const Params& params) {
+  Arena arena(nullptr);
+  Buffers counted(arena, params);
+  return arena.used_bytes();
+}
+
+// ---- jagged_dense_bmm: out rows = x rows times y of their sequence
+
+struct DenseBmmParams {
+  Element element;
+  const void* x;         // [T, inner]
+  int64_t x_row_stride;  // its last dimension is contiguous
+  const void* y;         // [B, inner, columns]; y_row_stride or y_column_stride is 1
+  int64_t y_seq_stride, y_row_stride, y_column_stride;
+  void* out;  // [T, columns], contiguous
+  int64_t inner, columns;
+};
+
+struct DenseBmmItem {
+  int64_t seq;
+  int64_t begin, rows;  // rows of x and out, in the whole tensor
+};
+
+// The product is blocked over rows (an item), columns and depth.
+constexpr int64_t kDenseRows = 192, kDenseColumns = 512, kDenseDepth = 256;
+
+template <class T>
+struct DenseBmmBuffers {
+  T* x;    // [kDenseRows, padded_row(depth)]: converted x
+  T* y;    // [depth, padded_row(columns)]: packed y
+  T* out;  // [kDenseRows, padded_row(columns)]
+  int64_t x_row, y_row;
+
+  DenseBmmBuffers(Arena& arena, const DenseBmmParams& params) {
+    const int64_t depth = params.inner < kDenseDepth ? params.inner : kDenseDepth;
+    const int64_t columns = params.columns < kDenseColumns ? params.columns : kDenseColumns;
+    x_row = padded_row(depth);
+    y_row = padded_row(columns);
+    x = arena.take<T>(kDenseRows * x_row);
+    y = arena.take<T>(depth * y_row);
+    out = arena.take<T>(kDenseRows * y_row);
+  }
+};
+
+// ---- jagged_jagged_bmm: out = x^T y, summed over rows of a sequence
+
+struct JaggedBmmParams {
+  Element element;
+  const void* x;  // [T, x_columns]
+  const void* y;  // [T, y_columns]
+  int64_t x_row_stride, y_row_stride;
+  int64_t x_columns, y_columns;
+};
+
+struct JaggedBmmItem {
+  int64_t begin, rows;  // of x and y, in the whole tensor
+  int64_t x_begin, x_end, y_begin, y_end;
+  void* out;          // [x_columns, y_columns], contiguous
+  bool out_is_accum;  // out holds accumulators (a partial sum), else elements
+};
+
+constexpr int64_t kJaggedDepth = 32, kJaggedNarrow = 128, kJaggedWide = 256;
+
+template <class T>
+struct JaggedBmmBuffers {
+  T* narrow;  // [kJaggedDepth, padded_row(kJaggedNarrow)]: rows of the operand with fewer columns
+  T* wide;    // [kJaggedDepth, padded_row(kJaggedWide)]
+  T* out;     // [kJaggedNarrow, padded_row(kJaggedWide)]
+
+  JaggedBmmBuffers(Arena& arena, const JaggedBmmParams&) {
+    narrow = arena.take<T>(kJaggedDepth * padded_row(kJaggedNarrow));
+    wide = arena.take<T>(kJaggedDepth * padded_row(kJaggedWide));
+    out = arena.take<T>(kJaggedNarrow * padded_row(kJaggedWide));
+  }
+};
+
+// ---- jagged_softmax over rows, each column alone
+
+struct SoftmaxParams {
+  Element element;
+  bool backward;
+  const void* x;  // [T, columns]; backward: the forward's result
+  int64_t x_row_stride;
+  const void* grad_out;  // [T, columns], backward only
+  int64_t grad_row_stride;
+  void* out;  // [T, columns], contiguous; backward: grad_in
+  int64_t columns;
+  double scale;
+};
+
+struct SoftmaxItem {
+  int64_t begin, rows;
+  int64_t column_begin, columns;  // at most kSoftmaxColumns
+};
+
+constexpr int64_t kSoftmaxColumns = 128;
+// Elements that are read at a time; a sequence of no more is read once.
+constexpr int64_t kSoftmaxBlock = 32768;
+
+// Statistics, forward: the maximum of scale * x and the sum of exp(scale * x - maximum); backward:
+// the sum of grad_out * out (no maximum).
+template <class T>
+struct SoftmaxBuffers {
+  static constexpr int64_t kMaxLanes =
+      kSoftmaxColumns * 16;  // of a super row (kernels/softmax.inl)
+  static_assert(kMaxLanes <= kSoftmaxBlock);
+
+  T* x;                        // [kSoftmaxBlock]: x, then results
+  T* grad;                     // [kSoftmaxBlock]: grad_out; backward only
+  T *max, *sum;                // [kMaxLanes]
+  T* lane_max;                 // [kMaxLanes]
+  T *column_max, *column_sum;  // [kSoftmaxColumns]
+
+  SoftmaxBuffers(Arena& arena, const SoftmaxParams& params) {
+    x = arena.take<T>(kSoftmaxBlock);
+    max = arena.take<T>(kMaxLanes);
+    sum = arena.take<T>(kMaxLanes);
+    lane_max = arena.take<T>(kMaxLanes);
+    column_max = arena.take<T>(kSoftmaxColumns);
+    column_sum = arena.take<T>(kSoftmaxColumns);
+    grad = params.backward ? arena.take<T>(kSoftmaxBlock) : nullptr;
+  }
+};
+
+// ---- jagged_flash_attention
+
+// The keys that a query row of a sequence may see: [begin(row), end(row)), both growing with row.
+struct VisibleKeys {
+  int64_t shift;  // Lk - Lq
+  int64_t kv_len;
+  int64_t window_left, window_right;  // -1: unbounded
+
+  int64_t begin(int64_t row) const {
+    const int64_t first = row + shift - window_left;
+    return window_left < 0 || first < 0 ? 0 : first < kv_len ? first : kv_len;
+  }
+  int64_t end(int64_t row) const {
+    const int64_t last = row + shift + window_right + 1;
+    return window_right < 0 || last > kv_len ? kv_len : last > 0 ? last : 0;
+  }
+};
+
+struct AttentionParams {
+  Element element;
+  Rows q, k, v;  // [Tq, heads, dim_qk], [Tk, kv_heads, dim_qk], [Tk, kv_heads, dim_v]
+  void* out;     // [Tq, heads, dim_v], contiguous
+  void* lse;     // [Tq, heads], contiguous accumulators
+  int64_t heads, kv_heads, dim_qk, dim_v;
+  int64_t window_left, window_right;
+  double scale;
+  // Backward only.
+  Rows out_rows, grad_out;  // [Tq, heads, dim_v]
+  const void* grad_lse;     // [Tq, heads], contiguous accumulators, or null
+  void *dq, *dk, *dv;       // like q, k and v, contiguous
+};
+
+// Forward: query rows [row_begin, row_end) of one head. Backward: the part of the gradients of one
+// key/value head (and its group of query heads) that query rows [row_begin, row_end) and keys
+// [key_begin, key_end) give.
+struct AttentionItem {
+  Sequence q, kv;
+  int64_t head;
+  int64_t row_begin, row_end;
+  int64_t key_begin, key_end;
+  bool wants_dq, wants_dkv;
+};
+
+constexpr int64_t kQueryBlock = 48, kKeyBlock = 128;
+constexpr int64_t kScoreRow = padded_row(kKeyBlock);
+
+// Query rows of one forward item: as many as share one packing of keys and still fit into the L2
+// cache.
+inline int64_t attention_item_rows(const AttentionParams& params) {
+  const int64_t dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+  return kQueryBlock * (dim <= 64 ? 5 : dim <= 128 ? 3 : 2);
+}
+
+template <class T>
+struct AttentionForwardBuffers {
+  T* q;             // [item rows, qk_row], times scale
+  T* k;             // [kKeyBlock, qk_row]
+  T* k_transposed;  // [dim_qk, kScoreRow]
+  T* v;             // [kKeyBlock, v_row]
+  T* score;         // [kQueryBlock, kScoreRow]: logits, then probabilities
+  T* out;           // [item rows, v_row]: not yet divided by sum
+  T *max, *sum;     // [item rows]
+  T* rescale;       // [kQueryBlock]: exp(old max - new max)
+  int64_t qk_row, v_row;
+
+  AttentionForwardBuffers(Arena& arena, const AttentionParams& params)
+      : qk_row(padded_row(params.dim_qk)), v_row(padded_row(params.dim_v)) {
+    const int64_t rows = attention_item_rows(params);
+    q = arena.take<T>(rows * qk_row);
+    k = arena.take<T>(kKeyBlock * qk_row);
+    k_transposed = arena.take<T>(qk_row * kScoreRow);
+    v = arena.take<T>(kKeyBlock * v_row);
+    score = arena.take<T>(kQueryBlock * kScoreRow);
+    out = arena.take<T>(rows * v_row);
+    max = arena.take<T>(rows);
+    sum = arena.take<T>(rows);
+    rescale = arena.take<T>(kQueryBlock);
+  }
+};
+
+// `max_rows` and `max_keys` bound the rows and keys of any item.
+struct AttentionBackwardSize {
+  const AttentionParams& params;
+  int64_t max_rows, max_keys;
+};
+
+template <class T>
+struct AttentionBackwardBuffers {
+  T* q;                            // [kQueryBlock, qk_row], times scale
+  T* grad_out;                     // [kQueryBlock, v_row]
+  T* out;                          // [kQueryBlock, v_row]
+  T* k;                            // [kKeyBlock, qk_row]
+  T* v;                            // [kKeyBlock, v_row]
+  T *k_transposed, *v_transposed;  // [dim, kScoreRow]
+  T* prob;                         // [kQueryBlock, kScoreRow]: logits, then P
+  T* dscore;                       // [kQueryBlock, kScoreRow]: dP, then dS
+  T *lse, *delta;                  // [max_rows] of one head
+  T* dq;                           // [max_rows, qk_row] of one head
+  T* dk;                           // [max_keys, qk_row]
+  T* dv;                           // [max_keys, v_row]
+  int64_t qk_row, v_row;
+
+  AttentionBackwardBuffers(Arena& arena, const AttentionBackwardSize& size)
+      : qk_row(padded_row(size.params.dim_qk)), v_row(padded_row(size.params.dim_v)) {
+    q = arena.take<T>(kQueryBlock * qk_row);
+    grad_out = arena.take<T>(kQueryBlock * v_row);
+    out = arena.take<T>(kQueryBlock * v_row);
+    k = arena.take<T>(kKeyBlock * qk_row);
+    v = arena.take<T>(kKeyBlock * v_row);
+    k_transposed = arena.take<T>(qk_row * kScoreRow);
+    v_transposed = arena.take<T>(v_row * kScoreRow);
+    prob = arena.take<T>(kQueryBlock * kScoreRow);
+    dscore = arena.take<T>(kQueryBlock * kScoreRow);
+    lse = arena.take<T>(size.max_rows);
+    delta = arena.take<T>(size.max_rows);
+    dq = arena.take<T>(size.max_rows * qk_row);
+    dk = arena.take<T>(size.max_keys * qk_row);
+    dv = arena.take<T>(size.max_keys * v_row);
+  }
+};
+
+// ---- The table
+
+// Kernels of one accumulator type. Each works on one item, in scratch memory of its own (the
+// Buffers above); items write disjoint parts of the result.
+struct Kernels {
+  void (*dense_bmm)(const DenseBmmParams&, const DenseBmmItem&, void* scratch);
+  void (*jagged_bmm)(const JaggedBmmParams&, const JaggedBmmItem&, void* scratch);
+  // Elements of `sums` [parts, count], accumulators, added over parts and stored to `out` [count].
+  void (*sum_parts)(Element, void* out, void* sums, int64_t parts, int64_t count);
+  // A whole sequence: statistics and results.
+  void (*softmax)(const SoftmaxParams&, const SoftmaxItem&, void* scratch);
+  // A part of a long sequence: statistics of its columns into max, sum [columns] (accumulators).
+  void (*softmax_statistics)(const SoftmaxParams&, const SoftmaxItem&, void* max, void* sum,
+                             void* scratch);
+  // Statistics [parts, columns] of all parts combined into the first part's.
+  void (*softmax_combine)(const SoftmaxParams&, void* max, void* sum, int64_t parts,
+                          int64_t columns);
+  // A part of a long sequence: results from the statistics of the sequence.
+  void (*softmax_write)(const SoftmaxParams&, const SoftmaxItem&, const void* max, const void* sum,
+                        void* scratch);
+  void (*attention_forward)(const AttentionParams&, const AttentionItem&, void* scratch);
+  void (*attention_backward)(const AttentionBackwardSize&, const AttentionItem&, void* scratch);
+};
+
+struct KernelTable {
+  const char* name;  // for record_kernel
+  Kernels float32;   // float accumulators: float32, float16, bfloat16
+  Kernels float64;
+
+  const Kernels& of(Element element) const {
+    return element == Element::kDouble ? float64 : float32;
+  }
+};
+
+// Null where the compiler or the architecture cannot build the set.
+const KernelTable* baseline_kernels();
+const KernelTable* avx2_kernels();
+const KernelTable* avx512_kernels();
+
+// The table of the best instruction set of this machine, or of the one that the environment
+// variable JAGGED_CUDA_CPU_ISA (baseline, avx2 or avx512) names; throws if the machine lacks that
+// one. The variable is read at each call.
+const KernelTable& kernel_table();
+
+}  // namespace jagged_cuda::cpu

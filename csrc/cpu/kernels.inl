@@ -1,0 +1,22 @@
+// All kernels, for one instruction set: included inside the namespace of isa_*.cpp, which defines
+// kVectorBytes and JAGGED_F16C.
+
+#include "cpu/simd/vector.inl"
+#include "cpu/simd/rows.inl"
+#include "cpu/simd/product.inl"
+#include "cpu/kernels/bmm.inl"
+#include "cpu/kernels/softmax.inl"
+#include "cpu/kernels/attention.inl"
+
+// Constants: the tables of instruction sets that the machine lacks are looked at too, but no code
+// of theirs runs.
+template <class T>
+constexpr Kernels make_kernels() {
+  return {dense_bmm<T>,     jagged_bmm<T>,         sum_parts<T>,
+          softmax<T>,       softmax_statistics<T>, softmax_combine<T>,
+          softmax_write<T>, attention_forward<T>,  attention_backward<T>};
+}
+
+constexpr KernelTable make_table(const char* name) {
+  return {name, make_kernels<float>(), make_kernels<double>()};
+}

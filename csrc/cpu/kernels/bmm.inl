@@ -1,0 +1,174 @@
+// jagged_dense_bmm and jagged_jagged_bmm.
+
+// y [depth, columns] of one sequence into whole vectors of columns.
+template <class T>
+void pack_y(const DenseBmmParams& p, int64_t seq, int64_t row_begin, int64_t rows,
+            int64_t column_begin, int64_t columns, T* dst, int64_t dst_row) {
+  const void* y = element_at(
+      p.y, p.element,
+      seq * p.y_seq_stride + row_begin * p.y_row_stride + column_begin * p.y_column_stride);
+  if (p.y_column_stride == 1 || columns == 1) {
+    load_rows(dst, dst_row, y, p.y_row_stride, p.element, rows, rows, columns);
+    return;
+  }
+  // Columns are contiguous: take them in short pieces and spread each over the rows of dst.
+  constexpr int64_t kPiece = 64;
+  alignas(64) T piece[kPiece];
+  for (int64_t column = 0; column < columns; ++column) {
+    for (int64_t row = 0; row < rows; row += kPiece) {
+      const int64_t count = std::min(kPiece, rows - row);
+      load_elements(piece, element_at(y, p.element, column * p.y_column_stride + row), p.element,
+                    count);
+      for (int64_t i = 0; i < count; ++i) dst[(row + i) * dst_row + column] = piece[i];
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = columns; column < round_up(columns, kLanes<T>); ++column) {
+      dst[row * dst_row + column] = 0;
+    }
+  }
+}
+
+// Operands are used in place where they are accumulators and whole vectors of columns, else from
+// converted blocks.
+template <class T>
+void dense_bmm(const DenseBmmParams& p, const DenseBmmItem& item, void* scratch) {
+  Arena arena(scratch);
+  const DenseBmmBuffers<T> buffers(arena, p);
+  const bool in_place = is_accumulator<T>(p.element);
+  const bool whole_vectors = p.columns % kLanes<T> == 0;
+  const bool y_in_place = in_place && whole_vectors && p.y_column_stride == 1 &&
+                          (p.y_row_stride <= 2 * kLanes<T> || item.rows <= kOneVectorRows);
+  const bool out_in_place = in_place && whole_vectors;
+  const int64_t depth_blocks = std::max<int64_t>(1, (p.inner + kDenseDepth - 1) / kDenseDepth);
+
+  for (int64_t column = 0; column < p.columns; column += kDenseColumns) {
+    const int64_t columns = std::min(kDenseColumns, p.columns - column);
+    void* out = element_at(p.out, p.element, item.begin * p.columns + column);
+    for (int64_t block = 0; block < depth_blocks; ++block) {
+      const int64_t inner = block * kDenseDepth;
+      const int64_t depth = std::min(kDenseDepth, p.inner - inner);
+      Product<T> product{};
+      product.rows = item.rows;
+      product.columns = round_up(columns, kLanes<T>);
+      product.depth = depth;
+      const void* x = element_at(p.x, p.element, item.begin * p.x_row_stride + inner);
+      product.a_step = 1;
+      if (in_place) {
+        product.a = static_cast<const T*>(x);
+        product.a_row = p.x_row_stride;
+      } else {
+        load_rows(buffers.x, buffers.x_row, x, p.x_row_stride, p.element, item.rows, item.rows,
+                  depth);
+        product.a = buffers.x;
+        product.a_row = buffers.x_row;
+      }
+      if (y_in_place) {
+        product.b = static_cast<const T*>(p.y) + item.seq * p.y_seq_stride +
+                    inner * p.y_row_stride + column;
+        product.b_row = p.y_row_stride;
+      } else {
+        pack_y(p, item.seq, inner, depth, column, columns, buffers.y, buffers.y_row);
+        product.b = buffers.y;
+        product.b_row = buffers.y_row;
+      }
+      product.c = out_in_place ? static_cast<T*>(out) : buffers.out;
+      product.c_row = out_in_place ? p.columns : buffers.y_row;
+      product.add = block > 0;
+      multiply(product);
+    }
+    if (!out_in_place) {
+      for (int64_t row = 0; row < item.rows; ++row) {
+        store_elements(element_at(out, p.element, row * p.columns),
+                       buffers.out + row * buffers.y_row, p.element, columns);
+      }
+    }
+  }
+}
+
+// Vectors run along the columns of the wider operand, so that 8 columns against 256 fill them;
+// where that is x, tiles are transposed as they are stored.
+template <class T>
+void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scratch) {
+  Arena arena(scratch);
+  const JaggedBmmBuffers<T> buffers(arena, p);
+  const bool in_place = is_accumulator<T>(p.element);
+  const bool x_is_wide = p.x_columns > p.y_columns;
+  struct Operand {
+    const void* data;
+    int64_t row_stride, begin, end;
+  };
+  const Operand x = {p.x, p.x_row_stride, item.x_begin, item.x_end};
+  const Operand y = {p.y, p.y_row_stride, item.y_begin, item.y_end};
+  const Operand& narrow = x_is_wide ? y : x;
+  const Operand& wide = x_is_wide ? x : y;
+  constexpr int64_t kNarrowRow = padded_row(kJaggedNarrow), kWideRow = padded_row(kJaggedWide);
+
+  for (int64_t i = narrow.begin; i < narrow.end; i += kJaggedNarrow) {
+    const int64_t narrow_columns = std::min(kJaggedNarrow, narrow.end - i);
+    for (int64_t j = wide.begin; j < wide.end; j += kJaggedWide) {
+      const int64_t wide_columns = std::min(kJaggedWide, wide.end - j);
+      Product<T> product{};
+      product.rows = narrow_columns;
+      product.columns = round_up(wide_columns, kLanes<T>);
+      product.a_row = 1;
+      product.c = buffers.out;
+      product.c_row = kWideRow;
+      // At least one round, which writes zeros if there are no rows.
+      for (int64_t row = 0; row == 0 || row < item.rows; row += kJaggedDepth) {
+        product.depth = std::min(kJaggedDepth, item.rows - row);
+        product.add = row > 0;
+        const int64_t begin = item.begin + row;
+        const void* a = element_at(narrow.data, p.element, begin * narrow.row_stride + i);
+        const void* b = element_at(wide.data, p.element, begin * wide.row_stride + j);
+        if (in_place) {
+          product.a = static_cast<const T*>(a);
+          product.a_step = narrow.row_stride;
+        } else {
+          load_rows(buffers.narrow, kNarrowRow, a, narrow.row_stride, p.element, product.depth,
+                    product.depth, narrow_columns);
+          product.a = buffers.narrow;
+          product.a_step = kNarrowRow;
+        }
+        if (in_place && wide_columns % kLanes<T> == 0) {
+          product.b = static_cast<const T*>(b);
+          product.b_row = wide.row_stride;
+        } else {
+          load_rows(buffers.wide, kWideRow, b, wide.row_stride, p.element, product.depth,
+                    product.depth, wide_columns);
+          product.b = buffers.wide;
+          product.b_row = kWideRow;
+        }
+        multiply(product);
+      }
+
+      const Element element =
+          item.out_is_accum ? (sizeof(T) == 8 ? Element::kDouble : Element::kFloat) : p.element;
+      if (!x_is_wide) {
+        for (int64_t row = 0; row < narrow_columns; ++row) {
+          store_elements(element_at(item.out, element, (i + row) * p.y_columns + j),
+                         buffers.out + row * kWideRow, element, wide_columns);
+        }
+      } else {
+        T line[kJaggedNarrow];
+        for (int64_t row = 0; row < wide_columns; ++row) {
+          for (int64_t column = 0; column < narrow_columns; ++column) {
+            line[column] = buffers.out[column * kWideRow + row];
+          }
+          store_elements(element_at(item.out, element, (j + row) * p.y_columns + i), line, element,
+                         narrow_columns);
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void sum_parts(Element element, void* out, void* sums, int64_t parts, int64_t count) {
+  T* total = static_cast<T*>(sums);
+  for (int64_t part = 1; part < parts; ++part) {
+    const T* other = total + part * count;
+    for (int64_t i = 0; i < count; ++i) total[i] += other[i];
+  }
+  store_elements(out, total, element, count);
+}

@@ -1,0 +1,67 @@
+// Offsets as sequences, and tensors as what the compute kernels take.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "ops/contract.h"
+
+namespace jagged_cuda::cpu {
+
+inline Element element_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return Element::kDouble;
+    case ScalarType::Half:
+      return Element::kHalf;
+    case ScalarType::BFloat16:
+      return Element::kBFloat16;
+    default:
+      return Element::kFloat;
+  }
+}
+
+template <class Offset>
+std::vector<Sequence> sequences_of(const char* op, const char* argument, const Offset* offsets,
+                                   int64_t num_seqs, int64_t total,
+                                   std::optional<int64_t> max_len) {
+  if (checks_enabled()) validate_offsets(op, argument, offsets, num_seqs, total, max_len);
+  std::vector<Sequence> sequences(static_cast<size_t>(num_seqs));
+  // Clamped, so that wrong offsets stay within the tensors.
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const int64_t begin = std::clamp<int64_t>(offsets[seq], 0, total);
+    const int64_t end = std::clamp<int64_t>(offsets[seq + 1], begin, total);
+    sequences[static_cast<size_t>(seq)] = {begin, end - begin};
+  }
+  return sequences;
+}
+
+// The sequences of offsets [B + 1] in a tensor of `total` rows; checked if JAGGED_CUDA_CHECK asks
+// for it.
+inline std::vector<Sequence> read_sequences(const char* op, const char* argument,
+                                            const Tensor& offsets, int64_t total,
+                                            std::optional<int64_t> max_len = std::nullopt) {
+  const Tensor dense = contiguous(offsets);
+  const int64_t num_seqs = dense.size(0) - 1;
+  if (dense.scalar_type() == ScalarType::Int) {
+    return sequences_of(op, argument, dense.const_data_ptr<int32_t>(), num_seqs, total, max_len);
+  }
+  return sequences_of(op, argument, dense.const_data_ptr<int64_t>(), num_seqs, total, max_len);
+}
+
+// Zeros for the rows that lie before the first and after the last sequence. Comes ahead of the
+// kernels: with decreasing offsets these rows may belong to a sequence too.
+inline void zero_rows_outside(const std::vector<Sequence>& sequences, int64_t total,
+                              int64_t row_bytes, void* out) {
+  const int64_t begin = sequences.empty() ? total : sequences.front().begin;
+  const int64_t end = sequences.empty() ? total : sequences.back().begin + sequences.back().len;
+  if (row_bytes == 0) return;
+  char* bytes = static_cast<char*>(out);
+  std::memset(bytes, 0, static_cast<size_t>(begin * row_bytes));
+  std::memset(bytes + end * row_bytes, 0, static_cast<size_t>((total - end) * row_bytes));
+}
+
+}  // namespace jagged_cuda::cpu
