@@ -28,16 +28,27 @@ def register(
     Args:
         name: the operator, defined in csrc/library.cpp.
         fake: shapes, dtypes and errors of the operator on fake tensors.
-        setup_context, backward: its autograd formula; None for operators that have no gradient.
+        setup_context, backward: its autograd formula. None for operators without one: then it is an error to
+            differentiate them (autograd would only warn, and give wrong gradients).
         autocast: "lower_precision" casts floating tensors to torch.get_autocast_dtype, "float32" to float32.
     """
     qualified_name = f"jagged_cuda::{name}"
     torch.library.register_fake(qualified_name, fake)
-    if backward is not None:
-        torch.library.register_autograd(qualified_name, backward, setup_context=setup_context)
+    torch.library.register_autograd(
+        qualified_name, backward or _no_gradient(name), setup_context=setup_context
+    )
     if autocast is not None:
         for device_type in _AUTOCAST_KEYS:
             _register_autocast(name, device_type, autocast)
+
+
+def _no_gradient(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            f"{name}: gradients of this operator (double backward) are not supported"
+        )
+
+    return backward
 
 
 def _register_autocast(name: str, device_type: str, policy: str) -> None:
