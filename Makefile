@@ -19,10 +19,12 @@ LINT_TOOLS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 
 ifeq ($(strip $(VENV)),)
   PY := $(PYTHON)
+  CLANG_FORMAT := clang-format
   READY :=
   LINT_READY :=
 else
   PY := $(VENV)/bin/python
+  CLANG_FORMAT := $(VENV)/bin/clang-format
   READY := $(VENV)/.ready
   LINT_READY := $(VENV)/.lint-ready
 endif
@@ -59,12 +61,12 @@ lint: $(LINT_READY) ## Check format, style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(dir $(PY))clang-format --dry-run -Werror $(SOURCES)
+	$(CLANG_FORMAT) --dry-run -Werror $(SOURCES)
 
 format: $(LINT_READY) ## Rewrite the files in the project's format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(dir $(PY))clang-format -i $(SOURCES)
+	$(CLANG_FORMAT) -i $(SOURCES)
 
 compdb: $(READY) ## Write compile_commands.json for editors and clang-tidy
 	$(PY) jagged_cuda/_build.py --compdb compile_commands.json
