@@ -9,9 +9,14 @@ import pytest
 import torch
 
 hypothesis.settings.register_profile(
-    "quick", max_examples=12, deadline=None, derandomize=True, print_blob=True
+    "base", deadline=None, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
-hypothesis.settings.register_profile("full", max_examples=300, deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("base"), max_examples=12, derandomize=True
+)
+hypothesis.settings.register_profile(
+    "full", hypothesis.settings.get_profile("base"), max_examples=300
+)
 hypothesis.settings.load_profile("quick")
 
 HAS_GPU = torch.cuda.is_available()
@@ -54,11 +59,3 @@ def tf32():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield
     torch.backends.cuda.matmul.fp32_precision = before
-
-
-@pytest.fixture
-def deterministic():
-    """torch.use_deterministic_algorithms(True)."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)

@@ -44,7 +44,7 @@ class Invalid:
     two_devices: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """An operator and how to judge it. Tensors, outputs and gradients go by name.
 
@@ -79,6 +79,9 @@ class Case:
     autocast: Literal["lower_precision", "float32"]
     profiles: Mapping[str, Profile]
     invalid: tuple[Invalid, ...]
+
+    def __repr__(self) -> str:
+        return f"CASES[{self.name!r}]"
 
     def spec(self, profile: str, seed: int) -> Spec:
         """Draw a spec from a seed."""

@@ -1,0 +1,161 @@
+"""Wrong arguments raise one clear sentence, the same everywhere; wrong offsets stay in bounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import jagged_cuda
+from jagged_cuda.testing.cases import CASES, Case, Invalid
+
+CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+INVALID = pytest.mark.parametrize(
+    "invalid",
+    [
+        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
+        for case in CASES.values()
+        for invalid in case.invalid
+        if not invalid.two_devices
+    ],
+)
+TWO_DEVICES = pytest.mark.parametrize(
+    "invalid",
+    [
+        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
+        for case in CASES.values()
+        for invalid in case.invalid
+        if invalid.two_devices
+    ],
+)
+
+
+def assert_raises(invalid: Invalid, device: torch.device) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        invalid.call(device)
+    assert str(caught.value) == invalid.message.format(device=device)
+
+
+@INVALID
+def test_invalid(invalid: Invalid, device: torch.device) -> None:
+    assert_raises(invalid, device)
+
+
+@INVALID
+def test_invalid_on_fake_tensors(invalid: Invalid) -> None:
+    with FakeTensorMode():
+        assert_raises(invalid, torch.device("cpu"))
+
+
+@TWO_DEVICES
+@pytest.mark.cuda
+def test_invalid_device(invalid: Invalid) -> None:
+    assert_raises(invalid, torch.device("cuda", 0))
+
+
+@TWO_DEVICES
+@pytest.mark.cuda
+def test_invalid_device_on_fake_tensors(invalid: Invalid) -> None:
+    with FakeTensorMode():
+        assert_raises(invalid, torch.device("cuda", 0))
+
+
+# (offsets over six rows, what is wrong with them)
+BAD_OFFSETS = [
+    ((-1, 2, 6), "{name}[0] must be >= 0, got -1"),
+    ((0, 4, 2), "{name}[2] must be >= {name}[1] = 4, got 2"),
+    ((0, 2, 7), "{name}[2] must be <= the number of rows 6, got 7"),
+    ((0, 9, 3), "{name}[1] must be <= the number of rows 6, got 9"),
+    ((8,), "{name}[0] must be <= the number of rows 6, got 8"),
+]
+
+
+def call_with_offsets(name: str, offsets: torch.Tensor, **more: torch.Tensor | int) -> object:
+    device = offsets.device
+    x = torch.zeros(6, 4, device=device)
+    y = torch.zeros(offsets.shape[0] - 1, 4, 3, device=device)
+    calls = {
+        "jagged_dense_bmm": lambda: jagged_cuda.jagged_dense_bmm(x, y, offsets),
+        "jagged_jagged_bmm": lambda: jagged_cuda.jagged_jagged_bmm(x, x, offsets),
+        "jagged_softmax": lambda: jagged_cuda.jagged_softmax(x, offsets),
+        "jagged_flash_attention": lambda: jagged_cuda.jagged_flash_attention(
+            x, x, x, offsets, **more
+        ),
+    }
+    assert calls.keys() == CASES.keys()
+    return calls[name]()
+
+
+@pytest.fixture(params=["set_checks", "environment"])
+def checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1" if request.param == "environment" else "0")
+    if request.param == "set_checks":
+        jagged_cuda.set_checks(True)
+    yield
+
+
+@CASE
+@pytest.mark.parametrize(("values", "message"), BAD_OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_checks_name_the_first_bad_index(
+    case: Case,
+    values: tuple[int, ...],
+    message: str,
+    dtype: torch.dtype,
+    checks: None,
+    device: torch.device,
+) -> None:
+    offsets = torch.tensor(values, dtype=dtype, device=device)
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets(case.name, offsets)
+    assert str(caught.value) == f"{case.name}: {message.format(name='offsets')}"
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_OFFSETS)
+def test_checks_look_at_kv_offsets(
+    values: tuple[int, ...], message: str, checks: None, device: torch.device
+) -> None:
+    kv_offsets = torch.tensor(values, device=device)
+    offsets = torch.full_like(kv_offsets, 6)
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets("jagged_flash_attention", offsets, kv_offsets=kv_offsets)
+    expected = f"jagged_flash_attention: {message.format(name='kv_offsets')}"
+    assert str(caught.value) == expected
+
+
+def test_checks_hold_sequences_to_max_len(checks: None, device: torch.device) -> None:
+    offsets = torch.tensor((0, 2, 6), device=device)
+    call_with_offsets("jagged_flash_attention", offsets, max_len=4)
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets("jagged_flash_attention", offsets, max_len=3)
+    expected = "sequence 1 of offsets must have at most max_len = 3 rows, got 4"
+    assert str(caught.value) == f"jagged_flash_attention: {expected}"
+
+
+@CASE
+def test_checks_let_right_offsets_pass(
+    case: Case, checks: None, device: torch.device
+) -> None:
+    for values in ((0, 2, 6), (1, 1, 5), (0, 0, 0), (6,), (0,)):
+        call_with_offsets(case.name, torch.tensor(values, device=device))
+
+
+@CASE
+def test_without_checks_wrong_offsets_raise_nothing(case: Case, device: torch.device) -> None:
+    for values, _ in BAD_OFFSETS:
+        call_with_offsets(case.name, torch.tensor(values, device=device))
+
+
+@pytest.mark.parametrize(
+    "device_name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
+def test_wrong_offsets_stay_in_bounds(device_name: str) -> None:
+    """In a process of its own, which a write or read out of bounds may kill."""
+    command = [sys.executable, "-m", "jagged_cuda.testing.corrupt"]
+    done = subprocess.run(
+        [*command, "--device", device_name, "--count", "60"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,131 @@
+"""Gradients against finite differences, and each registered operator against PyTorch's own opcheck."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import jagged_cuda
+from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Sample
+
+CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+# Small enough that every element can be moved one by one.
+SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
+VARIANTS = {
+    "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7},
+    "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4},
+    "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None},
+}
+LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), tail=1)
+
+
+def small_sample(
+    case: Case, variant: str, dtype: torch.dtype, device: torch.device, *, cross: bool = False
+) -> Sample:
+    choices = SIZES | VARIANTS[variant]
+    if case.name == "jagged_softmax" and choices["scale"] is None:
+        choices["scale"] = 1.0
+    spec = dataclasses.replace(
+        case.spec("small", 0),
+        layout=LAYOUT,
+        kv_layout=KV_LAYOUT if cross else None,
+        choices=choices,
+        storage={},
+        poisoned=False,
+    )
+    return case.sample(spec, dtype, device)
+
+
+def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The operator as a function of its differentiable arguments; LSE without its rows of -inf."""
+    names = case.differentiable
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        tensors = sample.tensors | dict(zip(names, values, strict=True))
+        found = case.call(jagged_cuda, dataclasses.replace(sample, tensors=tensors))
+        return tuple(t.where(t.isfinite(), 0.0) for t in found.values())
+
+    # Outliers would make finite differences of a softmax inexact.
+    return function, [
+        sample.tensors[name].clamp(-2, 2).requires_grad_() for name in names
+    ]
+
+
+@CASE
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cross", [False, True])
+def test_gradcheck(case: Case, variant: str, cross: bool, device: torch.device) -> None:
+    if cross and "cross" not in case.choices:
+        pytest.skip("the operator has one offsets tensor")
+    function, inputs = function_of(
+        case, small_sample(case, variant, torch.float64, device, cross=cross)
+    )
+    assert gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+def test_gradgradcheck_of_the_products(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    function, inputs = function_of(case, small_sample(case, "plain", torch.float64, device))
+    assert gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["jagged_softmax", "jagged_flash_attention"])
+def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
+    """It raises; a silent zero would be wrong."""
+    case = CASES[name]
+    function, inputs = function_of(case, small_sample(case, "plain", torch.float64, device))
+    first = torch.autograd.grad(function(*inputs)[0].pow(2).sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}_backward: gradients .* not supported"):
+        torch.autograd.grad(sum(g.sum() for g in first), inputs)
+
+
+def registered_calls(case: Case, sample: Sample) -> dict[str, tuple[Any, ...]]:
+    """The arguments of each registered operator of a case."""
+    t, offsets, kv_offsets = sample.tensors, sample.offsets, sample.kv_offsets
+    choices = sample.spec.choices
+    leaves = {n: v.detach().clone().requires_grad_() for n, v in t.items()}
+    if case.product and "y" in t:
+        return {case.name: (leaves["x"], leaves["y"], offsets)}
+    if case.name == "jagged_softmax":
+        scale = choices["scale"]
+        out = jagged_cuda.jagged_softmax(t["x"], offsets, scale=scale)
+        grad_out = torch.randn_like(out)
+        return {
+            "jagged_softmax": (leaves["x"], offsets, scale),
+            "jagged_softmax_backward": (grad_out, out, offsets, scale),
+        }
+    assert case.name == "jagged_flash_attention"
+    left, right = choices["window_size"]
+    options = (left, 0 if choices["causal"] else right, 0.7, None, False)
+    op = torch.ops.jagged_cuda.jagged_flash_attention
+    out, lse = op(t["q"], t["k"], t["v"], offsets, kv_offsets, *options)
+    grads = (torch.randn_like(out), torch.randn_like(lse))
+    saved = (t["q"], t["k"], t["v"], out, lse, offsets, kv_offsets)
+    return {
+        case.name: (leaves["q"], leaves["k"], leaves["v"], offsets, kv_offsets, *options),
+        f"{case.name}_backward": (*grads, *saved, *options),
+    }
+
+
+@CASE
+@pytest.mark.parametrize("variant", ["plain", "grouped_causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_opcheck(
+    case: Case, variant: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    cross = "cross" in case.choices and variant == "grouped_causal"
+    sample = small_sample(case, variant, dtype, device, cross=cross)
+    calls = registered_calls(case, sample)
+    assert tuple(calls) == case.operators
+    for name, arguments in calls.items():
+        torch.library.opcheck(getattr(torch.ops.jagged_cuda, name).default, arguments)

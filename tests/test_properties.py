@@ -1,0 +1,206 @@
+"""What holds for every operator and any input: hypothesis draws the inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES, SEEDS, specs
+from torch import Tensor
+
+import jagged_cuda
+from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.judge import check, judge, run
+from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
+from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+
+CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
+
+
+def outputs_of(case: Case, sample: Sample) -> Tensors:
+    return run(case, sample, lambda s: case.call(jagged_cuda, s), None)
+
+
+def everything_of(case: Case, sample: Sample) -> Tensors:
+    """Outputs and gradients; the cotangents are drawn from the spec's seed."""
+    return run(
+        case,
+        sample,
+        lambda s: case.call(jagged_cuda, s),
+        lambda outputs: draw_cotangents(outputs, sample.spec, case.rows),
+    )
+
+
+def assert_same_bits(actual: Tensors, expected: Tensors, what: str) -> None:
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        torch.testing.assert_close(
+            actual[name],
+            expected[name],
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{what}: {name}: {text}",
+        )
+
+
+@CASE
+@DEVICE
+@given(data=st.data(), dtype=DTYPES)
+def test_agrees_with_the_definition(
+    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    judge(case, data.draw(specs(case)), dtype, device)
+
+
+def rows_of(values: Tensor, layout: Layout, seqs: list[int]) -> Tensor:
+    """The rows of some sequences, one after another."""
+    starts = layout.offsets().tolist()
+    pieces = [values[starts[seq] : starts[seq + 1]] for seq in seqs]
+    return torch.cat(pieces) if pieces else values[:0]
+
+
+def selected(values: Tensor, rows: str, spec: Spec, seqs: list[int]) -> Tensor:
+    if rows == "seq":
+        return values[seqs].contiguous()
+    return rows_of(values, spec.rows_layout(rows), seqs).contiguous()
+
+
+def chosen_layout(layout: Layout, seqs: list[int]) -> Layout:
+    return Layout(tuple(layout.lengths[seq] for seq in seqs))
+
+
+@CASE
+@DEVICE
+@given(data=st.data(), dtype=DTYPES)
+def test_permuting_sequences_permutes_results(
+    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    spec = data.draw(specs(case, min_seqs=1))
+    order = data.draw(st.permutations(range(spec.layout.num_seqs)))
+    sample = case.sample(spec, dtype, device)
+    permuted = dataclasses.replace(
+        spec,
+        layout=chosen_layout(spec.layout, order),
+        kv_layout=None if spec.kv_layout is None else chosen_layout(spec.kv_layout, order),
+    )
+    tensors = {
+        name: selected(t, case.rows[name], spec, order) for name, t in sample.tensors.items()
+    }
+    contiguous = {name: t.contiguous() for name, t in sample.tensors.items()}
+    straight = outputs_of(case, dataclasses.replace(sample, tensors=contiguous))
+    kv_offsets = None
+    if permuted.kv_layout is not None:
+        kv_offsets = permuted.kv_layout.offsets(device, spec.offsets_dtype)
+    shuffled = outputs_of(
+        case,
+        Sample(
+            permuted, tensors, permuted.layout.offsets(device, spec.offsets_dtype), kv_offsets
+        ),
+    )
+    expected = {
+        name: selected(t, case.rows[name], spec, order) for name, t in straight.items()
+    }
+    assert_same_bits(shuffled, expected, "permuted batch")
+
+
+@CASE
+@DEVICE
+@given(data=st.data(), dtype=DTYPES)
+def test_splitting_a_batch_changes_no_bit(
+    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    """The two halves are slices of the batch's own offsets, over the same tensors."""
+    spec = data.draw(specs(case, min_seqs=1))
+    num_seqs = spec.layout.num_seqs
+    cut = data.draw(st.integers(0, num_seqs))
+    sample = case.sample(spec, dtype, device)
+    whole = outputs_of(case, sample)
+    for seqs in (list(range(cut)), list(range(cut, num_seqs))):
+        part = slice(seqs[0], seqs[-1] + 2) if seqs else slice(cut, cut + 1)
+        tensors = {
+            name: t[part.start : part.start + len(seqs)] if case.rows[name] == "seq" else t
+            for name, t in sample.tensors.items()
+        }
+        kv_offsets = None if sample.kv_offsets is None else sample.kv_offsets[part]
+        found = outputs_of(case, Sample(spec, tensors, sample.offsets[part], kv_offsets))
+        for name, output in found.items():
+            rows = case.rows[name]
+            if rows != "seq":
+                output = rows_of(output, spec.rows_layout(rows), seqs)
+            expected = selected(whole[name], rows, spec, seqs)
+            assert_same_bits({name: output}, {name: expected}, f"sequences {seqs}")
+
+
+@CASE
+@DEVICE
+@given(data=st.data(), dtype=DTYPES)
+def test_foreign_rows_never_leak(
+    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    """NaN outside the sequences gives the bits that other values give, in results and in gradients."""
+    spec = data.draw(specs(case))
+    clean = dataclasses.replace(spec, poisoned=False)
+    assert_same_bits(
+        everything_of(case, case.sample(spec, dtype, device)),
+        everything_of(case, case.sample(clean, dtype, device)),
+        "NaN in foreign rows",
+    )
+
+
+@CASE
+@DEVICE
+@given(data=st.data(), dtype=DTYPES)
+def test_expanded_gradient(
+    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    """out.sum().backward() passes one element expanded to the whole output."""
+    sample = case.sample(data.draw(specs(case)), dtype, device)
+    leaves = {name: t.detach().requires_grad_() for name, t in sample.tensors.items()}
+    out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
+    gradients = torch.autograd.grad(out.sum(), list(leaves.values()))
+    found = {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    check(case, sample, found, {"out": torch.ones_like(out)})
+
+
+@CASE
+@DEVICE
+@given(data=st.data(), dtype=DTYPES)
+def test_deterministic(
+    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    """Two runs, and any number of threads, give the same bits, forward and backward."""
+    spec = data.draw(specs(case))
+    sample = case.sample(spec, dtype, device)
+    threads = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = everything_of(case, sample)
+        torch.set_num_threads(data.draw(st.sampled_from([1, 3])))
+        second = everything_of(case, sample)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+    assert_same_bits(second, first, "second run")
+
+
+@given(seed=SEEDS, batch=st.integers(0, 8), max_len=st.integers(1, 200))
+def test_lengths_are_drawn_from_the_seed(seed: int, batch: int, max_len: int) -> None:
+    for distribution in DISTRIBUTIONS:
+        drawn = [
+            draw_layout(random.Random(seed), distribution, batch, max_len) for _ in range(2)
+        ]
+        assert drawn[0] == drawn[1]
+        assert drawn[0].num_seqs == batch
+        assert drawn[0].max_len <= max_len
+        offsets = drawn[0].offsets()
+        assert offsets[0] == drawn[0].base
+        assert offsets.diff().tolist() == list(drawn[0].lengths)
+        assert drawn[0].seq_of_row().shape == (drawn[0].total,)
