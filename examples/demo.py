@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         batch_size=args.batch_size or (256 if device.type == "cuda" else 32),
         cap=args.cap,
         num_negatives=args.negatives,
+        bucketed=args.bucketed,
         seed=args.seed,
     )
     print_plan(histories, batches, device)
@@ -118,6 +119,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cap", type=positive, default=512, help="events kept of a history")
     parser.add_argument("--batch-size", type=positive, help="histories; 32, or 256 on a GPU")
+    parser.add_argument(
+        "--bucketed",
+        action="store_true",
+        help="batch users of like length together, the cheapest remedy against padding",
+    )
     parser.add_argument("--dim", type=positive, default=64, help="features of a state")
     parser.add_argument("--heads", type=positive, default=2)
     parser.add_argument("--blocks", type=positive, default=2)
@@ -139,7 +145,8 @@ def choose_device(name: str) -> torch.device:
 def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads ({platform.machine()})"
+    threads = torch.get_num_threads()
+    return f"CPU ({platform.machine()}, {threads} thread{'' if threads == 1 else 's'})"
 
 
 def load_histories(path: Path | None, seed: int) -> Histories:

@@ -194,24 +194,24 @@ def make_batches(
     batch_size: int,
     cap: int,
     num_negatives: int,
+    bucketed: bool = False,
     seed: int,
 ) -> list[Batch]:
     """Cut histories into jagged batches for predicting the next event.
 
-    Users come in a random order, reshuffled when all have been seen. Of each, the latest ``cap +
-    1`` events serve: all but the last are inputs, all but the first are targets. Negatives are
-    drawn from all events, so items come as often as they are popular.
+    Users come in a random order, reshuffled when all have been seen; bucketed, users of like length
+    come together, in batches in random order. Of each, the latest ``cap + 1`` events serve: all but
+    the last are inputs, all but the first are targets. Negatives are drawn from all events, so
+    items come as often as they are popular.
     """
     generator = torch.Generator().manual_seed(seed)
-    num_users = len(histories.offsets) - 1
-    batch_size = min(batch_size, num_users)
+    all_lengths = (histories.lengths - 1).clamp(max=cap)
+    groups: list[Tensor] = []
     batches: list[Batch] = []
-    queue = torch.empty(0, dtype=torch.long)
     for _ in range(num_batches):
-        if len(queue) < batch_size:
-            queue = torch.randperm(num_users, generator=generator)
-        users, queue = queue[:batch_size], queue[batch_size:]
-        lengths = (histories.lengths[users] - 1).clamp(max=cap)
+        groups = groups or _shuffle_into_groups(all_lengths, batch_size, bucketed, generator)
+        users = groups.pop()
+        lengths = all_lengths[users]
         offsets = offsets_from_lengths(lengths)
         positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
         begin = histories.offsets[users + 1] - 1 - lengths
@@ -228,6 +228,19 @@ def make_batches(
             )
         )
     return batches
+
+
+def _shuffle_into_groups(
+    lengths: Tensor, batch_size: int, bucketed: bool, generator: torch.Generator
+) -> list[Tensor]:
+    """Deal all users out into groups of batch_size; those left over sit this round out."""
+    batch_size = min(batch_size, len(lengths))
+    users = torch.randperm(len(lengths), generator=generator)
+    users = users[: len(users) - len(users) % batch_size]
+    if bucketed:
+        users = users[lengths[users].argsort(stable=True)]
+    groups = users.split(batch_size)
+    return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
 
 def pad(batch: Batch) -> Batch:

@@ -99,6 +99,10 @@ def _ratio(padded: float, jagged: float) -> str:
     return f"{padded / jagged:.1f}x"
 
 
+def _compare(padded: float, jagged: float) -> str:
+    return f"{padded / jagged:.1f}x less" if jagged < padded else f"{jagged / padded:.1f}x more"
+
+
 def draw_figure(result: Result, path: Path) -> None:
     """Write the figure as PNG.
 
@@ -128,7 +132,7 @@ def draw_figure(result: Result, path: Path) -> None:
     steps = range(1, len(padded.losses) + 1)
     with plt.rc_context(style):
         figure = plt.figure(figsize=(10.2, 3.3), layout="constrained")
-        grid = figure.add_gridspec(2, 4, height_ratios=(2.6, 1), width_ratios=(2.5, 1, 1, 2.1))
+        grid = figure.add_gridspec(2, 4, height_ratios=(2.4, 1), width_ratios=(2.5, 1, 1, 2.1))
 
         loss = figure.add_subplot(grid[0, 0], title="(a) Training loss")
         loss.plot(steps, padded.losses, color=padded_color, linewidth=4, label="padded")
@@ -144,6 +148,16 @@ def draw_figure(result: Result, path: Path) -> None:
         difference.semilogy(steps, heights, color=jagged_color, linewidth=0.9)
         difference.axhline(result.tolerance, color=grey, linewidth=0.8, linestyle="--")
         difference.set_ylim(floor / 2, result.tolerance * 10)
+        difference.annotate(
+            "allowed",
+            (0, result.tolerance),
+            xycoords=("axes fraction", "data"),
+            xytext=(3, 1),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=7,
+            color=grey,
+        )
         difference.set_ylabel("relative\ndifference")
         difference.set_xlabel("step")
 
@@ -162,7 +176,7 @@ def draw_figure(result: Result, path: Path) -> None:
         for column, (title, unit, heights) in enumerate(bars, start=1):
             axes = figure.add_subplot(grid[:, column], title=title, ylabel=unit)
             drawn = axes.bar(["padded", "jagged"], heights, color=[padded_color, jagged_color])
-            labels = [f"{heights[0]:,.0f}", f"{heights[1]:,.0f}\n({_ratio(*heights)} less)"]
+            labels = [f"{heights[0]:,.0f}", f"{heights[1]:,.0f}\n({_compare(*heights)})"]
             axes.bar_label(drawn, labels=labels, padding=2)
             axes.margins(y=0.16)
 

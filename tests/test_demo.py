@@ -22,6 +22,7 @@ from histories import (
     Histories,
     draw_histories,
     make_batches,
+    offsets_from_lengths,
     pad,
     read_events,
 )
@@ -148,6 +149,17 @@ def test_a_batch_holds_the_latest_events_and_what_follows_each():
             assert batch.positions[begin:end].tolist() == list(range(end - begin))
             ends.add(batch.targets[end - 1].item())
     assert ends == {2, 5, 13, 23}
+
+
+def test_bucketed_batches_hold_every_user_once_and_like_lengths_together():
+    lengths = torch.randint(2, 40, (60,))
+    items = torch.ones(int(lengths.sum()), dtype=torch.long)
+    histories = Histories(items, offsets_from_lengths(lengths), 1, "test")
+    batches = make_batches(
+        histories, num_batches=6, batch_size=10, cap=100, num_negatives=1, bucketed=True, seed=0
+    )
+    seen = [batch.offsets.diff().sort().values + 1 for batch in batches]
+    assert torch.equal(torch.cat(sorted(seen, key=lambda x: x.tolist())), lengths.sort().values)
 
 
 def test_padding_keeps_the_rows_and_marks_the_rest():
