@@ -1,0 +1,84 @@
+#include "cuda/glue.h"
+#include "cuda/product_glue.h"
+#include "kernels/jagged_dense_bmm.h"
+#include "ops/jagged_dense_bmm.h"
+
+#include <torch/csrc/stable/library.h>
+
+namespace jagged_cuda {
+namespace {
+
+const char* kernel_name(gemm::Math math) {
+  switch (math) {
+    case gemm::Math::kBf16:
+      return "cuda.jagged_dense_bmm.mma_sync.bf16";
+    case gemm::Math::kFp16:
+      return "cuda.jagged_dense_bmm.mma_sync.fp16";
+    case gemm::Math::kTf32:
+      return "cuda.jagged_dense_bmm.mma_sync.tf32";
+    case gemm::Math::kFp32:
+      return "cuda.jagged_dense_bmm.mma_sync.fp32";
+    case gemm::Math::kFp64:
+      return "cuda.jagged_dense_bmm.fma.fp64";
+  }
+  return "none";
+}
+
+// y [B, D, N] as the kernel takes it: stride 1 along D or N. A dimension of size 1 has any stride,
+// so both may serve; then the one whose lines are aligned.
+struct DenseOperand {
+  Tensor y;
+  bool along_inner;
+  bool vectors;
+};
+
+DenseOperand prepare_dense(const Tensor& y) {
+  const bool along_columns = y.stride(2) == 1 || y.size(2) <= 1;
+  const bool along_inner = y.stride(1) == 1 || y.size(1) <= 1;
+  const bool columns_aligned = along_columns && has_aligned_lines(y, {0, 1});
+  const bool inner_aligned = along_inner && has_aligned_lines(y, {0, 2});
+  if (columns_aligned) return {y, false, true};
+  if (inner_aligned) return {y, true, true};
+  if (along_columns) return {y, false, false};
+  if (along_inner) return {y, true, false};
+  const Tensor copy = torch::stable::contiguous(y);
+  return {copy, false, has_aligned_lines(copy, {0, 1})};
+}
+
+// x [T, D], y [B, D, N], offsets [B + 1] -> [T, N]
+Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32) {
+  constexpr const char* op = "jagged_dense_bmm";
+  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor bounds = contiguous(offsets);
+  maybe_validate_offsets(op, "offsets", bounds, sizes.total);
+  const Tensor out = allocate(op, x, {sizes.total, sizes.columns});
+  if (sizes.total == 0 || sizes.columns == 0) return out;
+  const Tensor rows = rows_contiguous(x);
+  const DenseOperand dense = prepare_dense(y);
+
+  JaggedDenseBmmParams params;
+  params.x = rows.const_data_ptr();
+  params.y = dense.y.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  params.offsets = view_offsets(bounds, sizes.total);
+  params.inner = sizes.inner;
+  params.columns = sizes.columns;
+  params.x_stride = rows.stride(0);
+  params.y_seq_stride = dense.y.stride(0);
+  params.y_stride = dense.y.stride(dense.along_inner ? 2 : 1);
+  params.y_along_inner = dense.along_inner;
+  params.x_vectors = has_aligned_lines(rows, {0});
+  params.y_vectors = dense.vectors;
+  params.math = product_math(x.scalar_type(), allow_tf32);
+  check_cuda(op, launch_jagged_dense_bmm(params, current_stream(x)));
+  record_kernel(kernel_name(params.math));
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
+  m.impl("jagged_dense_bmm", TORCH_BOX(&jagged_dense_bmm));
+}
+
+}  // namespace
+}  // namespace jagged_cuda

@@ -1,0 +1,115 @@
+#include "cuda/glue.h"
+#include "kernels/jagged_softmax.h"
+#include "ops/jagged_softmax.h"
+
+#include <torch/csrc/stable/library.h>
+
+namespace jagged_cuda {
+namespace {
+
+ElementType element_type(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return ElementType::kBf16;
+    case ScalarType::Half:
+      return ElementType::kFp16;
+    case ScalarType::Double:
+      return ElementType::kFp64;
+    default:
+      return ElementType::kFp32;
+  }
+}
+
+// Whether rows of `columns` elements, `stride` apart, can be read and written as vectors of 4
+// elements (2 of fp64).
+bool has_vectors(const Tensor& tensor, int64_t columns, int64_t stride) {
+  const int64_t count = tensor.scalar_type() == ScalarType::Double ? 2 : 4;
+  const int64_t bytes = count * static_cast<int64_t>(tensor.element_size());
+  return columns % count == 0 && stride % count == 0 &&
+         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
+}
+
+const char* kernel_name(ElementType type, bool backward) {
+  switch (type) {
+    case ElementType::kFp32:
+      return backward ? "cuda.jagged_softmax_backward.fp32" : "cuda.jagged_softmax.fp32";
+    case ElementType::kFp64:
+      return backward ? "cuda.jagged_softmax_backward.fp64" : "cuda.jagged_softmax.fp64";
+    case ElementType::kFp16:
+      return backward ? "cuda.jagged_softmax_backward.fp16" : "cuda.jagged_softmax.fp16";
+    case ElementType::kBf16:
+      return backward ? "cuda.jagged_softmax_backward.bf16" : "cuda.jagged_softmax.bf16";
+  }
+  return "none";
+}
+
+// Contiguous and uninitialised, like `x` of any number of dimensions.
+Tensor allocate_like(const char* op, const Tensor& x, const JaggedSoftmaxSizes& sizes) {
+  const Tensor flat = allocate(op, x, {sizes.total, sizes.columns});
+  if (x.dim() == 2) return flat;
+  std::vector<int64_t> shape(x.dim());
+  for (int64_t dim = 0; dim < x.dim(); ++dim) shape[dim] = x.size(dim);
+  return torch::stable::view(flat, shape);
+}
+
+// x [T, ...], offsets [B + 1] -> like x
+Tensor jagged_softmax(const Tensor& x, const Tensor& offsets, double scale) {
+  constexpr const char* op = "jagged_softmax";
+  const JaggedSoftmaxSizes sizes = parse_jagged_softmax(x, offsets);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor bounds = contiguous(offsets);
+  maybe_validate_offsets(op, "offsets", bounds, sizes.total);
+  const Tensor out = allocate_like(op, x, sizes);
+  if (sizes.total == 0 || sizes.columns == 0) return out;
+  const Tensor rows = softmax_rows(x);
+
+  JaggedSoftmaxParams params;
+  params.x = rows.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  params.offsets = view_offsets(bounds, sizes.total);
+  params.columns = sizes.columns;
+  params.x_stride = softmax_row_stride(rows, sizes.columns);
+  params.scale = scale;
+  params.vectors = has_vectors(rows, sizes.columns, params.x_stride);
+  params.type = element_type(x.scalar_type());
+  check_cuda(op, launch_jagged_softmax(params, current_stream(x)));
+  record_kernel(kernel_name(params.type, false));
+  return out;
+}
+
+// grad_out and out [T, ...], offsets [B + 1] -> grad_x, like out
+Tensor jagged_softmax_backward(const Tensor& grad_out, const Tensor& out, const Tensor& offsets,
+                               double scale) {
+  constexpr const char* op = "jagged_softmax_backward";
+  const JaggedSoftmaxSizes sizes = parse_jagged_softmax_backward(grad_out, out, offsets);
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  const Tensor bounds = contiguous(offsets);
+  maybe_validate_offsets(op, "offsets", bounds, sizes.total);
+  const Tensor grad_x = allocate_like(op, out, sizes);
+  if (sizes.total == 0 || sizes.columns == 0) return grad_x;
+  const Tensor grad_rows = softmax_rows(grad_out), out_rows = softmax_rows(out);
+
+  JaggedSoftmaxBackwardParams params;
+  params.grad_out = grad_rows.const_data_ptr();
+  params.out = out_rows.const_data_ptr();
+  params.grad_x = grad_x.mutable_data_ptr();
+  params.offsets = view_offsets(bounds, sizes.total);
+  params.columns = sizes.columns;
+  params.grad_out_stride = softmax_row_stride(grad_rows, sizes.columns);
+  params.out_stride = softmax_row_stride(out_rows, sizes.columns);
+  params.scale = scale;
+  params.vectors = has_vectors(grad_rows, sizes.columns, params.grad_out_stride) &&
+                   has_vectors(out_rows, sizes.columns, params.out_stride);
+  params.type = element_type(out.scalar_type());
+  check_cuda(op, launch_jagged_softmax_backward(params, current_stream(out)));
+  record_kernel(kernel_name(params.type, true));
+  return grad_x;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
+  m.impl("jagged_softmax", TORCH_BOX(&jagged_softmax));
+  m.impl("jagged_softmax_backward", TORCH_BOX(&jagged_softmax_backward));
+}
+
+}  // namespace
+}  // namespace jagged_cuda
