@@ -504,7 +504,7 @@ class Progress:
 
     def start(self, files: int, seconds: int) -> None: ...
 
-    def step(self, done: int, files: int) -> None: ...
+    def step(self, done: int, files: int, name: str, seconds: float) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -561,9 +561,10 @@ def build(
     stopped = threading.Event()
     guard = threading.Lock()
 
-    def compile_unit(unit: Unit) -> Path:
+    def compile_unit(unit: Unit) -> tuple[Path, float]:
         target = (objects or work) / f"{unit.key}.o"
         part = target.with_suffix(f".{os.getpid()}{PART_SUFFIX}")
+        began = time.monotonic()
         with guard:
             if stopped.is_set() or unit.library in results:
                 raise concurrent.futures.CancelledError
@@ -585,25 +586,25 @@ def build(
             part.unlink(missing_ok=True)
             raise _CommandFailed([*unit.command, "-o", str(part)], output)
         os.replace(part, target)
-        return target
+        return target, time.monotonic() - began
 
     with concurrent.futures.ThreadPoolExecutor(num_jobs()) as pool:
         futures = {pool.submit(compile_unit, unit): unit for unit in todo}
         try:
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 unit = futures[future]
+                name = unit.source.relative_to(csrc).as_posix()
                 try:
-                    placed[unit] = future.result()
+                    placed[unit], seconds = future.result()
                 except concurrent.futures.CancelledError:
                     continue
                 except (_CommandFailed, OSError) as error:
-                    name = unit.source.relative_to(csrc).as_posix()
                     with guard:
                         results.setdefault(
                             unit.library, _explain(f"compiling csrc/{name}", error, work, log)
                         )
                     continue
-                progress.step(done, len(todo))
+                progress.step(done, len(todo), name, seconds)
         except BaseException:  # an interrupt: stop the compilers, then leave
             with guard:
                 stopped.set()
@@ -689,6 +690,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compdb", type=Path, help="write compile_commands.json here")
     parser.add_argument("--out", type=Path, help="compile the libraries into this folder")
     parser.add_argument("--objects", type=Path, help="keep objects here between builds")
+    parser.add_argument("--verbose", action="store_true", help="name each file with its time")
     options = parser.parse_args(arguments)
     import torch
 
@@ -718,7 +720,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     toolchain=toolchain,
                     objects=options.objects and options.objects.resolve(),
                     log=options.out / "build.log",
-                    progress=ConsoleProgress(f"jagged_cuda: compiling for {format_archs(archs)}"),
+                    progress=ConsoleProgress(
+                        f"jagged_cuda: compiling for {format_archs(archs)}",
+                        verbose=options.verbose,
+                    ),
                 )
                 for library, result in results.items():
                     if isinstance(result, BuildError):
@@ -734,12 +739,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class ConsoleProgress(Progress):
     """Says on stderr what is compiled, about how long it takes, how far it is and how long it took.
 
-    On a terminal the count is rewritten in place; elsewhere it is printed at every quarter.
+    On a terminal the count is rewritten in place; elsewhere it is printed at every quarter. If
+    verbose, each file is named with its time.
     """
 
-    def __init__(self, title: str, note: str = "") -> None:
+    def __init__(self, title: str, note: str = "", *, verbose: bool = False) -> None:
         self.title = title
         self.note = note
+        self.verbose = verbose
         self.began: float | None = None
         self.quarters = 0
         self.on_terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -748,7 +755,10 @@ class ConsoleProgress(Progress):
         self.began = time.monotonic()
         self._write(f"{self.title}: {files} files, about {seconds} s{self.note}\n")
 
-    def step(self, done: int, files: int) -> None:
+    def step(self, done: int, files: int, name: str, seconds: float) -> None:
+        if self.verbose:
+            self._write(f"{seconds:6.1f} s  {name}\n")
+            return
         quarters = 4 * done // files
         if self.on_terminal:
             self._write(f"\rjagged_cuda: {done}/{files} files")
