@@ -1,0 +1,11 @@
+"""`python -m jagged_cuda.bench`: operators beside their peers, each result checked, then timed.
+
+timing.py     how a call is timed: GPU and CPU
+shapes.py     lengths of sequences, drawn from a seed; precisions
+candidate.py  what is timed: a differentiable function and its tensors
+checking.py   is the result right, sequence by sequence
+peers.py      other implementations, found by import
+session.py    one run: its timer, its options, what it has measured
+report.py     environment, JSON and tables
+table1.py attention.py figure2.py host.py build.py    one command each
+"""

@@ -1,0 +1,50 @@
+"""What is timed: a differentiable function and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _as_it_is(result: Tensor) -> Tensor:
+    return result
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation, made ready to run: its operands lie in the layout that it wants.
+
+    Args:
+        function: takes `inputs`, returns the result, differentiable if there is a `grad_out`.
+        inputs: what function is differentiated by.
+        grad_out: of the result; None for an implementation without a backward.
+        rows: brings the result into the layout of ours; None if it is another result, since padding
+            takes part.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    grad_out: Tensor | None
+    rows: Callable[[Tensor], Tensor] | None = _as_it_is
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.function(*self.inputs)
+
+    def _leaves(self) -> list[Tensor]:
+        return [tensor.detach().requires_grad_() for tensor in self.inputs]
+
+    def prepare_backward(self) -> Callable[[], tuple[Tensor, ...]]:
+        """Run the forward, and return the call that is the backward alone."""
+        leaves, grad_out = self._leaves(), self.grad_out
+        out = self.function(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+    def step(self) -> tuple[Tensor, ...]:
+        """Forward and backward: the result and the gradients."""
+        leaves = self._leaves()
+        out = self.function(*leaves)
+        return (out.detach(), *torch.autograd.grad(out, leaves, self.grad_out))

@@ -1,0 +1,277 @@
+"""Other implementations, found by import: nothing here is a dependency."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from jagged_cuda.testing import reference
+from jagged_cuda.testing.lengths import Layout
+
+DESCRIPTIONS = {
+    "padded": "the operator in PyTorch on data that is already padded",
+    "dense": "attention unfused in PyTorch on padded data: product, mask, softmax, product",
+    "sdpa": "scaled_dot_product_attention on padded data; on a GPU FlashAttention, which takes no"
+    " mask, so that padding takes part",
+    "varlen": "FlashAttention-2 in torch, behind torch.nn.attention.varlen",
+    "cudnn": "cuDNN's ragged attention, through torch",
+    "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
+    "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
+    "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
+}
+
+
+class AbsentError(RuntimeError):
+    """A peer that this machine, or this case, does not have; the message is the reason."""
+
+
+def need_cuda(name: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise AbsentError(f"{name} needs a GPU")
+
+
+# --- FBGEMM's Triton kernels
+
+
+@functools.cache
+def _sll_folder() -> Path | None:
+    spec = importlib.util.find_spec("fbgemm_gpu")
+    for location in (spec.submodule_search_locations if spec else None) or ():
+        folder = Path(location) / "sll" / "triton"
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def sll(module: str) -> Any:
+    """A file of fbgemm_gpu/sll/triton as a module of its own.
+
+    fbgemm_gpu itself, whose library wants one particular release of torch, is not imported.
+    """
+    folder = _sll_folder()
+    if folder is None:
+        raise AbsentError("fbgemm_gpu is not installed (pip install --no-deps fbgemm-gpu-cpu)")
+    name = "_jagged_cuda_bench_sll"
+    if name not in sys.modules:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    return importlib.import_module(f"{name}.{module}")
+
+
+def sll_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_len: int, allow_tf32: bool
+) -> Tensor:
+    """q, k, v `[H, T, D]`: softmax(q k^T) v / max_len, without a scale."""
+    module = sll("triton_multi_head_jagged_flash_attention")
+    return module.multi_head_jagged_flash_attention(q, k, v, offsets, max_len, allow_tf32)
+
+
+# --- attention on jagged data
+
+
+class VarlenAttention(torch.autograd.Function):
+    """FlashAttention-2 behind torch.nn.attention.varlen. q, k, v `[T, H, D]`, offsets int32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        max_len: int,
+        scale: float,
+        causal: bool,
+    ) -> Tensor:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            max_len,
+            max_len,
+            0.0,
+            causal,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=-1,
+            window_size_right=0 if causal else -1,
+        )
+        ctx.save_for_backward(q, k, v, out, lse, offsets)
+        ctx.options = (max_len, scale, causal)
+        if any(ctx.needs_input_grad):  # dropout's state, unused: made outside the backward
+            ctx.rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            ctx.unused = torch.empty(0, device=q.device)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, offsets = ctx.saved_tensors
+        max_len, scale, causal = ctx.options
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            offsets,
+            offsets,
+            max_len,
+            max_len,
+            0.0,
+            causal,
+            ctx.rng_state,
+            ctx.unused,
+            scale=scale,
+            window_size_left=-1,
+            window_size_right=0 if causal else -1,
+        )
+        return (*gradients, None, None, None, None)
+
+
+class CudnnAttention(torch.autograd.Function):
+    """cuDNN's ragged attention as torch calls it. q, k, v `[T, H, D]`, offsets int32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        max_len: int,
+        scale: float,
+        causal: bool,
+    ) -> Tensor:
+        result = torch.ops.aten._cudnn_attention_forward(
+            q,
+            k,
+            v,
+            None,
+            offsets,
+            offsets,
+            max_len,
+            max_len,
+            True,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+        )
+        out, lse, ctx.seed, ctx.offset = result[0], result[1], result[6], result[7]
+        ctx.save_for_backward(q, k, v, out, lse, offsets)
+        ctx.options = (max_len, scale, causal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, offsets = ctx.saved_tensors
+        max_len, scale, causal = ctx.options
+        gradients = torch.ops.aten._cudnn_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            ctx.seed,
+            ctx.offset,
+            None,
+            offsets,
+            offsets,
+            max_len,
+            max_len,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return (*gradients, None, None, None, None)
+
+
+def flash_attention_3() -> tuple[Any, bool]:
+    """Its varlen function, and whether it has a backward."""
+    for module, has_backward in (("flash_attn_interface", True), ("fa3_fwd_interface", False)):
+        if importlib.util.find_spec(module) is not None:
+            return importlib.import_module(module).flash_attn_varlen_func, has_backward
+    raise AbsentError("neither flash_attn_interface nor fa3_fwd_interface is installed")
+
+
+def flex_attention(layout: Layout, device: torch.device, scale: float, causal: bool) -> Any:
+    """FlexAttention of q, k, v `[1, H, T, D]` under a block mask by sequence."""
+    from torch.nn.attention import flex_attention as flex
+
+    seq_of_row = layout.seq_of_row(device)
+
+    def mask(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        same = seq_of_row[row] == seq_of_row[key]
+        return same & (row >= key) if causal else same
+
+    total = layout.total
+    block_mask = flex.create_block_mask(mask, None, None, total, total, device, _compile=True)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, scale=scale)
+
+
+# --- attention on padded data
+
+
+def pad_heads(values: Tensor, layout: Layout) -> Tensor:
+    """`[T, H, D]` -> `[B, H, M, D]`"""
+    return reference.pad(values, layout).transpose(1, 2).contiguous()
+
+
+def unpad_heads(padded: Tensor, layout: Layout) -> Tensor:
+    """`[B, H, M, D]` -> `[T, H, D]`"""
+    return reference.unpad(padded.transpose(1, 2), layout)
+
+
+def inside(layout: Layout, device: torch.device) -> Tensor:
+    """`[B, M]`: True where a padded position holds a row of the sequence."""
+    lengths = torch.tensor(layout.lengths, device=device)
+    return torch.arange(layout.max_len, device=device) < lengths[:, None]
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    """q, k, v `[B, H, M, D]`; on a GPU FlashAttention, nothing else."""
+    if q.is_cuda:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, outside: Tensor, scale: float) -> Tensor:
+    """q, k, v `[B, M, D]`, outside `[B, 1, M]`: True at keys that are padding."""
+    logits = torch.bmm(q, k.transpose(1, 2)) * scale
+    weights = logits.masked_fill(outside, -torch.inf).softmax(2)
+    return torch.bmm(weights, v)
+
+
+# --- versions
+
+
+def versions() -> dict[str, str]:
+    """The installed peers that are packages of their own."""
+    names = ("fbgemm-gpu-cpu", "fbgemm-gpu", "fa3-fwd", "flash-attn-3", "flash_attn_3")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

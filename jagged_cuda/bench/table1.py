@@ -1,0 +1,281 @@
+"""The operators of the paper's Table 1 at its shape: B 1024, lengths U[1, 200], D 256, N 8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import jagged_cuda
+from jagged_cuda.bench import checking, peers, shapes
+from jagged_cuda.bench.candidate import Candidate
+from jagged_cuda.bench.session import OURS, Row, Session
+from jagged_cuda.bench.shapes import Precision
+from jagged_cuda.testing import reference
+from jagged_cuda.testing.lengths import Layout
+
+PEERS = ("padded", "sll")
+DEFAULT_PEERS = PEERS
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The operands of the three operators, drawn from a seed."""
+
+    layout: Layout
+    dim: int
+    columns: int
+    offsets: Tensor
+    x: Tensor  # [T, D]
+    y_dense: Tensor  # [B, D, N]
+    y_jagged: Tensor  # [T, N]
+
+    def shape(self) -> dict[str, int]:
+        sizes = {"B": self.layout.num_seqs, "T": self.layout.total, "max_len": self.layout.max_len}
+        return sizes | {"D": self.dim, "N": self.columns}
+
+
+def draw_batch(device: torch.device, dtype: torch.dtype, quick: bool) -> Batch:
+    layout = shapes.layout(shapes.uniform(1024, 200), quick)
+    dim, columns = (32, 8) if quick else (256, 8)
+    torch.manual_seed(shapes.SEED)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    return Batch(
+        layout,
+        dim,
+        columns,
+        layout.offsets(device),
+        draw(layout.total, dim),
+        draw(layout.num_seqs, dim, columns),
+        draw(layout.total, columns),
+    )
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator on a batch.
+
+    Args:
+        inputs: what it is differentiated by.
+        jagged_inputs: which of them are jagged: the padded form takes those padded.
+        jagged_result: whether the result is: the padded form's is padded then.
+        ours, definition, padded, sll: take a batch, return the function of the inputs.
+        backward_elems: the elements that each kernel of the backward must move.
+        goal_us: of the forward by precision, on one H100.
+        recorded_us: by precision and peer, where the goals come from.
+    """
+
+    name: str
+    inputs: Callable[[Batch], tuple[Tensor, ...]]
+    jagged_inputs: tuple[bool, ...]
+    jagged_result: bool
+    ours: Callable[[Batch], Callable[..., Tensor]]
+    definition: Callable[[Batch], Callable[..., Tensor]]
+    padded: Callable[[Batch], Callable[..., Tensor]]
+    sll: Callable[[Batch, bool], Callable[..., Tensor]]
+    forward_elems: Callable[[Batch], int]
+    backward_elems: Callable[[Batch], tuple[int, ...]]
+    flops: Callable[[Batch], float] | None
+    goal_us: dict[str, float]
+    recorded_us: dict[str, dict[str, float]]
+
+
+def _product_elems(batch: Batch) -> int:
+    sizes = batch.shape()
+    total, dim, columns = sizes["T"], sizes["D"], sizes["N"]
+    return total * dim + total * columns + sizes["B"] * dim * columns
+
+
+def _product_flops(batch: Batch) -> float:
+    return 2.0 * batch.layout.total * batch.dim * batch.columns
+
+
+def _softmax_elems(batch: Batch, tensors: int) -> int:
+    return tensors * batch.layout.total * batch.columns
+
+
+def _ours_dense(batch: Batch) -> Callable[..., Tensor]:
+    return lambda x, y: jagged_cuda.jagged_dense_bmm(x, y, batch.offsets)
+
+
+def _ours_jagged(batch: Batch) -> Callable[..., Tensor]:
+    return lambda x, y: jagged_cuda.jagged_jagged_bmm(x, y, batch.offsets)
+
+
+def _ours_softmax(batch: Batch) -> Callable[..., Tensor]:
+    return lambda x: jagged_cuda.jagged_softmax(x, batch.offsets)
+
+
+def _padded_softmax(batch: Batch) -> Callable[..., Tensor]:
+    outside = ~peers.inside(batch.layout, batch.x.device)[:, :, None]
+    return lambda x: x.masked_fill(outside, -torch.inf).softmax(1)
+
+
+def _sll_dense(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_bmm").jagged_dense_bmm
+    max_len = batch.layout.max_len
+    return lambda x, y: function(x, y, batch.offsets, max_len, allow_tf32, use_fbgemm_kernel=False)
+
+
+def _sll_jagged(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_bmm").jagged_jagged_bmm
+    max_len = batch.layout.max_len
+    return lambda x, y: function(x, y, batch.offsets, max_len, allow_tf32, use_fbgemm_kernel=False)
+
+
+def _sll_softmax(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_softmax").jagged_softmax
+    return lambda x: function(x, batch.offsets, batch.layout.max_len, use_fbgemm_kernel=False)
+
+
+OPERATORS = (
+    Operator(
+        name="jagged_dense_bmm",
+        inputs=lambda batch: (batch.x, batch.y_dense),
+        jagged_inputs=(True, False),
+        jagged_result=True,
+        ours=_ours_dense,
+        definition=lambda batch: lambda x, y: reference.jagged_dense_bmm(x, y, batch.layout),
+        padded=lambda batch: torch.bmm,
+        sll=_sll_dense,
+        forward_elems=_product_elems,
+        backward_elems=lambda batch: (_product_elems(batch),) * 2,
+        flops=_product_flops,
+        goal_us={"tf32": 46, "fp32": 1.4 * 46, "bf16": 25},
+        recorded_us={"tf32": {"padded": 90, "sll": 53}, "bf16": {"padded": 44, "sll": 33}},
+    ),
+    Operator(
+        name="jagged_jagged_bmm",
+        inputs=lambda batch: (batch.x, batch.y_jagged),
+        jagged_inputs=(True, True),
+        jagged_result=False,
+        ours=_ours_jagged,
+        definition=lambda batch: lambda x, y: reference.jagged_jagged_bmm(x, y, batch.layout),
+        padded=lambda batch: lambda x, y: torch.bmm(x.transpose(1, 2), y),
+        sll=_sll_jagged,
+        forward_elems=_product_elems,
+        backward_elems=lambda batch: (_product_elems(batch),) * 2,
+        flops=_product_flops,
+        goal_us={"tf32": 46, "fp32": 1.4 * 46, "bf16": 25},
+        recorded_us={"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
+    ),
+    Operator(
+        name="jagged_softmax",
+        inputs=lambda batch: (batch.y_jagged,),
+        jagged_inputs=(True,),
+        jagged_result=True,
+        ours=_ours_softmax,
+        definition=lambda batch: lambda x: reference.jagged_softmax(x, batch.layout, 1.0),
+        padded=_padded_softmax,
+        sll=_sll_softmax,
+        forward_elems=lambda batch: _softmax_elems(batch, 2),
+        backward_elems=lambda batch: (_softmax_elems(batch, 3),),
+        flops=None,
+        goal_us={"fp32": 10, "bf16": 9},
+        recorded_us={"fp32": {"padded": 32, "sll": 18}, "bf16": {"padded": 30, "sll": 14}},
+    ),
+)
+CASES = tuple(operator.name for operator in OPERATORS)
+
+
+def run(session: Session) -> None:
+    for precision in session.precisions(("tf32", "fp32", "bf16"), ("fp32",)):
+        batch = draw_batch(session.device, precision.dtype, session.options.quick)
+        with precision.setting():
+            for operator in OPERATORS:
+                if not session.selected(operator.name):
+                    continue
+                if operator.flops is None and precision.allow_tf32:
+                    continue  # without products, tf32 is fp32
+                if session.out_of_time():
+                    session.note(f"table1: the time was spent before {operator.name}")
+                    return
+                session.progress(f"table1: {operator.name} {precision.name}")
+                _run_operator(session, operator, batch, precision)
+
+
+def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
+    layout, device = batch.layout, session.device
+    inputs = operator.inputs(batch)
+    leaves = [tensor.double().requires_grad_() for tensor in inputs]
+    exact = operator.definition(batch)(*leaves)
+    grad_out = torch.randn(exact.shape, device=device).to(precision.dtype)
+    exact_gradients = torch.autograd.grad(exact, leaves, grad_out.double())
+    exact = exact.detach()
+
+    def check_out(out: Tensor) -> None:
+        checking.require_jagged("result", out, exact, layout, precision.limit)
+
+    def check_gradients(gradients: Sequence[Tensor]) -> None:
+        for index, (found, expected) in enumerate(zip(gradients, exact_gradients, strict=True)):
+            name, min_rows = f"gradient {index}", checking.MIN_ROWS_OF_GRADIENTS
+            checking.require_jagged(name, found, expected, layout, precision.limit, min_rows)
+
+    flops = None if operator.flops is None else operator.flops(batch)
+
+    def row(pass_name: str, elems: tuple[int, ...], flops: float | None) -> Row:
+        return Row(
+            command="table1",
+            case=operator.name,
+            pass_name=pass_name,
+            precision=precision.name,
+            shape=batch.shape(),
+            seed=shapes.SEED,
+            bytes=tuple(count * precision.elem_bytes for count in elems),
+            flops=flops,
+        )
+
+    forward = row("forward", (operator.forward_elems(batch),), flops)
+    if session.is_reference_machine:
+        forward.goal_us = operator.goal_us.get(precision.name)
+        forward.recorded_us = operator.recorded_us.get(precision.name, {})
+    backward = row("backward", operator.backward_elems(batch), flops and 2 * flops)
+    session.add(forward)
+    session.add(backward)
+
+    candidates: dict[str, Callable[[], Candidate]] = {
+        OURS: lambda: Candidate(operator.ours(batch), inputs, grad_out)
+    }
+    makers = {
+        "padded": functools.partial(_padded, operator, batch, inputs, grad_out),
+        "sll": functools.partial(_sll, operator, batch, precision, inputs, grad_out),
+    }
+    for name in session.peers(PEERS, DEFAULT_PEERS):
+        candidates[name] = makers[name]
+    session.run(forward, backward, candidates, check_out, check_gradients)
+
+
+def _padded(
+    operator: Operator, batch: Batch, inputs: tuple[Tensor, ...], grad_out: Tensor
+) -> Candidate:
+    layout = batch.layout
+    padded = tuple(
+        reference.pad(tensor, layout) if jagged else tensor
+        for tensor, jagged in zip(inputs, operator.jagged_inputs, strict=True)
+    )
+    function = operator.padded(batch)
+    if not operator.jagged_result:
+        return Candidate(function, padded, grad_out)
+    return Candidate(
+        function,
+        padded,
+        reference.pad(grad_out, layout),
+        lambda result: reference.unpad(result, layout),
+    )
+
+
+def _sll(
+    operator: Operator,
+    batch: Batch,
+    precision: Precision,
+    inputs: tuple[Tensor, ...],
+    grad_out: Tensor,
+) -> Candidate:
+    peers.need_cuda("sll", batch.x.device)
+    return Candidate(operator.sll(batch, precision.allow_tf32), inputs, grad_out)
