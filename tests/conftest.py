@@ -20,26 +20,32 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("quick")
 
 HAS_GPU = torch.cuda.is_available()
-NO_GPU = "tests marked `cuda` are deselected: they need an NVIDIA GPU, and this machine has none"
+NO_GPU = "none; tests marked `cuda`, which need one, are deselected"
+ONE_GPU = "; tests marked `multi_gpu`, which need two, are deselected"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU; deselected without one")
+    config.addinivalue_line("markers", "multi_gpu: needs two of them; deselected without")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def pytest_report_header() -> str:
-    return f"GPU: {torch.cuda.get_device_name() if HAS_GPU else NO_GPU}"
+    if not HAS_GPU:
+        return f"GPU: {NO_GPU}"
+    return f"GPU: {torch.cuda.get_device_name()}{ONE_GPU if torch.cuda.device_count() < 2 else ''}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_GPU:
-        return
-    absent = [item for item in items if item.get_closest_marker("cuda")]
-    config.hook.pytest_deselected(items=absent)
-    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+    absent = {"cuda"} if not HAS_GPU else set()
+    if torch.cuda.device_count() < 2:
+        absent.add("multi_gpu")
+    lacking = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=lacking)
+    kept = set(items).difference(lacking)
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -84,19 +84,28 @@ def test_attention_gradient_of_one_output(
         judge(case, case.spec("small", seed), DTYPES[dtype], device, outputs=outputs)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@CASE
+NONFINITE = [
+    pytest.param(case, name, value, id=f"{case.name}-{name}-{value}")
+    for case in CASES.values()
+    for name in case.differentiable
+    for value in (math.nan, math.inf, -math.inf)
+    if case.rows[name] != "seq"
+    # An infinite logit makes a row of the result NaN everywhere, but its LSE depends on the algorithm: infinity
+    # in two passes, NaN in an online softmax.
+    if name not in ("q", "k") or math.isnan(value)
+]
+
+
+@pytest.mark.parametrize(("case", "name", "value"), NONFINITE)
 def test_nonfinite_values_stand_where_they_belong(
-    case: Case, value: float, device: torch.device
+    case: Case, name: str, value: float, device: torch.device
 ) -> None:
     """NaN and inf within a sequence spread as in PyTorch, and stay within the sequence."""
     choices = case.spec("small", 0).choices | {"D": 5, "N": 4, "trailing": (6,), "heads": (2, 1)}
-    choices |= {"dims": (8, 8), "causal": False, "window_size": (-1, -1), "scale": 1.0}
+    # A small scale, so that no probability is zero in float32 and positive in float64.
+    choices |= {"dims": (8, 8), "causal": False, "window_size": (-1, -1), "scale": 0.03}
     layout = Layout((3, 0, 20, 1, 9), base=1, tail=1)
     spec = samples.Spec(seed=2, layout=layout, choices=choices)
     sample = case.sample(spec, torch.float32, device)
-    for name, tensor in sample.tensors.items():
-        if case.rows[name] == "q":
-            tensor[layout.base + 7].view(-1)[2] = value
-            break
+    sample.tensors[name][layout.base + 7].view(-1)[2] = value
     check(case, sample, case.call(jagged_cuda, sample), None)

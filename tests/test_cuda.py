@@ -1,0 +1,441 @@
+"""What only a GPU can show: kernel paths, streams, graphs, devices, memory, sizes beyond 32 bits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import jagged_cuda
+from jagged_cuda.testing import last_kernel
+from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.judge import check, judge, run
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+
+pytestmark = pytest.mark.cuda
+
+CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+DTYPE = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16],
+    ids=["float32", "float64", "float16", "bfloat16"],
+)
+CUDA = "cuda"
+PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
+PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
+PLAIN |= {"max_len": False}
+
+# Every kernel path: operator, dtype, TF32 allowed, choices, and the names after forward and after backward.
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
+PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
+    *(
+        (name, dtype, tf32, {}, f"{first}.{path}", f"{_JAGGED if dense else _DENSE}.{path}")
+        for name, first, dense in (
+            ("jagged_dense_bmm", _DENSE, True),
+            ("jagged_jagged_bmm", _JAGGED, False),
+        )
+        for dtype, tf32, path in (
+            (torch.float32, False, "mma_sync.fp32"),
+            (torch.float32, True, "mma_sync.tf32"),
+            (torch.float64, False, "fma.fp64"),
+            (torch.float16, True, "mma_sync.fp16"),
+            (torch.bfloat16, False, "mma_sync.bf16"),
+        )
+    ),
+    *(
+        (
+            "jagged_softmax",
+            dtype,
+            False,
+            {},
+            f"cuda.jagged_softmax.{name}",
+            f"cuda.jagged_softmax_backward.{name}",
+        )
+        for name, dtype in (_DTYPES | {"fp32": torch.float32, "fp64": torch.float64}).items()
+    ),
+    *(
+        (
+            "jagged_flash_attention",
+            dtype,
+            False,
+            {"dims": dims},
+            f"cuda.attention.forward.mma_sync.d{bucket}",
+            f"cuda.attention.backward.mma_sync.d{bucket}",
+        )
+        for dtype in _DTYPES.values()
+        for dims, bucket in (
+            ((1, 1), 32),
+            ((32, 16), 32),
+            ((33, 8), 64),
+            ((64, 64), 64),
+            ((16, 65), 128),
+            ((128, 128), 128),
+            ((129, 1), 256),
+            ((256, 256), 256),
+        )
+    ),
+    *(
+        (
+            "jagged_flash_attention",
+            dtype,
+            tf32,
+            {},
+            f"cuda.attention.forward.simt.{name}",
+            f"cuda.attention.backward.simt.{name}",
+        )
+        for name, dtype, tf32 in (
+            ("f32", torch.float32, False),
+            ("f32", torch.float32, True),
+            ("f64", torch.float64, False),
+        )
+    ),
+]
+
+
+def spec_of(layout: Layout, seed: int = 0, poisoned: bool = True, **choices: Any) -> Spec:
+    return Spec(seed=seed, layout=layout, choices=PLAIN | choices, poisoned=poisoned)
+
+
+LAYOUT = Layout((70, 0, 33, 1, 128, 15), base=5, tail=9)
+
+
+def cotangents_of(case: Case, sample: Sample) -> Callable[[Tensors], Tensors]:
+    return lambda outputs: draw_cotangents(outputs, sample.spec, case.rows)
+
+
+def calls(case: Case) -> Callable[[Sample], Tensors]:
+    return lambda sample: case.call(jagged_cuda, sample)
+
+
+def assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+
+# --- kernel paths
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "allow_tf32", "choices", "forward", "backward"),
+    PATHS,
+    ids=[
+        f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}-{choices.get('dims', '')}"
+        for name, dtype, tf32, choices, *_ in PATHS
+    ],
+)
+def test_path(
+    name: str,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    choices: dict[str, Any],
+    forward: str,
+    backward: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The path that is named is the one that runs, and it is right."""
+    if allow_tf32:
+        request.getfixturevalue("tf32")
+    case = CASES[name]
+    spec = spec_of(LAYOUT, **choices)
+    sample = case.sample(spec, dtype, CUDA)
+    case.call(jagged_cuda, sample)
+    assert last_kernel("cuda") == forward
+    judge(case, spec, dtype, CUDA)
+    # The gradient of y is the other product, and comes last.
+    assert last_kernel("cuda") == backward
+
+
+@CASE
+@pytest.mark.parametrize("profile", ["edge", "large"])
+def test_tf32_agrees_within_its_rounding(case: Case, profile: str, tf32: None) -> None:
+    for seed in range(8 if profile == "edge" else 3):
+        judge(case, case.spec(profile, seed), torch.float32, CUDA)
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+def test_tf32_is_taken_only_where_it_is_allowed(name: str, request: pytest.FixtureRequest) -> None:
+    """The same inputs: the precise result is within the precise limit, the other one is not."""
+    case = CASES[name]
+    spec = spec_of(Layout((300, 300)), D=256, N=64)
+    sample = case.sample(spec, torch.float32, CUDA)
+    precise = case.call(jagged_cuda, sample)
+    check(case, sample, precise, None)
+    request.getfixturevalue("tf32")
+    rounded = case.call(jagged_cuda, sample)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    with pytest.raises(AssertionError):
+        check(case, sample, rounded, None)
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
+    case = CASES[name]
+    sample = case.sample(spec_of(LAYOUT), torch.float32, CUDA)
+    leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
+    out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    out.sum().backward()
+    assert last_kernel("cuda").endswith("tf32")
+
+
+# --- no host synchronisation
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@CASE
+@DTYPE
+def test_never_synchronises(case: Case, dtype: torch.dtype) -> None:
+    sample = case.sample(spec_of(LAYOUT), dtype, CUDA)
+    leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
+    sample = dataclasses.replace(sample, tensors=leaves)
+    cotangents = {n: torch.ones_like(t) for n, t in case.call(jagged_cuda, sample).items()}
+    with no_synchronisation():
+        found = case.call(jagged_cuda, sample)
+        torch.autograd.grad(list(found.values()), list(leaves.values()), list(cotangents.values()))
+
+
+@CASE
+@DTYPE
+def test_graph_replays_with_other_lengths(case: Case, dtype: torch.dtype) -> None:
+    """Captured once, forward and backward; replayed with lengths of the same T and B."""
+    captured = spec_of(Layout((40, 0, 100, 7, 3), base=2, tail=8), poisoned=False)
+    sample = case.sample(captured, dtype, CUDA)
+    leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
+    static = dataclasses.replace(sample, tensors=leaves)
+    outputs = case.call(jagged_cuda, static)
+    cotangents = {n: t.clone() for n, t in cotangents_of(case, sample)(outputs).items()}
+
+    def step() -> tuple[Tensors, tuple[torch.Tensor, ...]]:
+        found = case.call(jagged_cuda, static)
+        inputs = [leaves[name] for name in case.differentiable]
+        return found, torch.autograd.grad(list(found.values()), inputs, list(cotangents.values()))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, gradients = step()
+    for seed, lengths in enumerate(((0, 0, 0, 0, 150), (30, 30, 30, 30, 30), (160, 0, 0, 0, 0)), 1):
+        layout = Layout(lengths, base=160 - sum(lengths) - (sum(lengths) < 160))
+        layout = dataclasses.replace(layout, tail=160 - layout.total)
+        spec = dataclasses.replace(captured, seed=seed, layout=layout)
+        fresh = case.sample(spec, dtype, CUDA)
+        with torch.no_grad():
+            for name, tensor in fresh.tensors.items():
+                leaves[name].copy_(tensor)
+            static.offsets.copy_(fresh.offsets)
+            given = cotangents_of(case, fresh)(outputs)
+            for name, tensor in given.items():
+                cotangents[name].copy_(tensor)
+        graph.replay()
+        results = {n: t.detach().clone() for n, t in found.items()}
+        names = (f"grad_{name}" for name in case.differentiable)
+        results |= {n: g.clone() for n, g in zip(names, gradients, strict=True)}
+        check(case, fresh, results, given)
+
+
+@CASE
+def test_current_stream(case: Case) -> None:
+    """Inputs that are written late on a side stream are read after they are written."""
+    sample = case.sample(spec_of(LAYOUT), torch.float32, CUDA)
+    expected = run(case, sample, calls(case), cotangents_of(case, sample))
+    late = {n: torch.full_like(t, 7.0) for n, t in sample.tensors.items()}
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for name, tensor in late.items():
+            tensor.copy_(sample.tensors[name])
+        found = run(
+            case,
+            dataclasses.replace(sample, tensors=late),
+            calls(case),
+            cotangents_of(case, sample),
+        )
+    stream.synchronize()
+    assert_same_bits(found, expected)
+
+
+@CASE
+@pytest.mark.multi_gpu
+def test_second_device(case: Case) -> None:
+    """Kernels run on the tensors' device, whatever the current one is."""
+    assert torch.cuda.current_device() == 0
+    judge(case, spec_of(LAYOUT), torch.bfloat16, "cuda:1")
+    assert torch.cuda.current_device() == 0
+
+
+# --- memory
+
+
+@contextlib.contextmanager
+def memory_left(size_bytes: int) -> Iterator[None]:
+    """PyTorch's allocator may take that much more and no more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    allowed = torch.cuda.memory_reserved() + size_bytes
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# 64 MiB for each tensor, more than the allocator keeps for small ones.
+BIG = Layout((2**17,))
+BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
+
+
+@CASE
+@pytest.mark.parametrize("storage", ["contiguous", "expanded"])
+def test_out_of_memory_forward(case: Case, storage: str) -> None:
+    layout = Layout((1,) * 500) if case.name == "jagged_jagged_bmm" else BIG
+    sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
+    if storage == "expanded":
+        first = next(iter(sample.tensors))
+        wide = torch.zeros(1, device=CUDA, dtype=torch.bfloat16)
+        sample.tensors[first] = wide.expand(sample.tensors[first].shape)
+    with memory_left(2**21), pytest.raises(torch.OutOfMemoryError) as caught:
+        case.call(jagged_cuda, sample)
+    assert f"CUDA {case.name}: out of memory on cuda:0 allocating a tensor of" in str(caught.value)
+    assert "total capacity" in str(caught.value)
+    assert "allocated by PyTorch" in str(caught.value)
+
+
+@CASE
+def test_out_of_memory_backward(case: Case) -> None:
+    layout = Layout((100,) * 500) if case.name == "jagged_dense_bmm" else BIG
+    sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
+    leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
+    out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
+    cotangent = torch.ones_like(out)
+    with memory_left(2**21), pytest.raises(torch.OutOfMemoryError, match="out of memory on"):
+        torch.autograd.grad(out, list(leaves.values()), cotangent)
+
+
+@CASE
+@DTYPE
+def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch.dtype) -> None:
+    """No padded copy: a giant among tiny sequences takes no more than its results, and in backward one float32 copy."""
+    layout = Layout((3000, *(1, 2, 0, 3) * 500))
+    sample = case.sample(spec_of(layout, poisoned=False), dtype, CUDA)
+    leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
+    sample = dataclasses.replace(sample, tensors=leaves)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = case.call(jagged_cuda, sample)
+    after = torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * (after - before) + 2**16
+    cotangents = [torch.ones_like(t) for t in found.values()]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(list(found.values()), list(leaves.values()), cotangents)
+    needed = sum(g.numel() * g.element_size() for g in gradients)
+    needed += 4 * max(g.numel() for g in gradients)
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * needed + 2**16
+
+
+# --- sizes
+
+
+@CASE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
+    rng = random.Random(3)
+    lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))
+    judge(case, spec_of(Layout(lengths, base=1), D=8, N=8, dims=(16, 16)), dtype, CUDA)
+
+
+def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> None:
+    """Judge the last sequences of a sample that is too large to be judged whole."""
+    spec = sample.spec
+    part = dataclasses.replace(spec, layout=Layout(spec.layout.lengths[-count:]))
+
+    def tail(name: str, values: torch.Tensor) -> torch.Tensor:
+        kept = count if case.rows[name.removeprefix("grad_")] == "seq" else part.layout.total
+        return values[-kept:]
+
+    tensors = {name: tail(name, t) for name, t in sample.tensors.items()}
+    ones = {name: torch.ones_like(tail(name, found[name])) for name in case.outputs}
+    check(
+        case,
+        Sample(part, tensors, sample.offsets, None),
+        {name: tail(name, t) for name, t in found.items()},
+        ones,
+    )
+
+
+HUGE = {
+    "jagged_dense_bmm": {"D": 512, "N": 8},
+    "jagged_jagged_bmm": {"D": 512, "N": 8},
+    "jagged_softmax": {"trailing": (512,)},
+    "jagged_flash_attention": {"dims": (64, 64), "heads": (8, 1)},
+}
+
+
+@CASE
+def test_more_than_2_to_the_31_elements(case: Case) -> None:
+    layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
+    spec = spec_of(layout, poisoned=False, **HUGE[case.name])
+    shapes = case.shapes(spec)
+    assert max(torch.Size(shape).numel() for shape in shapes.values()) > 2**31
+    # Made in place, quickly and in bf16: normal values take too many copies of this size.
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
+        for name, shape in shapes.items()
+    }
+    sample = Sample(spec, tensors, layout.offsets(CUDA), None)
+    gc.collect()
+    found = run(
+        case,
+        sample,
+        calls(case),
+        lambda outputs: {
+            n: torch.ones((), dtype=t.dtype, device=CUDA).expand(t.shape)
+            for n, t in outputs.items()
+        },
+    )
+    last_sequences(case, sample, found, count=5)
+    del tensors, sample, found
+    torch.cuda.empty_cache()
+
+
+# --- determinism
+
+
+@CASE
+@DTYPE
+def test_same_bits_again(case: Case, dtype: torch.dtype) -> None:
+    """The fast path repeats bit for bit too, under other work on the GPU."""
+    sample = case.sample(case.spec("large", 1), dtype, CUDA)
+    first = run(case, sample, calls(case), cotangents_of(case, sample))
+    busy = torch.ones(2048, 2048, device=CUDA)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                busy @ busy
+        assert_same_bits(run(case, sample, calls(case), cotangents_of(case, sample)), first)
+    torch.cuda.synchronize()
