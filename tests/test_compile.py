@@ -165,9 +165,7 @@ class Module(torch.nn.Module):
 def exported(case: Case, device: torch.device) -> torch.export.ExportedProgram:
     sample = draw(case, FIRST, device)
     rows, batch = torch.export.Dim("T", min=2), torch.export.Dim("B", min=2)
-    shapes = {
-        name: {0: batch if case.rows[name] == "seq" else rows} for name in sample.tensors
-    }
+    shapes = {name: {0: batch if case.rows[name] == "seq" else rows} for name in sample.tensors}
     return torch.export.export(
         Module(case),
         (sample.tensors, sample.offsets),
@@ -197,9 +195,7 @@ def test_aot_inductor_package(case: Case, tmp_path: Path) -> None:
 @CASE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_autocast(
-    case: Case, dtype: torch.dtype, compiled: bool, device: torch.device
-) -> None:
+def test_autocast(case: Case, dtype: torch.dtype, compiled: bool, device: torch.device) -> None:
     """Products and attention run in the autocast dtype, softmax in float32; gradients are the inputs' dtype."""
     torch._dynamo.reset()
     sample = draw(case, FIRST, device)
@@ -231,9 +227,7 @@ def test_autocast_leaves_float64_alone(case: Case, device: torch.device) -> None
 
 
 @CASE
-def test_no_gradient_is_computed_for_what_needs_none(
-    case: Case, device: torch.device
-) -> None:
+def test_no_gradient_is_computed_for_what_needs_none(case: Case, device: torch.device) -> None:
     sample = draw(case, FIRST, device)
     for name in case.differentiable:
         leaves = {n: t.detach().requires_grad_(n == name) for n, t in sample.tensors.items()}

@@ -55,9 +55,7 @@ def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Te
         return tuple(t.where(t.isfinite(), 0.0) for t in found.values())
 
     # Outliers would make finite differences of a softmax inexact.
-    return function, [
-        sample.tensors[name].clamp(-2, 2).requires_grad_() for name in names
-    ]
+    return function, [sample.tensors[name].clamp(-2, 2).requires_grad_() for name in names]
 
 
 @CASE
@@ -120,9 +118,7 @@ def registered_calls(case: Case, sample: Sample) -> dict[str, tuple[Any, ...]]:
 @CASE
 @pytest.mark.parametrize("variant", ["plain", "grouped_causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_opcheck(
-    case: Case, variant: str, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.device) -> None:
     cross = "cross" in case.choices and variant == "grouped_causal"
     sample = small_sample(case, variant, dtype, device, cross=cross)
     calls = registered_calls(case, sample)

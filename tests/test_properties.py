@@ -19,9 +19,7 @@ from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
 from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-DEVICE = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-)
+DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
 def outputs_of(case: Case, sample: Sample) -> Tensors:
@@ -101,13 +99,9 @@ def test_permuting_sequences_permutes_results(
         kv_offsets = permuted.kv_layout.offsets(device, spec.offsets_dtype)
     shuffled = outputs_of(
         case,
-        Sample(
-            permuted, tensors, permuted.layout.offsets(device, spec.offsets_dtype), kv_offsets
-        ),
+        Sample(permuted, tensors, permuted.layout.offsets(device, spec.offsets_dtype), kv_offsets),
     )
-    expected = {
-        name: selected(t, case.rows[name], spec, order) for name, t in straight.items()
-    }
+    expected = {name: selected(t, case.rows[name], spec, order) for name, t in straight.items()}
     assert_same_bits(shuffled, expected, "permuted batch")
 
 
@@ -173,9 +167,7 @@ def test_expanded_gradient(
 @CASE
 @DEVICE
 @given(data=st.data(), dtype=DTYPES)
-def test_deterministic(
-    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
-) -> None:
+def test_deterministic(case: Case, device: str, data: st.DataObject, dtype: torch.dtype) -> None:
     """Two runs, and any number of threads, give the same bits, forward and backward."""
     spec = data.draw(specs(case))
     sample = case.sample(spec, dtype, device)
@@ -194,9 +186,7 @@ def test_deterministic(
 @given(seed=SEEDS, batch=st.integers(0, 8), max_len=st.integers(1, 200))
 def test_lengths_are_drawn_from_the_seed(seed: int, batch: int, max_len: int) -> None:
     for distribution in DISTRIBUTIONS:
-        drawn = [
-            draw_layout(random.Random(seed), distribution, batch, max_len) for _ in range(2)
-        ]
+        drawn = [draw_layout(random.Random(seed), distribution, batch, max_len) for _ in range(2)]
         assert drawn[0] == drawn[1]
         assert drawn[0].num_seqs == batch
         assert drawn[0].max_len <= max_len
