@@ -626,9 +626,11 @@ def test_prebuilt_libraries_for_another_gpu_or_cuda_are_not_used(toy: Toy) -> No
 # The import of the real package
 
 
-def _run(script: str) -> str:
+def _run(script: str, **env: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
+        env=kept | env,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -638,16 +640,17 @@ def _run(script: str) -> str:
     return result.stdout
 
 
-def test_a_warm_import_takes_less_than_a_tenth_of_a_second() -> None:
+def test_a_warm_import_takes_less_than_a_tenth_of_a_second(tmp_path: Path) -> None:
+    # The time of this process alone: the clock on the wall would measure the other tests' too.
     script = """
         import time, torch
-        began = time.perf_counter()
+        began = time.process_time()
         import jagged_cuda
-        print(time.perf_counter() - began)
+        print(time.process_time() - began)
     """
-    times = []
+    times: list[float] = []
     while len(times) < 6 and not (times and min(times) < 0.1):
-        times.append(float(_run(script)))
+        times.append(float(_run(script, PYTHONPYCACHEPREFIX=str(tmp_path))))
     assert min(times) < 0.1, times
 
 
