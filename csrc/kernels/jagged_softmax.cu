@@ -134,8 +134,7 @@ __device__ __forceinline__ void reduce_rows(S (&value)[kVector], const Place<kGr
   }
 }
 
-// --- Forward
-// --------------------------------------------------------------------------------------
+// ---- Forward -----------------------------------------------------------------------------------
 
 // One sequence as the threads of a group see it: their columns of its rows.
 template <typename Element, int kVector>
@@ -285,8 +284,7 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxParams& params,
   }
 }
 
-// --- Backward
-// -------------------------------------------------------------------------------------
+// ---- Backward ----------------------------------------------------------------------------------
 
 template <typename Element, int kVector>
 struct SoftmaxBackwardView {
@@ -400,8 +398,7 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& 
   __syncthreads();
 }
 
-// --- Kernel
-// ---------------------------------------------------------------------------------------
+// ---- Kernel ------------------------------------------------------------------------------------
 
 template <typename Params>
 struct SoftmaxLaunch {

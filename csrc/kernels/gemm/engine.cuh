@@ -128,33 +128,34 @@ struct Operand {
   bool vectors;         // data is 16-byte aligned and stride a multiple of 16 bytes
 };
 
-// --- Loading
-// --------------------------------------------------------------------------------------
+// ---- Loading -----------------------------------------------------------------------------------
 
 // Copies lines x elems of the tile at `global` into shared memory, and zeros into the rest of it.
-// No more is read than what exists.
+// No more is read than what exists: a copy of 0 bytes does not look at its source.
 template <int kThreads, int kLines, int kElems, int kLine, typename Element>
 __device__ __forceinline__ void load_tile(Element* sTile, const Operand<Element>& operand,
                                           const Element* global, int lines, int elems) {
   if (operand.vectors) {
     constexpr int kVector = 16 / sizeof(Element), kVectors = kElems / kVector;
-    constexpr int kCopies = kLines * kVectors;
-    static_assert(kElems % kVector == 0 && kLine % kVector == 0);
+    constexpr int kLineStep = kThreads / kVectors;
+    static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
+    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
+    const int bytes = max(0, min(kVector, elems - elem)) * static_cast<int>(sizeof(Element));
+    const Element* source = global + first * operand.stride + elem;
 #pragma unroll
-    for (int first = 0; first < kCopies; first += kThreads) {
-      const int copy = first + threadIdx.x;
-      if (kCopies % kThreads != 0 && copy >= kCopies) break;
-      const int line = copy / kVectors, elem = copy % kVectors * kVector;
-      const int exist = line < lines ? max(0, min(kVector, elems - elem)) : 0;
-      const Element* source = exist > 0 ? global + line * operand.stride + elem : operand.data;
-      ptx::cp_async_16(&sTile[line * kLine + elem], source, exist * int(sizeof(Element)));
+    for (int step = 0; step < kLines; step += kLineStep) {
+      const int line = first + step;
+      if (kLines % kLineStep != 0 && line >= kLines) break;
+      ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
+      source += kLineStep * operand.stride;
     }
   } else {
-#pragma unroll 4
+    constexpr int kUnroll = sizeof(Element) == 4 ? 1 : 4;  // loads in flight, if not asynchronous
+#pragma unroll kUnroll
     for (int copy = threadIdx.x; copy < kLines * kElems; copy += kThreads) {
       const int line = copy / kElems, elem = copy % kElems;
       const bool exists = line < lines && elem < elems;
-      const Element* source = exists ? global + line * operand.stride + elem : operand.data;
+      const Element* source = global + line * operand.stride + elem;
       if constexpr (sizeof(Element) == 4) {
         ptx::cp_async_4(&sTile[line * kLine + elem], source, exists ? 4 : 0);
       } else {  // cp.async copies no less than 4 bytes
@@ -168,8 +169,7 @@ __device__ __forceinline__ int clamp_extent(int64_t left, int tile) {
   return left < tile ? static_cast<int>(left) : tile;
 }
 
-// --- Fragments
-// ------------------------------------------------------------------------------------
+// ---- Fragments ---------------------------------------------------------------------------------
 
 // A [16, kStepK] at (row, k) of the tile: lane l holds rows l / 4 and l / 4 + 8.
 template <typename Config>
@@ -236,8 +236,7 @@ __device__ __forceinline__ uint32_t split_tf32(uint32_t& value) {
   return ptx::cvt_rna_tf32(whole - __uint_as_float(value));
 }
 
-// --- Products
-// -------------------------------------------------------------------------------------
+// ---- Products ----------------------------------------------------------------------------------
 
 // What one warp holds of C. Element i of a fragment is row lane / 4 + 8 (i / 2), column
 // 2 (lane % 4) + i % 2.
@@ -279,55 +278,71 @@ struct Accumulator {
   }
 };
 
-// Adds the product of one stage, of which `depth` elements of K exist. (row, column) is the warp's
-// corner of the tile.
+// Adds the product of one step of K, at element k of the stage. (row, column) is the warp's corner
+// of the tile.
+template <typename Config>
+__device__ __forceinline__ void multiply_step(
+    float (&rStage)[Config::kFragmentsM][Config::kFragmentsN][4], Accumulator<Config>& rAcc,
+    const Stage<Config>& stage, int row, int column, int k) {
+  using Math = typename Config::Math;
+  constexpr int kFragmentsM = Config::kFragmentsM, kFragmentsN = Config::kFragmentsN;
+  uint32_t rA[kFragmentsM][4], rB[kFragmentsN][2];
+#pragma unroll
+  for (int i = 0; i < kFragmentsM; ++i) {
+    load_fragment_a<Config>(rA[i], stage.sA, row + 16 * i, k);
+  }
+  load_fragments_b<Config, kFragmentsN>(rB, stage.sB, k, column);
+  if constexpr (Math::kStepK == 16) {
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+        ptx::mma_m16n8k16<typename Config::Element>(rStage[i][j], rA[i], rB[j][0], rB[j][1]);
+      }
+    }
+  } else {
+    uint32_t rSmallA[kFragmentsM][4], rSmallB[kFragmentsN][2];
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rSmallA[i][e] = split_tf32(rA[i][e]);
+    }
+#pragma unroll
+    for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) rSmallB[j][e] = split_tf32(rB[j][e]);
+    }
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+        ptx::mma_m16n8k8_tf32(rStage[i][j], rA[i], rB[j][0], rB[j][1]);
+        if constexpr (Math::kCompensated) {
+          ptx::mma_m16n8k8_tf32(rAcc.small[i][j], rA[i], rSmallB[j][0], rSmallB[j][1]);
+          ptx::mma_m16n8k8_tf32(rAcc.small[i][j], rSmallA[i], rB[j][0], rB[j][1]);
+        }
+      }
+    }
+  }
+}
+
+// Adds the product of one stage, of which `depth` elements of K exist: steps beyond them are zeros.
 template <typename Config>
 __device__ __forceinline__ void multiply_stage(Accumulator<Config>& rAcc,
                                                const Stage<Config>& stage, int row, int column,
                                                int depth) {
-  using Math = typename Config::Math;
   constexpr int kFragmentsM = Config::kFragmentsM, kFragmentsN = Config::kFragmentsN;
+  constexpr int kTileK = Config::kTileK, kStepK = Config::Math::kStepK;
   float rStage[kFragmentsM][kFragmentsN][4] = {};
+  if (depth > kTileK / 2) {
 #pragma unroll
-  for (int k = 0; k < Config::kTileK; k += Math::kStepK) {
-    if (k >= depth) break;
-    uint32_t rA[kFragmentsM][4], rB[kFragmentsN][2];
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-      load_fragment_a<Config>(rA[i], stage.sA, row + 16 * i, k);
+    for (int k = 0; k < kTileK; k += kStepK) {
+      multiply_step<Config>(rStage, rAcc, stage, row, column, k);
     }
-    load_fragments_b<Config, kFragmentsN>(rB, stage.sB, k, column);
-    if constexpr (Math::kStepK == 16) {
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) {
-          ptx::mma_m16n8k16<typename Config::Element>(rStage[i][j], rA[i], rB[j][0], rB[j][1]);
-        }
-      }
-    } else {
-      uint32_t rSmallA[kFragmentsM][4], rSmallB[kFragmentsN][2];
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rSmallA[i][e] = split_tf32(rA[i][e]);
-      }
-#pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) rSmallB[j][e] = split_tf32(rB[j][e]);
-      }
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) {
-          ptx::mma_m16n8k8_tf32(rStage[i][j], rA[i], rB[j][0], rB[j][1]);
-          if constexpr (Math::kCompensated) {
-            ptx::mma_m16n8k8_tf32(rAcc.small[i][j], rA[i], rSmallB[j][0], rSmallB[j][1]);
-            ptx::mma_m16n8k8_tf32(rAcc.small[i][j], rSmallA[i], rB[j][0], rB[j][1]);
-          }
-        }
-      }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < depth; k += kStepK) {
+      multiply_step<Config>(rStage, rAcc, stage, row, column, k);
     }
   }
 #pragma unroll
@@ -340,8 +355,7 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Config>& rAcc,
   }
 }
 
-// --- Storing
-// --------------------------------------------------------------------------------------
+// ---- Storing -----------------------------------------------------------------------------------
 
 template <typename Element>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
@@ -431,8 +445,7 @@ __device__ __forceinline__ void store_tile(const Accumulator<Config>& rAcc,
   }
 }
 
-// --- The product
-// ----------------------------------------------------------------------------------
+// ---- The product -------------------------------------------------------------------------------
 
 // C rows [0, rows) of this tile x columns [begin, end): calls store(rAcc, row, column, n) for each
 // tile of N at n, with the warp's corner (row, column) in the tile. All threads of the CTA call it
@@ -473,7 +486,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared,
     ptx::cp_async_commit();  // an empty group too, so that groups and stages stay in step
   };
 
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < kStages - 1; ++s) load_next(shared.stages[s]);
   int current = 0;
   for (int64_t n = begin; n < end; n += kTileN) {
