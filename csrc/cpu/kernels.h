@@ -86,7 +86,7 @@ constexpr int64_t kDenseRows = 192, kDenseColumns = 512, kDenseDepth = 256;
 template <class T>
 struct DenseBmmBuffers {
   T* x;    // [kDenseRows, padded_row(depth)]: converted x
-  T* y;    // [depth, padded_row(columns)]: packed y
+  T* y;    // [depth, padded_row(columns)]: packed y, written up to a multiple of 4 rows
   T* out;  // [kDenseRows, padded_row(columns)]
   int64_t x_row, y_row;
 
@@ -96,7 +96,7 @@ struct DenseBmmBuffers {
     x_row = padded_row(depth);
     y_row = padded_row(columns);
     x = arena.take<T>(kDenseRows * x_row);
-    y = arena.take<T>(depth * y_row);
+    y = arena.take<T>((depth + 3) * y_row);
     out = arena.take<T>(kDenseRows * y_row);
   }
 };
@@ -118,7 +118,8 @@ struct JaggedBmmItem {
   bool out_is_accum;  // out holds accumulators (a partial sum), else elements
 };
 
-constexpr int64_t kJaggedDepth = 32, kJaggedNarrow = 128, kJaggedWide = 256;
+constexpr int64_t kJaggedDepth = 128, kJaggedDepthInPlace = 32;
+constexpr int64_t kJaggedNarrow = 64, kJaggedWide = 256;
 
 template <class T>
 struct JaggedBmmBuffers {

@@ -11,20 +11,19 @@ void pack_y(const DenseBmmParams& p, int64_t seq, int64_t row_begin, int64_t row
     load_rows(dst, dst_row, y, p.y_row_stride, p.element, rows, rows, columns);
     return;
   }
-  // Columns are contiguous: take them in short pieces and spread each over the rows of dst.
-  constexpr int64_t kPiece = 64;
-  alignas(64) T piece[kPiece];
-  for (int64_t column = 0; column < columns; ++column) {
-    for (int64_t row = 0; row < rows; row += kPiece) {
-      const int64_t count = std::min(kPiece, rows - row);
-      load_elements(piece, element_at(y, p.element, column * p.y_column_stride + row), p.element,
-                    count);
-      for (int64_t i = 0; i < count; ++i) dst[(row + i) * dst_row + column] = piece[i];
-    }
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t column = columns; column < round_up(columns, kLanes<T>); ++column) {
-      dst[row * dst_row + column] = 0;
+  // Columns are contiguous: pieces of some columns are transposed.
+  constexpr int64_t kPieceColumns = 32, kPieceRows = 64;
+  constexpr int64_t kPieceRow = padded_row(kPieceRows);
+  alignas(64) T piece[kPieceColumns * kPieceRow];
+  for (int64_t column = 0; column < columns; column += kPieceColumns) {
+    const int64_t piece_columns = std::min(kPieceColumns, columns - column);
+    const int64_t padded_columns = round_up(piece_columns, std::max<int64_t>(4, kLanes<T>));
+    for (int64_t row = 0; row < rows; row += kPieceRows) {
+      const int64_t piece_rows = std::min(kPieceRows, rows - row);
+      load_rows(piece, kPieceRow, element_at(y, p.element, column * p.y_column_stride + row),
+                p.y_column_stride, p.element, piece_columns, padded_columns, piece_rows);
+      transpose(piece, kPieceRow, round_up(piece_columns, kLanes<T>), piece_rows,
+                dst + row * dst_row + column, dst_row);
     }
   }
 }
@@ -92,7 +91,7 @@ template <class T>
 void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scratch) {
   Arena arena(scratch);
   const JaggedBmmBuffers<T> buffers(arena, p);
-  const bool in_place = is_accumulator<T>(p.element);
+  const bool is_accum = is_accumulator<T>(p.element);
   const bool x_is_wide = p.x_columns > p.y_columns;
   struct Operand {
     const void* data;
@@ -108,15 +107,21 @@ void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scrat
     const int64_t narrow_columns = std::min(kJaggedNarrow, narrow.end - i);
     for (int64_t j = wide.begin; j < wide.end; j += kJaggedWide) {
       const int64_t wide_columns = std::min(kJaggedWide, wide.end - j);
+      // Blocks that are used several times are worth a copy without the tensor's strides, which
+      // make lines of a column compete for the same part of the cache.
+      const bool in_place = is_accum && narrow_columns <= 2 * kFewRows;
+      const int64_t depth = in_place ? kJaggedDepthInPlace : kJaggedDepth;
       Product<T> product{};
       product.rows = narrow_columns;
       product.columns = round_up(wide_columns, kLanes<T>);
       product.a_row = 1;
-      product.c = buffers.out;
-      product.c_row = kWideRow;
+      const bool out_in_place =
+          !x_is_wide && wide_columns % kLanes<T> == 0 && (is_accum || item.out_is_accum);
+      product.c = out_in_place ? static_cast<T*>(item.out) + i * p.y_columns + j : buffers.out;
+      product.c_row = out_in_place ? p.y_columns : kWideRow;
       // At least one round, which writes zeros if there are no rows.
-      for (int64_t row = 0; row == 0 || row < item.rows; row += kJaggedDepth) {
-        product.depth = std::min(kJaggedDepth, item.rows - row);
+      for (int64_t row = 0; row == 0 || row < item.rows; row += depth) {
+        product.depth = std::min(depth, item.rows - row);
         product.add = row > 0;
         const int64_t begin = item.begin + row;
         const void* a = element_at(narrow.data, p.element, begin * narrow.row_stride + i);
@@ -141,6 +146,7 @@ void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scrat
         }
         multiply(product);
       }
+      if (out_in_place) continue;
 
       const Element element =
           item.out_is_accum ? (sizeof(T) == 8 ? Element::kDouble : Element::kFloat) : p.element;

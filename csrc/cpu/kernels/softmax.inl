@@ -64,35 +64,68 @@ JAGGED_INLINE Vector<T> finite_max(Vector<T> max) {
   return max == -std::numeric_limits<T>::infinity() ? broadcast<T>(0) : max;
 }
 
-// Takes a block of logits into the statistics of its lanes and turns it into exp(x - max of its
-// lane).
+// Lanes are taken several vectors at a time, so that whole cache lines are used as they come.
+constexpr int64_t kSoftmaxVectors = 4;
+
+// Takes lanes [v, v + kVectors * kLanes) of a block of logits into their statistics and turns them
+// into exp(x - max of the lane).
+template <class T, int kVectors>
+void exp_softmax_lanes(T* x, int64_t supers, int64_t lanes, int64_t v, T* max, T* sum) {
+  Vector<T> new_max[kVectors], subtracted[kVectors], new_sum[kVectors];
+  for (int j = 0; j < kVectors; ++j) new_max[j] = load(max + v + j * kLanes<T>);
+  for (int64_t i = 0; i < supers; ++i) {
+    for (int j = 0; j < kVectors; ++j) {
+      new_max[j] = vector_max<T>(load(x + i * lanes + v + j * kLanes<T>), new_max[j]);
+    }
+  }
+  for (int j = 0; j < kVectors; ++j) {
+    const int64_t at = v + j * kLanes<T>;
+    subtracted[j] = finite_max<T>(new_max[j]);
+    new_sum[j] = load(sum + at) * vector_exp<T>(load(max + at) - subtracted[j]);
+    store<T>(max + at, new_max[j]);
+  }
+  for (int64_t i = 0; i < supers; ++i) {
+    for (int j = 0; j < kVectors; ++j) {
+      T* at = x + i * lanes + v + j * kLanes<T>;
+      const Vector<T> e = vector_exp<T>(load(at) - subtracted[j]);
+      store<T>(at, e);
+      new_sum[j] += e;
+    }
+  }
+  for (int j = 0; j < kVectors; ++j) store<T>(sum + v + j * kLanes<T>, new_sum[j]);
+}
+
 template <class T>
 void exp_softmax_block(T* x, int64_t supers, int64_t lanes, T* max, T* sum) {
-  for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-    const Vector<T> old_max = load(max + v);
-    Vector<T> new_max = old_max;
-    for (int64_t i = 0; i < supers; ++i) new_max = vector_max<T>(load(x + i * lanes + v), new_max);
-    const Vector<T> subtracted = finite_max<T>(new_max);
-    Vector<T> new_sum = load(sum + v) * vector_exp<T>(old_max - subtracted);
-    for (int64_t i = 0; i < supers; ++i) {
-      const Vector<T> e = vector_exp<T>(load(x + i * lanes + v) - subtracted);
-      store<T>(x + i * lanes + v, e);
-      new_sum += e;
-    }
-    store<T>(max + v, new_max);
-    store<T>(sum + v, new_sum);
+  int64_t v = 0;
+  for (; v + kSoftmaxVectors * kLanes<T> <= lanes; v += kSoftmaxVectors * kLanes<T>) {
+    exp_softmax_lanes<T, kSoftmaxVectors>(x, supers, lanes, v, max, sum);
   }
+  for (; v < lanes; v += kLanes<T>) exp_softmax_lanes<T, 1>(x, supers, lanes, v, max, sum);
 }
 
 // sum += grad * out of a block.
+template <class T, int kVectors>
+void dot_softmax_lanes(const T* out, const T* grad, int64_t supers, int64_t lanes, int64_t v,
+                       T* sum) {
+  Vector<T> total[kVectors];
+  for (int j = 0; j < kVectors; ++j) total[j] = load(sum + v + j * kLanes<T>);
+  for (int64_t i = 0; i < supers; ++i) {
+    for (int j = 0; j < kVectors; ++j) {
+      const int64_t at = i * lanes + v + j * kLanes<T>;
+      total[j] += load(out + at) * load(grad + at);
+    }
+  }
+  for (int j = 0; j < kVectors; ++j) store<T>(sum + v + j * kLanes<T>, total[j]);
+}
+
 template <class T>
 void dot_softmax_block(const T* out, const T* grad, int64_t supers, int64_t lanes, T* sum) {
-  for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-    Vector<T> total = load(sum + v);
-    for (int64_t i = 0; i < supers; ++i)
-      total += load(out + i * lanes + v) * load(grad + i * lanes + v);
-    store<T>(sum + v, total);
+  int64_t v = 0;
+  for (; v + kSoftmaxVectors * kLanes<T> <= lanes; v += kSoftmaxVectors * kLanes<T>) {
+    dot_softmax_lanes<T, kSoftmaxVectors>(out, grad, supers, lanes, v, sum);
   }
+  for (; v < lanes; v += kLanes<T>) dot_softmax_lanes<T, 1>(out, grad, supers, lanes, v, sum);
 }
 
 // Statistics [parts, columns] into those of the first part.
@@ -144,11 +177,10 @@ void softmax_lane_statistics(const SoftmaxParams& p, const SoftmaxItem& item,
 template <class T>
 void softmax_grad_block(T* out, const T* grad, const T* sum, T scale, int64_t supers,
                         int64_t lanes) {
-  for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-    const Vector<T> total = load(sum + v);
-    for (int64_t i = 0; i < supers; ++i) {
+  for (int64_t i = 0; i < supers; ++i) {
+    for (int64_t v = 0; v < lanes; v += kLanes<T>) {
       T* at = out + i * lanes + v;
-      store<T>(at, load(at) * scale * (load(grad + i * lanes + v) - total));
+      store<T>(at, load(at) * scale * (load(grad + i * lanes + v) - load(sum + v)));
     }
   }
 }
@@ -183,6 +215,10 @@ void softmax_write(const SoftmaxParams& p, const SoftmaxItem& item, const void* 
     buffers.max[lane] = static_cast<const T*>(max)[column];
     buffers.sum[lane] = static_cast<const T*>(sum)[column];
   }
+  for (int64_t v = 0; v < layout.lanes && !p.backward; v += kLanes<T>) {
+    store<T>(buffers.max + v, finite_max<T>(load(buffers.max + v)));
+    store<T>(buffers.sum + v, T(1) / load(buffers.sum + v));
+  }
   for (int64_t row = 0; row < item.rows; row += layout.block_rows) {
     const int64_t rows = std::min(layout.block_rows, item.rows - row);
     const int64_t supers = layout.supers(rows), lanes = layout.lanes;
@@ -193,12 +229,10 @@ void softmax_write(const SoftmaxParams& p, const SoftmaxItem& item, const void* 
                          T(0), buffers.grad);
       softmax_grad_block(buffers.x, buffers.grad, buffers.sum, T(p.scale), supers, lanes);
     } else {
-      for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-        const Vector<T> subtracted = finite_max<T>(load(buffers.max + v));
-        const Vector<T> factor = T(1) / load(buffers.sum + v);
-        for (int64_t i = 0; i < supers; ++i) {
+      for (int64_t i = 0; i < supers; ++i) {
+        for (int64_t v = 0; v < lanes; v += kLanes<T>) {
           T* at = buffers.x + i * lanes + v;
-          store<T>(at, vector_exp<T>(load(at) - subtracted) * factor);
+          store<T>(at, vector_exp<T>(load(at) - load(buffers.max + v)) * load(buffers.sum + v));
         }
       }
     }
@@ -233,9 +267,12 @@ void softmax(const SoftmaxParams& p, const SoftmaxItem& item, void* scratch) {
       if (layout.rows_per_super > 1) {
         factor *= vector_exp<T>(load(buffers.lane_max + v) - finite_max<T>(load(buffers.max + v)));
       }
-      for (int64_t i = 0; i < supers; ++i) {
+      store<T>(buffers.sum + v, factor);
+    }
+    for (int64_t i = 0; i < supers; ++i) {
+      for (int64_t v = 0; v < lanes; v += kLanes<T>) {
         T* at = buffers.x + i * lanes + v;
-        store<T>(at, load(at) * factor);
+        store<T>(at, load(at) * load(buffers.sum + v));
       }
     }
   }
