@@ -1,7 +1,8 @@
 // jagged_softmax, forward and backward, over the rows i of each sequence and for each column c:
 //
-//   p[i, c] = exp(scale x[i, c] - m[c]) / sum_j exp(scale x[j, c] - m[c]),   m[c] = max_j scale
-//   x[j, c] dx[i, c] = scale p[i, c] (dp[i, c] - sum_j dp[j, c] p[j, c])
+//   m[c]     = max_j scale x[j, c]
+//   p[i, c]  = exp(scale x[i, c] - m[c]) / sum_j exp(scale x[j, c] - m[c])
+//   dx[i, c] = scale p[i, c] (dp[i, c] - sum_j dp[j, c] p[j, c])
 //
 // Grid: x, one CTA of 128 threads for each sequence, or for each 4 sequences of a large batch; y,
 // groups of up to 32 vectors (4 elements, 2 of fp64, or one where alignment forbids more) beside
@@ -34,12 +35,12 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kItems = 4;  // vectors that a thread keeps in registers
-constexpr int kMaxLanes = 32;
-constexpr int kMaxVector =
-    4;  // elements: 16 bytes of fp32, 8 of 16-bit types, which keeps sums in registers
-constexpr int kManySeqs =
-    2048;  // beyond as many CTAs as 132 SMs hold at once, a CTA serves kWarps sequences
+constexpr int kItems = 4;      // vectors that a thread keeps in registers
+constexpr int kMaxLanes = 32;  // vectors of a row beside each other
+// Elements of a vector: 16 bytes of fp32, but 8 of 16-bit types, whose sums fill the registers.
+constexpr int kMaxVector = 4;
+// Up to here, each sequence has a CTA of its own; 132 SMs hold 1,056 at once.
+constexpr int kManySeqs = 2048;
 
 template <typename Element>
 using Sum = std::conditional_t<std::is_same_v<Element, double>, double, float>;
@@ -79,30 +80,31 @@ __device__ __forceinline__ double minus_infinity(double) {
   return __longlong_as_double(0xfff0000000000000LL);
 }
 
-// The place of a thread among those that share a sequence: kGroup threads, 32 or kThreads.
-template <int kGroup>
+// The place of a thread among those that share a sequence: a warp, or the whole CTA.
 struct Place {
+  bool in_cta;
   int row;  // first row; the others follow at row_step
   int row_step;
   int lanes;       // vectors beside each other, a power of two
   int64_t column;  // of the thread's vector
   bool exists;     // column < columns
 
-  __device__ __forceinline__ Place(int lanes_log2, int64_t first_vector, int vector,
-                                   int64_t columns) {
-    const int thread = kGroup == 32 ? threadIdx.x % 32 : threadIdx.x;
+  __device__ __forceinline__ Place(bool in_cta, int lanes_log2, int64_t first_vector, int vector,
+                                   int64_t columns)
+      : in_cta(in_cta) {
+    const int thread = in_cta ? threadIdx.x : threadIdx.x % 32;
     lanes = 1 << lanes_log2;
     row = thread >> lanes_log2;
-    row_step = kGroup >> lanes_log2;
+    row_step = (in_cta ? kThreads : 32) >> lanes_log2;
     column = (first_vector + (thread & (lanes - 1))) * vector;
     exists = column < columns;
   }
 };
 
-// Combines value[] of all threads of the group that hold the same column; every thread gets the
+// Combines value[] of all threads at the place that hold the same column; every thread gets the
 // result. `buffer` is 0 and 1 in turn.
-template <int kGroup, int kVector, typename S, typename Combine>
-__device__ __forceinline__ void reduce_rows(S (&value)[kVector], const Place<kGroup>& place,
+template <int kVector, typename S, typename Combine>
+__device__ __forceinline__ void reduce_rows(S (&value)[kVector], const Place& place,
                                             SharedStorage& shared, int buffer, Combine combine) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -112,7 +114,7 @@ __device__ __forceinline__ void reduce_rows(S (&value)[kVector], const Place<kGr
       value[e] = combine(value[e], __shfl_xor_sync(0xffffffffu, value[e], offset));
     }
   }
-  if constexpr (kGroup > 32) {
+  if (place.in_cta) {
     using Partial = S[kWarps][kMaxLanes][kVector];
     static_assert(sizeof(Partial) <= sizeof(shared.partial[0]));
     Partial& sPartial = *reinterpret_cast<Partial*>(shared.partial[buffer]);
@@ -149,9 +151,8 @@ struct SoftmaxView {
   int64_t len;  // 0 for a thread without columns
   S scale;
 
-  template <int kGroup>
   __device__ __forceinline__ SoftmaxView(const JaggedSoftmaxParams& params, const RowRange& range,
-                                         const Place<kGroup>& place)
+                                         const Place& place)
       : gX(static_cast<const Element*>(params.x) + range.begin * params.x_stride + place.column),
         gOut(static_cast<Element*>(params.out) + range.begin * params.columns + place.column),
         x_stride(params.x_stride),
@@ -173,14 +174,16 @@ struct SoftmaxView {
 };
 
 // A sequence of at most kItems rows for each thread, kept in registers.
-template <typename Element, int kVector, int kGroup>
+template <typename Element, int kVector>
 __device__ __forceinline__ void softmax_short(const JaggedSoftmaxParams& params,
-                                              const RowRange& range, const Place<kGroup>& place,
+                                              const RowRange& range, const Place& place,
                                               SharedStorage& shared) {
   using S = Sum<Element>;
   const SoftmaxView<Element, kVector> view(params, range, place);
   const int len = static_cast<int>(view.len);
-  S maximum[kVector], sum[kVector], rX[kItems][kVector];
+  S maximum[kVector], sum[kVector];
+  S rX[kItems][kVector] =
+      {};  // set at once, or their registers would live on from sequence to sequence
 #pragma unroll
   for (int e = 0; e < kVector; ++e) maximum[e] = minus_infinity(S{}), sum[e] = S(0);
 #pragma unroll
@@ -223,7 +226,7 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxParams& params,
 // A longer one, read twice by the whole CTA.
 template <typename Element, int kVector>
 __device__ __forceinline__ void softmax_long(const JaggedSoftmaxParams& params,
-                                             const RowRange& range, const Place<kThreads>& place,
+                                             const RowRange& range, const Place& place,
                                              SharedStorage& shared) {
   using S = Sum<Element>;
   const SoftmaxView<Element, kVector> view(params, range, place);
@@ -238,7 +241,7 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxParams& params,
   for (int64_t first = place.row; first < view.len; first += kItems * step) {
     const int left =
         static_cast<int>(view.len - first < kItems * step ? view.len - first : kItems * step);
-    typename SoftmaxView<Element, kVector>::Loaded rX[kItems];
+    typename SoftmaxView<Element, kVector>::Loaded rX[kItems] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (i * step < left) rX[i] = view.load(first + i * step);
@@ -300,9 +303,8 @@ struct SoftmaxBackwardView {
   int64_t len;  // 0 for a thread without columns
   S scale;
 
-  template <int kGroup>
   __device__ __forceinline__ SoftmaxBackwardView(const JaggedSoftmaxBackwardParams& params,
-                                                 const RowRange& range, const Place<kGroup>& place)
+                                                 const RowRange& range, const Place& place)
       : gGrad(static_cast<const Element*>(params.grad_out) + range.begin * params.grad_out_stride +
               place.column),
         gP(static_cast<const Element*>(params.out) + range.begin * params.out_stride +
@@ -341,15 +343,15 @@ struct SoftmaxBackwardView {
 };
 
 // A sequence of at most kItems rows for each thread, kept in registers.
-template <typename Element, int kVector, int kGroup>
+template <typename Element, int kVector>
 __device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams& params,
-                                              const RowRange& range, const Place<kGroup>& place,
+                                              const RowRange& range, const Place& place,
                                               SharedStorage& shared) {
   using View = SoftmaxBackwardView<Element, kVector>;
   using S = Sum<Element>;
   const View view(params, range, place);
   const int len = static_cast<int>(view.len);
-  typename View::Loaded rGrad[kItems], rP[kItems];
+  typename View::Loaded rGrad[kItems] = {}, rP[kItems] = {};
   S sum[kVector];
 #pragma unroll
   for (int e = 0; e < kVector; ++e) sum[e] = S(0);
@@ -368,13 +370,13 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams&
     const int row = place.row + i * place.row_step;
     if (row < len) view.store(sum, rGrad[i], rP[i], row);
   }
-  if constexpr (kGroup > 32) __syncthreads();  // one reduction a sequence: its buffer is used again
+  if (place.in_cta) __syncthreads();  // one reduction a sequence: its buffer is used again
 }
 
 // A longer one, read twice by the whole CTA.
 template <typename Element, int kVector>
 __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& params,
-                                             const RowRange& range, const Place<kThreads>& place,
+                                             const RowRange& range, const Place& place,
                                              SharedStorage& shared) {
   using View = SoftmaxBackwardView<Element, kVector>;
   using S = Sum<Element>;
@@ -423,7 +425,7 @@ __device__ __forceinline__ void store_zeros(Element* global, int64_t begin, int6
 }
 
 template <typename Params, typename Element, int kVector>
-__global__ __launch_bounds__(kThreads, sizeof(Element) == 8 ? 3 : 6) void jagged_softmax_kernel(
+__global__ __launch_bounds__(kThreads, sizeof(Element) == 8 ? 4 : 8) void jagged_softmax_kernel(
     const __grid_constant__ SoftmaxLaunch<Params> launch) {
   __shared__ SharedStorage shared;
   const Params& params = launch.params;
@@ -435,18 +437,13 @@ __global__ __launch_bounds__(kThreads, sizeof(Element) == 8 ? 3 : 6) void jagged
       const int64_t seq = blockIdx.x * int64_t{launch.seqs_each} + i;
       if (seq >= offsets.num_seqs) break;
       const RowRange range = sequence_rows(offsets, seq);
-      if (range.len <= (32 * kItems) >> launch.lanes_log2) {
-        if (warp == i && range.len > 0) {
-          const Place<32> place(launch.lanes_log2, first_vector, kVector, params.columns);
-          softmax_short<Element, kVector>(params, range, place, shared);
-        }
+      const bool in_cta = range.len > (32 * kItems) >> launch.lanes_log2;
+      if (!in_cta && (warp != i || range.len == 0)) continue;
+      const Place place(in_cta, launch.lanes_log2, first_vector, kVector, params.columns);
+      if (range.len <= place.row_step * kItems) {
+        softmax_short<Element, kVector>(params, range, place, shared);
       } else {
-        const Place<kThreads> place(launch.lanes_log2, first_vector, kVector, params.columns);
-        if (range.len <= (kThreads * kItems) >> launch.lanes_log2) {
-          softmax_short<Element, kVector>(params, range, place, shared);
-        } else {
-          softmax_long<Element, kVector>(params, range, place, shared);
-        }
+        softmax_long<Element, kVector>(params, range, place, shared);
       }
     }
   }
