@@ -65,11 +65,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse names that nothing has."""
-    modules = _modules(options.command)
+    modules = _modules(options.command).values()
     cases = [case for module in modules for case in module.CASES]
     for pattern in options.cases:
         if not fnmatch.filter(cases, pattern):
-            parser.error(f"--cases must be of {', '.join(cases)}, got {pattern}")
+            expected = ", ".join(dict.fromkeys(cases))
+            parser.error(f"--cases must be of {expected}, got {pattern}")
     known = [name for module in modules for name in getattr(module, "PEERS", ())]
     for name in options.against or ():
         if name not in (*known, "none"):
@@ -82,8 +83,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--repetitions must be >= 1, got {options.repetitions}")
 
 
-def _modules(command: str) -> list[ModuleType]:
-    return list(COMMANDS.values()) if command == "all" else [COMMANDS[command]]
+def _modules(command: str) -> dict[str, ModuleType]:
+    return COMMANDS if command == "all" else {command: COMMANDS[command]}
 
 
 def _why_no_cuda() -> str | None:
@@ -125,10 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modules = _modules(parsed.command)
     try:
         with timer.context():
-            if modules != [build]:
+            if list(modules) != ["build"]:
                 session.calibrate()
-            for module in modules:
-                module.run(session)
+            for command, module in modules.items():
+                if session.out_of_time():
+                    session.note(f"{command}: the time was spent")
+                else:
+                    module.run(session)
     except LostDeviceError as error:
         session.note(str(error))
         session.failed = True

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
+FLUSH_US = 120.0  # about what reading them takes
 BUDGET_S = 0.08  # of one measurement
 MIN_REPETITIONS, MAX_REPETITIONS = 5, 50
 HOST_CALLS_IN_A_ROW = 64  # then the GPU catches up: a full queue would make the host wait
@@ -120,8 +121,7 @@ class CudaTimer:
             graph = self._capture(call)
             run = call if graph is None else graph.replay
             trial_us = min(self._times(run, 3))
-            flush_us = 120.0
-            repetitions = _repetitions(self.repetitions, (trial_us + flush_us) / 1e6)
+            repetitions = _repetitions(self.repetitions, (trial_us + FLUSH_US) / 1e6)
             times = self._times(run, repetitions)
         return Measurement.of(times, "eager" if graph is None else "graph")
 

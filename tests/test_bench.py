@@ -1,0 +1,458 @@
+"""The benchmark command: what it counts, checks, reports and survives; times are not judged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jagged_cuda
+from jagged_cuda.bench import __main__ as command_line
+from jagged_cuda.bench import attention, build, checking, figure2, peers, report, shapes, table1
+from jagged_cuda.bench import session as session_module
+from jagged_cuda.bench import timing as timing_module
+from jagged_cuda.bench.checking import WrongResultError
+from jagged_cuda.bench.session import HINTED, OURS, Options, Session
+from jagged_cuda.bench.timing import CpuTimer, CudaTimer, Measurement
+from jagged_cuda.testing import reference
+from jagged_cuda.testing.lengths import Layout
+
+MEASURED = {"median_us", "min_us", "q25_us", "q75_us", "spread", "repetitions", "method"}
+
+
+def run(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """Run the command on the CPU with tiny shapes; return its JSON."""
+    out = tmp_path / "results" / "run.json"
+    common = ("--device", "cpu", "--quick", "--repetitions", "1", "--out", str(out))
+    assert command_line.main([*arguments, *common]) == status
+    return json.loads(out.read_text())
+
+
+def rows_of(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [row["results"][name] for row in found["rows"] if name in row["results"]]
+
+
+# --- what a run leaves behind
+
+
+def test_table1_reports_each_operator_both_passes_and_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(tmp_path, "table1")
+    assert found["schema"] == report.SCHEMA
+    assert {"command", "date", "environment", "calibration", "notes", "seconds"} <= set(found)
+    where = found["environment"]
+    assert where["torch"] == torch.__version__
+    assert where["device"] == "cpu" and where["gpu"] is None
+    keys = [(row["case"], row["pass"], row["precision"]) for row in found["rows"]]
+    assert keys == [
+        (operator, pass_name, "fp32")
+        for operator in ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax")
+        for pass_name in ("forward", "backward")
+    ]
+    for row in found["rows"]:
+        assert set(row["results"][OURS]) >= MEASURED
+        assert set(row["results"]["padded"]) >= MEASURED
+        assert row["results"]["sll"] == {"absent": "sll needs a GPU"}
+        assert row["floor_us"] > 0 and row["copy_us"] > 0 and row["seed"] == shapes.SEED
+        ours, peer = (row["results"][name]["median_us"] for name in (OURS, "padded"))
+        assert row["ratios"][f"padded / {OURS}"] == pytest.approx(peer / ours, rel=0.01)
+        assert {f"{OURS} / floor", f"{OURS} / copy"} <= set(row["ratios"])
+    table = capsys.readouterr().out
+    assert "Table 1 of the paper" in table and "note: sll needs a GPU" in table
+    lines = [line for line in table.splitlines() if line.startswith("jagged_")]
+    assert len(lines) == 6 and all("absent" in line for line in lines)
+
+
+def test_attention_times_both_passes_with_and_without_max_len(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(tmp_path, "attention", "--against", "sdpa", "--cases", "short,*_causal")
+    cases = [row["case"] for row in found["rows"] if row["pass"] == "forward"]
+    assert cases == ["short", "u4096_causal", "full4096_causal"]
+    for row in found["rows"]:
+        assert set(row["results"]) == {OURS, HINTED, "sdpa"}
+        assert all("tflops" in result for result in row["results"].values())
+    assert "Self-attention" in capsys.readouterr().out
+
+
+def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = {"origin": "compiled here", "bytes": 10**6, "archs": ["9.0a"]}
+    imported = {"torch_s": 1.0, "import_s": 0.05, "libraries": {"_C_cuda": library}}
+    caches = []
+
+    def import_in_a_process(cache: str | None) -> dict[str, Any]:
+        caches.append(cache)
+        return imported
+
+    monkeypatch.setattr(build, "_import_in_a_process", import_in_a_process)
+    monkeypatch.setattr("jagged_cuda.bench.host.QUICK_CALLS", 3)
+    found = run(tmp_path, "all", "--cases", "512,jagged_softmax,torch.add,build")
+    commands = {row["command"] for row in found["rows"]}
+    assert commands == {"table1", "figure2", "host"}
+    for row in found["rows"]:
+        assert row["results"][OURS]["median_us"] > 0
+        if row["command"] == "figure2":
+            assert set(row["results"]) == {OURS, HINTED, "dense", "sdpa", "varlen"}
+            assert row["results"]["dense"]["peak_mib"] is None  # known on a GPU alone
+    passes = [row["pass"] for row in found["rows"] if row["command"] == "host"]
+    assert passes == ["no gradient", "gradient", "forward+backward"] * 2
+    assert found["build"]["warm_import_s"] == 0.05 and caches == [None]
+
+    session = Session(CpuTimer(1), Options())
+    build.run(session)
+    folder = caches[1]
+    assert folder is not None and not Path(folder).exists()  # the cold cache is gone
+    assert caches[1:] == [folder] * (1 + build.WARM_IMPORTS)
+    assert session.sections["build"]["cold_build_s"] == 0.05
+    table = report.tables(session, report.environment(session.device))
+    assert "cold build" in table and "_C_cuda 9.0a (compiled here), MB" in table
+
+
+def test_a_failed_build_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(cache: str | None) -> dict[str, Any]:
+        raise RuntimeError("a process that imports jagged_cuda ended with 1")
+
+    monkeypatch.setattr(build, "_import_in_a_process", fail)
+    session = Session(CpuTimer(1), Options())
+    build.run(session)
+    assert session.failed and "ended with 1" in session.sections["build"]["error"]
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["table1", "--cases", "nothing"], "--cases must be of jagged_dense_bmm, "),
+        (["table1", "--against", "flex"], "--against must be of padded, sll, got flex"),
+        (["attention", "--dtype", "fp8"], "--dtype must be of tf32, fp32, bf16, fp16, got fp8"),
+        (["attention", "--repetitions", "0"], "--repetitions must be >= 1, got 0"),
+        (["everything"], "invalid choice: 'everything'"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        command_line.main(arguments)
+    assert raised.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_cuda_without_a_gpu_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "jagged_cuda._load.cuda_unavailable_reason", "jagged_cuda cannot use CUDA: no GPU."
+    )
+    with pytest.raises(SystemExit) as raised:
+        command_line.main(["table1", "--device", "cuda"])
+    assert raised.value.code == 2
+    message = "--device cuda needs a GPU: jagged_cuda cannot use CUDA: no GPU."
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_result_is_not_timed_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_the_last_sequence(x: Tensor, offsets: Tensor) -> Tensor:
+        inside = torch.arange(x.shape[0]) < offsets[-2]
+        return reference.jagged_softmax(x, Layout(tuple(offsets.diff().tolist())), 1.0).where(
+            inside[:, None], 0.0
+        )
+
+    monkeypatch.setattr(jagged_cuda, "jagged_softmax", lose_the_last_sequence)
+    found = run(tmp_path, "table1", "--cases", "jagged_softmax", status=1)
+    assert [list(result) for result in rows_of(found, OURS)] == [["wrong"]] * 2
+    assert "wrong result: relative error 1 in sequence 5" in found["notes"][0]
+    assert all("median_us" in result for result in rows_of(found, "padded"))
+
+
+def test_a_wrong_gradient_leaves_the_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = jagged_cuda.jagged_softmax
+
+    def double_the_gradient(x: Tensor, offsets: Tensor) -> Tensor:
+        out = right(x, offsets)
+        return 2 * out - out.detach()
+
+    monkeypatch.setattr(jagged_cuda, "jagged_softmax", double_the_gradient)
+    found = run(tmp_path, "table1", "--cases", "jagged_softmax", "--against", "none", status=1)
+    forward, backward = rows_of(found, OURS)
+    assert "median_us" in forward and list(backward) == ["wrong"]
+
+
+def test_a_peer_that_fails_is_one_line_and_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(module: str) -> Any:
+        raise ValueError("cannot compile\nand many more lines")
+
+    monkeypatch.setattr(peers, "need_cuda", lambda name, device: None)
+    monkeypatch.setattr(peers, "sll", fail)
+    found = run(tmp_path, "table1", "--cases", "jagged_softmax")
+    assert rows_of(found, "sll") == [{"error": "ValueError: cannot compile"}] * 2
+    assert found["notes"] == ["sll: ValueError: cannot compile [jagged_softmax forward fp32]"]
+
+
+def test_a_lost_gpu_ends_the_run_and_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object) -> Tensor:
+        monkeypatch.setattr(CpuTimer, "synchronize", fail)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def fail(timer: CpuTimer) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(jagged_cuda, "jagged_jagged_bmm", lose)
+    found = run(tmp_path, "table1", "--against", "none", status=1)
+    assert [row["case"] for row in found["rows"]][::2] == ["jagged_dense_bmm", "jagged_jagged_bmm"]
+    assert "median_us" in found["rows"][0]["results"][OURS]
+    assert found["notes"][-1].startswith("the GPU was lost after jagged_cuda: ")
+
+
+def test_the_budget_is_kept(tmp_path: Path) -> None:
+    found = run(tmp_path, "all", "--seconds-budget", "0")
+    assert found["rows"] == []
+    assert found["notes"] == [f"{name}: the time was spent" for name in command_line.COMMANDS]
+
+
+def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_sll_folder", lambda: None)
+    with pytest.raises(peers.AbsentError, match="fbgemm_gpu is not installed"):
+        peers.sll("triton_jagged_bmm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(peers.AbsentError, match="neither flash_attn_interface nor"):
+        peers.flash_attention_3()
+
+
+def test_padding_that_would_fill_the_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "memory_bytes", lambda device: 10**6)
+    layout = Layout((500, 1, 1, 1))
+    operands = attention.Operands.draw(layout, 2, 16, False, torch.device("cpu"), torch.float32)
+    with pytest.raises(peers.AbsentError, match="4 x 500 rows"):
+        attention.sdpa(operands)
+
+
+# --- what is counted
+
+
+def test_lengths_are_those_of_the_record() -> None:
+    assert shapes.layout(shapes.uniform(1024, 200), quick=False).total == 103_145
+    for case in attention.ATTENTION_CASES:
+        lengths = shapes.layout(case.draw, quick=False).lengths
+        assert lengths == shapes.layout(case.draw, quick=False).lengths
+        assert min(lengths) >= 1 and max(lengths) <= 16384
+    assert shapes.layout(shapes.giant(1024, 16384, 64), quick=False).lengths[0] == 16384
+
+
+def test_bytes_and_operations() -> None:
+    batch = table1.draw_batch(torch.device("cpu"), torch.float32, quick=False)
+    dense, jagged, softmax = table1.OPERATORS
+    # The floors of the record in microseconds, at 3.03 TB/s.
+    assert 4 * dense.forward_elems(batch) / 3.03e6 == pytest.approx(38.8, abs=0.1)
+    assert dense.forward_elems(batch) == jagged.forward_elems(batch)
+    assert 4 * softmax.forward_elems(batch) / 3.03e6 == pytest.approx(2.2, abs=0.05)
+    assert sum(softmax.backward_elems(batch)) == 3 * batch.y_jagged.numel()
+    layout = Layout((4096,) * 8)
+    with torch.device("meta"):
+        q = torch.empty(layout.total, 16, 128, dtype=torch.bfloat16)
+    operands = attention.Operands(layout, q, q, q, q, torch.zeros(9), False, 1.0)
+    assert operands.flops / 1680 / 1e6 == pytest.approx(655, abs=1)
+    causal = attention.Operands(layout, q, q, q, q, torch.zeros(9), True, 1.0)
+    assert 2 * causal.flops == operands.flops
+    assert operands.backward_bytes - operands.forward_bytes == 4 * 2 * q.numel()
+
+
+def test_every_case_has_a_goal_and_every_peer_a_description() -> None:
+    assert [int(case) for case in figure2.CASES] == [512, 1024, 2048, 4096]
+    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS):
+        assert peers.DESCRIPTIONS[name]
+    for module in (table1, attention, figure2):
+        assert set(module.DEFAULT_PEERS) <= set(module.PEERS)
+
+
+# --- what is checked
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_of_one_head(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "CHUNK", 7)
+    layout = Layout((20,))
+    q, k, v, grad_out = (torch.randn(20, 1, 6, dtype=torch.float64) for _ in range(4))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    window = (-1, 0) if causal else (-1, -1)
+    out, _ = reference.jagged_flash_attention(*leaves, layout, layout, window, 0.3)
+    expected = (out, *torch.autograd.grad(out, leaves, grad_out))
+    operands = (tensor.detach().squeeze(1) for tensor in (q, k, v, grad_out))
+    found = checking.attention_of_one_head(*operands, 0.3, causal)
+    for actual, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, exact.detach().squeeze(1))
+
+
+def test_a_lost_sequence_is_seen() -> None:
+    layout = Layout((500, 3, 500))
+    right = torch.randn(layout.total, 4)
+    wrong = right.clone()
+    wrong[501] = 0
+    checking.require_jagged("result", right, right.double(), layout, 1e-6)
+    with pytest.raises(WrongResultError, match=r"in sequence 1, limit 0\.02, 1 of 3 fail"):
+        checking.require_jagged("result", wrong, right.double(), layout, 0.02)
+    checking.require_jagged("result", wrong, right.double(), layout, 0.02, min_rows=16)
+    wrong[0, 0] = torch.nan
+    with pytest.raises(WrongResultError, match="relative error nan in sequence 0"):
+        checking.require_jagged("result", wrong, right.double(), layout, 0.02)
+    with pytest.raises(WrongResultError, match=r"shape \[3\], expected"):
+        checking.require_jagged("result", wrong[:3, 0], right, layout, 0.02)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_attention_is_judged(index: int) -> None:
+    layout = Layout((30, 2, 17))
+    operands = attention.Operands.draw(layout, 2, 8, True, torch.device("cpu"), torch.float32)
+    tensors = (*operands.qkv, operands.grad_out)
+    check = checking.AttentionCheck(layout, tensors, operands.scale, True, 1e-4)
+    results = [tensor.clone() for tensor in attention.ours(operands, True).step()]
+    check.require_out(results[0])
+    check.require_gradients(results[1:])
+    results[index][40, 1] += 0.1
+    with pytest.raises(WrongResultError, match="of sequence 2"):
+        check.require_out(results[0])
+        check.require_gradients(results[1:])
+
+
+# --- how is timed
+
+
+def test_measurement() -> None:
+    found = Measurement.of([4.0, 1.0, 3.0, 2.0, 5.0], "clock")
+    assert (found.median_us, found.min_us, found.repetitions) == (3.0, 1.0, 5)
+    assert found.as_json()["spread"] == pytest.approx((found.q75_us - found.q25_us) / 3, abs=1e-3)
+    assert Measurement.of([2.0], "clock").as_json()["spread"] == 0
+
+
+def test_cpu_timer_repeats_by_the_time_of_one() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    def call_of(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal now
+            now += seconds
+
+        return call
+
+    timer = CpuTimer(clock=clock)
+    slow, fast = timer.measure(call_of(1.0)), timer.measure(call_of(1e-5))
+    assert (slow.median_us, slow.repetitions) == (1e6, timing_module.MIN_REPETITIONS)
+    assert fast.repetitions == timing_module.MAX_REPETITIONS
+    assert CpuTimer(7, clock).measure(call_of(1.0)).repetitions == 7
+
+
+class _FakeCuda:
+    """Enough of torch.cuda to walk through CudaTimer without a GPU."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.can_capture = True
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: object) -> None:
+                fake.log.append("event")
+
+            def elapsed_time(self, end: Event) -> float:
+                return 0.025
+
+        class Graph:
+            def replay(self) -> None:
+                fake.log.append("replay")
+
+        @contextlib.contextmanager
+        def capture(graph: Graph, stream: object) -> Iterator[None]:
+            if not fake.can_capture:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            yield
+
+        replacements = {
+            "Stream": lambda device: object(),
+            "stream": lambda stream: contextlib.nullcontext(),
+            "synchronize": lambda device=None: fake.log.append("synchronize"),
+            "empty_cache": lambda: None,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": capture,
+            "memory_allocated": lambda device: 100,
+            "max_memory_allocated": lambda device: 350,
+            "reset_peak_memory_stats": lambda device: None,
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(timing_module, "FLUSH_BYTES", 64)
+
+
+def test_cuda_timer_replays_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _FakeCuda()
+    fake.install(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), repetitions=4)
+    calls = []
+    found = timer.measure(lambda: calls.append(1))
+    assert (found.method, found.repetitions, found.median_us) == ("graph", 4, 25.0)
+    assert len(calls) == 3  # two to warm up, one captured
+    assert fake.log[-13:] == ["event", "replay", "event"] * 4 + ["synchronize"]
+    assert timer.peak_bytes(lambda: None) == 250
+    assert timer.measure_host(lambda: None, 10).repetitions == 10
+
+
+def test_cuda_timer_falls_back_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _FakeCuda()
+    fake.can_capture = False
+    fake.install(monkeypatch)
+    found = CudaTimer(torch.device("cpu"), repetitions=4).measure(lambda: None)
+    assert found.method == "eager" and "replay" not in fake.log
+
+
+def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    _FakeCuda().install(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), repetitions=2)
+    options = Options(
+        quick=True, cases=("jagged_softmax", "short", "512"), against=("padded", "sdpa")
+    )
+    session = Session(timer, options)
+    session.calibrate()
+    for module in (table1, attention, figure2):
+        module.run(session)
+    assert session.rows and not session.failed
+    table = report.tables(session, report.environment(timer.device))
+    assert "MiB" in table and "TFLOP/s" in table
+
+
+def test_a_peer_off_the_record_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "is_reference_machine", True)
+    session = Session(CpuTimer(1), Options(quick=True, against=("padded",)))
+    session.calibrate()
+    with monkeypatch.context() as patch:
+        operator = table1.OPERATORS[-1]
+        patch.setattr(table1, "OPERATORS", (operator,))
+        table1.run(session)
+    assert session.rows[0].goal_us == 10
+    assert session.rows[0].as_json()["results"][OURS]["median_us"] > 0
+    assert any(note.startswith("padded took ") and "on record" in note for note in session.notes)
+    assert session_module.REFERENCE_GPU == "H100"
