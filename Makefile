@@ -73,7 +73,7 @@ compdb: $(READY) ## Write compile_commands.json for editors and clang-tidy
 
 wheel: $(READY) ## Build the wheel in dist/ for TORCH_CUDA_ARCH_LIST
 	rm -rf build/lib build/lib.* build/bdist.*  # what was deleted since must not get in
-	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+	$(PY) -c 'import setuptools.build_meta as backend; print(backend.build_wheel("dist"))'
 
 sdist: $(READY) ## Build the source distribution in dist/
 	$(PY) -c 'import setuptools.build_meta as backend; print(backend.build_sdist("dist"))'
