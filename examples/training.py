@@ -14,6 +14,11 @@ from histories import Batch
 from ranker import Ranker
 from torch import Tensor, nn
 
+# Adam divides each gradient by its own size: with the usual 1e-8, gradients that are mostly
+# rounding become whole steps, and two trainings one rounding apart are 4e-5 apart in loss after 200
+# steps. With 1e-6 they are 7e-7 apart, and learn as fast.
+ADAM_EPS = 1e-6
+
 
 class Measurement(NamedTuple):
     """What one training took."""
@@ -44,7 +49,7 @@ def train(
         progress: called after each step with the number of steps done and the loss.
     """
     device = next(model.parameters()).device
-    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, eps=ADAM_EPS)
     model.loss(_move(batches[0], device)).backward()
     optimizer.zero_grad()
     if device.type == "cuda":

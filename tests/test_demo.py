@@ -237,7 +237,7 @@ def test_demo_fails_if_the_losses_differ(tmp_path, monkeypatch, capsys):
 def test_a_loss_that_is_not_a_number_is_not_equal():
     def result(padded: list[float], jagged: list[float]) -> Result:
         sides = (Side(Measurement(losses, [1.0], 1), 1.0, 1.0) for losses in (padded, jagged))
-        return Result(*sides, 1, 1e-4, "test", "cpu", [2], 2)
+        return Result(*sides, 1, 1e-5, "test", "cpu", [2], 2)
 
     assert result([4.0], [4.0]).losses_are_equal
     assert not result([4.0], [4.001]).losses_are_equal
@@ -247,5 +247,5 @@ def test_a_loss_that_is_not_a_number_is_not_equal():
 def test_demo_without_matplotlib_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     side = Side(Measurement([4.0], [1.0], 1), 1.0, 1.0)
-    result = Result(side, side, 1, 1e-4, "test", "cpu", [2], 2)
+    result = Result(side, side, 1, 1e-5, "test", "cpu", [2], 2)
     assert "matplotlib is not installed" in demo.write_figure(result, tmp_path / "figure.png")
