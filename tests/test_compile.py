@@ -46,52 +46,24 @@ def draw(
 ) -> Sample:
     spec = case.spec("small", 0)
     spec = dataclasses.replace(
-        spec, layout=layout, kv_layout=None, choices=CHOICES, storage={}, poisoned=False
+        spec,
+        layout=layout,
+        kv_layout=None,
+        choices=dict(spec.choices) | CHOICES,
+        storage={},
+        poisoned=False,
     )
     return case.sample(spec, dtype, device)
 
 
-def _products(op: Callable[..., Tensor]) -> Callable[[Tensors, Tensor], Tensors]:
-    return lambda t, offsets: {"out": op(t["x"], t["y"], offsets)}
-
-
-def _softmax(t: Tensors, offsets: Tensor) -> Tensors:
-    return {"out": jagged_cuda.jagged_softmax(t["x"], offsets, scale=CHOICES["scale"])}
-
-
-def _attention(t: Tensors, offsets: Tensor) -> Tensors:
-    out, lse = jagged_cuda.jagged_flash_attention(
-        t["q"],
-        t["k"],
-        t["v"],
-        offsets,
-        causal=CHOICES["causal"],
-        scale=CHOICES["scale"],
-        return_lse=True,
-    )
-    return {"out": out, "lse": lse}
-
-
-# As a user's code has them: what the table's own calls do beside them is nothing to trace.
-CALLS = {
-    "jagged_dense_bmm": _products(jagged_cuda.jagged_dense_bmm),
-    "jagged_jagged_bmm": _products(jagged_cuda.jagged_jagged_bmm),
-    "jagged_softmax": _softmax,
-    "jagged_flash_attention": _attention,
-}
-
-
-def test_every_case_is_called() -> None:
-    assert CALLS.keys() == CASES.keys()
-
-
 def function_of(case: Case) -> Callable[[Tensors, Tensor], Tensors]:
     """The operator between two pointwise operations, which a compiler may want to fuse."""
-    call = CALLS[case.name]
+    spec = draw(case, FIRST, "cpu").spec
 
     def function(tensors: Tensors, offsets: Tensor) -> Tensors:
         scaled = {name: 2.0 * (0.5 * t) for name, t in tensors.items()}
-        return {name: (0.5 * t) * 2.0 for name, t in call(scaled, offsets).items()}
+        found = case.function(jagged_cuda, spec, scaled, offsets, None)
+        return {name: (0.5 * t) * 2.0 for name, t in found.items()}
 
     return function
 

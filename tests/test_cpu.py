@@ -36,7 +36,7 @@ AVAILABLE = [isa for isa, needed in NEEDS.items() if needed <= cpu_flags()]
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_instruction_set(isa: str) -> None:
     """JAGGED_CUDA_CPU_ISA forces an instruction set; every operator is right on it."""
-    seeds = [str(seed) for seed in range(4)]
+    seeds = [str(seed) for seed in range(2)]
     done = subprocess.run(
         [
             sys.executable,

@@ -31,6 +31,7 @@ CUDA = "cuda"
 PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
 PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
 PLAIN |= {"max_len": False}
+PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, and the names after forward and after backward.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -184,6 +185,10 @@ def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     out.sum().backward()
     assert last_kernel("cuda").endswith("tf32")
+
+
+def test_every_operator_has_paths() -> None:
+    assert {name for name, *_ in PATHS} == CASES.keys()
 
 
 # --- no host synchronisation
@@ -387,18 +392,10 @@ def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> No
     )
 
 
-HUGE = {
-    "jagged_dense_bmm": {"D": 512, "N": 8},
-    "jagged_jagged_bmm": {"D": 512, "N": 8},
-    "jagged_softmax": {"trailing": (512,)},
-    "jagged_flash_attention": {"dims": (64, 64), "heads": (8, 1)},
-}
-
-
 @CASE
 def test_more_than_2_to_the_31_elements(case: Case) -> None:
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
-    spec = spec_of(layout, poisoned=False, **HUGE[case.name])
+    spec = spec_of(layout, poisoned=False, **case.huge)
     shapes = case.shapes(spec)
     assert max(torch.Size(shape).numel() for shape in shapes.values()) > 2**31
     # Made in place, quickly and in bf16: normal values take too many copies of this size.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
 from jagged_cuda.testing.cases import CASES, Case, Invalid
+from jagged_cuda.testing.lengths import Layout
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 INVALID = pytest.mark.parametrize(
@@ -73,20 +76,27 @@ BAD_OFFSETS = [
 ]
 
 
-def call_with_offsets(name: str, offsets: torch.Tensor, **more: torch.Tensor | int) -> object:
-    device = offsets.device
-    x = torch.zeros(6, 4, device=device)
-    y = torch.zeros(offsets.shape[0] - 1, 4, 3, device=device)
-    calls = {
-        "jagged_dense_bmm": lambda: jagged_cuda.jagged_dense_bmm(x, y, offsets),
-        "jagged_jagged_bmm": lambda: jagged_cuda.jagged_jagged_bmm(x, x, offsets),
-        "jagged_softmax": lambda: jagged_cuda.jagged_softmax(x, offsets),
-        "jagged_flash_attention": lambda: jagged_cuda.jagged_flash_attention(
-            x, x, x, offsets, **more
-        ),
-    }
-    assert calls.keys() == CASES.keys()
-    return calls[name]()
+def call_with_offsets(
+    name: str,
+    offsets: torch.Tensor,
+    kv_offsets: torch.Tensor | None = None,
+    max_len: int | None = None,
+) -> None:
+    """Call an operator on tensors of six rows, whatever the offsets say."""
+    case = CASES[name]
+    spec = case.spec("small", 0)
+    layout = Layout((0,) * (offsets.shape[0] - 1), tail=6)
+    choices = dict(spec.choices) | ({"max_len": False} if "max_len" in spec.choices else {})
+    spec = dataclasses.replace(
+        spec, layout=layout, kv_layout=None, choices=choices, storage={}, poisoned=False
+    )
+    tensors = case.sample(spec, torch.float32, offsets.device).tensors
+    ops = jagged_cuda
+    if max_len is not None:
+        ops = SimpleNamespace(**vars(jagged_cuda))
+        function = getattr(jagged_cuda, name)
+        setattr(ops, name, lambda *a, **k: function(*a, **(k | {"max_len": max_len})))
+    case.function(ops, spec, tensors, offsets, kv_offsets)
 
 
 @pytest.fixture(params=["set_checks", "environment"])
@@ -152,6 +162,6 @@ def test_wrong_offsets_stay_in_bounds(device_name: str) -> None:
     """In a process of its own, which a write or read out of bounds may kill."""
     command = [sys.executable, "-m", "jagged_cuda.testing.corrupt"]
     done = subprocess.run(
-        [*command, "--device", device_name, "--count", "24"], capture_output=True, text=True
+        [*command, "--device", device_name, "--count", "16"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr

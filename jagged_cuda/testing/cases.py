@@ -50,11 +50,11 @@ class Case:
 
     Args:
         name: of the public function; the stem of its files in every layer.
-        operators: the registered operators behind it, forward first.
+        registered: the arguments of each registered operator behind it, forward first.
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
         rows: whose rows each argument and output has: "q", "kv" or "seq" (one for each sequence).
-        call: calls the function of a module (jagged_cuda, triton_ref) on a sample.
+        function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and kv_offsets.
         reference: the padded definition, on arguments of any dtype.
         rounded: padded PyTorch in the same precision: arguments in the dtype of sums, results rounded to the other one.
         terms: of each output and, given cotangents, of each gradient.
@@ -62,15 +62,16 @@ class Case:
         product: it multiplies operands, which TF32 may round.
         autocast: the policy under autocast.
         profiles: "small", "edge", "large".
+        huge: choices for which 4.2 million rows have more than 2^31 elements.
         invalid: calls that must raise.
     """
 
     name: str
-    operators: tuple[str, ...]
     choices: Mapping[str, Sequence[Any]]
     shapes: Callable[[Spec], dict[str, tuple[int, ...]]]
     rows: Mapping[str, str]
-    call: Callable[[Any, Sample], Tensors]
+    function: Callable[[Any, Spec, Tensors, Tensor, Tensor | None], Tensors]
+    registered: Callable[[Sample], dict[str, tuple[Any, ...]]]
     reference: Callable[[Spec, Tensors], Tensors]
     rounded: Callable[[Spec, Tensors, torch.dtype], Tensors]
     terms: Callable[[Spec, Tensors, Tensors | None], Tensors]
@@ -78,6 +79,7 @@ class Case:
     product: bool
     autocast: Literal["lower_precision", "float32"]
     profiles: Mapping[str, Profile]
+    huge: Mapping[str, Any]
     invalid: tuple[Invalid, ...]
 
     def __repr__(self) -> str:
@@ -105,6 +107,10 @@ class Case:
     def sample(self, spec: Spec, dtype: torch.dtype, device: torch.device | str) -> Sample:
         """Draw the arguments of a spec."""
         return draw_sample(spec, self.shapes(spec), self.rows, dtype, device)
+
+    def call(self, ops: Any, sample: Sample) -> Tensors:
+        """Call the function of a module on a sample."""
+        return self.function(ops, sample.spec, sample.tensors, sample.offsets, sample.kv_offsets)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -158,14 +164,14 @@ def _jagged_dense_bmm(device: torch.device, **changed: Tensor) -> object:
 
 JAGGED_DENSE_BMM = Case(
     name="jagged_dense_bmm",
-    operators=("jagged_dense_bmm",),
     choices={"D": _FEATURES, "N": _FEATURES},
     shapes=lambda spec: {
         "x": (spec.layout.total, spec.choices["D"]),
         "y": (spec.layout.num_seqs, spec.choices["D"], spec.choices["N"]),
     },
     rows={"x": "q", "y": "seq", "out": "q"},
-    call=lambda ops, s: {"out": ops.jagged_dense_bmm(s.tensors["x"], s.tensors["y"], s.offsets)},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_dense_bmm(t["x"], t["y"], offsets)},
+    registered=lambda s: {"jagged_dense_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
     reference=lambda spec, t: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},
     rounded=lambda spec, t, _: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},
     terms=_bilinear_terms(reference.jagged_dense_bmm),
@@ -173,6 +179,7 @@ JAGGED_DENSE_BMM = Case(
     product=True,
     autocast="lower_precision",
     profiles=_PRODUCT_PROFILES,
+    huge={"D": 512, "N": 8},
     invalid=(
         Invalid(
             "x_dim",
@@ -248,14 +255,14 @@ def _jagged_jagged_bmm(device: torch.device, **changed: Tensor) -> object:
 
 JAGGED_JAGGED_BMM = Case(
     name="jagged_jagged_bmm",
-    operators=("jagged_jagged_bmm",),
     choices={"D": _FEATURES, "N": _FEATURES},
     shapes=lambda spec: {
         "x": (spec.layout.total, spec.choices["D"]),
         "y": (spec.layout.total, spec.choices["N"]),
     },
     rows={"x": "q", "y": "q", "out": "seq"},
-    call=lambda ops, s: {"out": ops.jagged_jagged_bmm(s.tensors["x"], s.tensors["y"], s.offsets)},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_jagged_bmm(t["x"], t["y"], offsets)},
+    registered=lambda s: {"jagged_jagged_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
     reference=lambda spec, t: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},
     rounded=lambda spec, t, _: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},
     terms=_bilinear_terms(reference.jagged_jagged_bmm),
@@ -263,6 +270,7 @@ JAGGED_JAGGED_BMM = Case(
     product=True,
     autocast="lower_precision",
     profiles=_PRODUCT_PROFILES,
+    huge={"D": 512, "N": 8},
     invalid=(
         Invalid(
             "x_dim",
@@ -323,6 +331,15 @@ def _softmax_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> 
     return {"out": out} if grad_x is None else {"out": out, "grad_x": grad_x}
 
 
+def _registered_softmax(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    x, scale = sample.tensors["x"], _softmax_scale(sample.spec)
+    out = jagged_cuda.jagged_softmax(x.detach(), sample.offsets, scale=scale)
+    return {
+        "jagged_softmax": (x, sample.offsets, scale),
+        "jagged_softmax_backward": (torch.randn_like(out), out, sample.offsets, scale),
+    }
+
+
 def _jagged_softmax(device: torch.device, **changed: Tensor) -> object:
     arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
     return jagged_cuda.jagged_softmax(**(arguments | changed))
@@ -339,7 +356,6 @@ def _jagged_softmax_backward(device: torch.device, **changed: Tensor) -> object:
 
 JAGGED_SOFTMAX = Case(
     name="jagged_softmax",
-    operators=("jagged_softmax", "jagged_softmax_backward"),
     # 6 times an outlier is a logit of some hundreds; x[T] alone, and no column at all, are allowed.
     choices={
         "trailing": ((), (1,), (3,), (8,), (16,), (65,), (2, 3), (1, 1, 7), (0,), (300,)),
@@ -347,9 +363,10 @@ JAGGED_SOFTMAX = Case(
     },
     shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
     rows={"x": "q", "out": "q"},
-    call=lambda ops, s: {
-        "out": ops.jagged_softmax(s.tensors["x"], s.offsets, scale=_softmax_scale(s.spec))
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.jagged_softmax(t["x"], offsets, scale=_softmax_scale(spec))
     },
+    registered=_registered_softmax,
     reference=lambda spec, t: {
         "out": reference.jagged_softmax(t["x"], spec.layout, _softmax_scale(spec))
     },
@@ -365,6 +382,7 @@ JAGGED_SOFTMAX = Case(
         "edge": Profile((1, 3, 6), (33, 65, 300)),
         "large": Profile((64, 500), (200, 3000), {"trailing": ((8,), (4, 64), (257,))}),
     },
+    huge={"trailing": (512,)},
     invalid=(
         Invalid(
             "x_dim",
@@ -434,20 +452,38 @@ def _attention_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _call_attention(ops: Any, sample: Sample) -> Tensors:
-    choices, spec = sample.spec.choices, sample.spec
-    longest = max(spec.layout.max_len, spec.kv.max_len)
+def _call_attention(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    choices = spec.choices
     out, lse = ops.jagged_flash_attention(
-        **sample.tensors,
-        offsets=sample.offsets,
-        kv_offsets=sample.kv_offsets,
+        tensors["q"],
+        tensors["k"],
+        tensors["v"],
+        offsets,
+        kv_offsets=kv_offsets,
         causal=choices["causal"],
         window_size=choices["window_size"],
         scale=None if choices["scale"] is None else _attention_scale(spec),
-        max_len=longest if choices["max_len"] else None,
+        max_len=max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
         return_lse=True,
     )
     return {"out": out, "lse": lse}
+
+
+def _registered_attention(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    with_heads = sample.spec.choices["heads"] is not None
+    qkv = tuple(sample.tensors[n] if with_heads else sample.tensors[n].unsqueeze(1) for n in "qkv")
+    offsets = (sample.offsets, sample.kv_offsets)
+    options = (*_window(sample.spec), _attention_scale(sample.spec), None, False)
+    detached = tuple(t.detach() for t in qkv)
+    op = torch.ops.jagged_cuda.jagged_flash_attention
+    out, lse = op(*detached, *offsets, *options)
+    gradients = (torch.randn_like(out), torch.randn_like(lse))
+    return {
+        "jagged_flash_attention": (*qkv, *offsets, *options),
+        "jagged_flash_attention_backward": (*gradients, *detached, out, lse, *offsets, *options),
+    }
 
 
 def _on_heads(
@@ -514,7 +550,6 @@ def _jagged_flash_attention_backward(device: torch.device, **changed: Any) -> ob
 
 JAGGED_FLASH_ATTENTION = Case(
     name="jagged_flash_attention",
-    operators=("jagged_flash_attention", "jagged_flash_attention_backward"),
     choices={
         # None is the [T, D] form; else (H, G).
         "heads": (None, (1, 1), (2, 2), (4, 2), (3, 1)),
@@ -546,7 +581,8 @@ JAGGED_FLASH_ATTENTION = Case(
     },
     shapes=_attention_shapes,
     rows={"q": "q", "k": "kv", "v": "kv", "out": "q", "lse": "q"},
-    call=_call_attention,
+    function=_call_attention,
+    registered=_registered_attention,
     reference=_attention_reference,
     rounded=_attention_rounded,
     terms=_attention_terms,
@@ -566,6 +602,7 @@ JAGGED_FLASH_ATTENTION = Case(
             },
         ),
     },
+    huge={"dims": (64, 64), "heads": (8, 1)},
     invalid=(
         Invalid(
             "q_dim",
@@ -694,5 +731,10 @@ JAGGED_FLASH_ATTENTION = Case(
 
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (JAGGED_DENSE_BMM, JAGGED_JAGGED_BMM, JAGGED_SOFTMAX, JAGGED_FLASH_ATTENTION)
+    for case in (
+        JAGGED_DENSE_BMM,
+        JAGGED_JAGGED_BMM,
+        JAGGED_SOFTMAX,
+        JAGGED_FLASH_ATTENTION,
+    )
 }

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda.testing.cases import Case, Tensors
