@@ -58,7 +58,7 @@ inline void zero_rows_outside(const std::vector<Sequence>& sequences, int64_t to
                               int64_t row_bytes, void* out) {
   const int64_t begin = sequences.empty() ? total : sequences.front().begin;
   const int64_t end = sequences.empty() ? total : sequences.back().begin + sequences.back().len;
-  if (row_bytes == 0) return;
+  if (row_bytes == 0 || total == 0) return;
   char* bytes = static_cast<char*>(out);
   std::memset(bytes, 0, static_cast<size_t>(begin * row_bytes));
   std::memset(bytes + end * row_bytes, 0, static_cast<size_t>((total - end) * row_bytes));

@@ -22,39 +22,62 @@ struct SoftmaxLayout {
   int64_t supers(int64_t rows) const { return (rows + rows_per_super - 1) / rows_per_super; }
 };
 
-// A block of `data` times `factor`, filled up with `filler`: [supers(rows), lanes].
+// Super rows, `stride` elements apart.
 template <class T>
-void read_softmax_block(const SoftmaxLayout<T>& layout, Element element, const void* data,
-                        int64_t row_stride, const SoftmaxItem& item, int64_t row, int64_t rows,
-                        T factor, T filler, T* dst) {
+struct SoftmaxBlock {
+  T* data;
+  int64_t stride;
+};
+
+// A block of `data` times `factor`, filled up with `filler`: in place where rows are whole vectors
+// of accumulators and need no factor, else in `scratch`.
+template <class T>
+SoftmaxBlock<const T> read_softmax_block(const SoftmaxLayout<T>& layout, Element element,
+                                         const void* data, int64_t row_stride,
+                                         const SoftmaxItem& item, int64_t row, int64_t rows,
+                                         T factor, T filler, T* scratch) {
   const void* src = element_at(data, element, (item.begin + row) * row_stride + item.column_begin);
+  if (is_accumulator<T>(element) && layout.rows_per_super == 1 && factor == T(1)) {
+    return {static_cast<const T*>(src), row_stride};
+  }
   const int64_t count = rows * layout.columns;
   if (row_stride == layout.columns) {
-    load_elements(dst, src, element, count);
+    load_elements(scratch, src, element, count);
   } else {
     for (int64_t i = 0; i < rows; ++i) {
-      load_elements(dst + i * layout.columns, element_at(src, element, i * row_stride), element,
+      load_elements(scratch + i * layout.columns, element_at(src, element, i * row_stride), element,
                     layout.columns);
     }
   }
   const int64_t padded = layout.supers(rows) * layout.lanes;
-  if (factor != T(1)) {
-    for (int64_t i = 0; i < padded; i += kLanes<T>) store<T>(dst + i, load(dst + i) * factor);
+  for (int64_t i = 0; i < padded && factor != T(1); i += kLanes<T>) {
+    store<T>(scratch + i, load(scratch + i) * factor);
   }
-  std::fill(dst + count, dst + padded, filler);
+  std::fill(scratch + count, scratch + padded, filler);
+  return {scratch, layout.lanes};
+}
+
+// Where the results of a block go: the tensor itself or `scratch`, from which finish_softmax_block
+// stores them.
+template <class T>
+SoftmaxBlock<T> softmax_results(const SoftmaxLayout<T>& layout, const SoftmaxParams& p,
+                                const SoftmaxItem& item, int64_t row, T* scratch) {
+  if (!is_accumulator<T>(p.element) || layout.rows_per_super > 1) return {scratch, layout.lanes};
+  return {static_cast<T*>(p.out) + (item.begin + row) * p.columns + item.column_begin, p.columns};
 }
 
 template <class T>
-void write_softmax_block(const SoftmaxLayout<T>& layout, const SoftmaxParams& p,
-                         const SoftmaxItem& item, int64_t row, int64_t rows, const T* src) {
+void finish_softmax_block(const SoftmaxLayout<T>& layout, const SoftmaxParams& p,
+                          const SoftmaxItem& item, int64_t row, int64_t rows, const T* scratch) {
+  if (is_accumulator<T>(p.element) && layout.rows_per_super == 1) return;
   void* dst = element_at(p.out, p.element, (item.begin + row) * p.columns + item.column_begin);
   if (p.columns == layout.columns) {
-    store_elements(dst, src, p.element, rows * layout.columns);
+    store_elements(dst, scratch, p.element, rows * layout.columns);
     return;
   }
   for (int64_t i = 0; i < rows; ++i) {
-    store_elements(element_at(dst, p.element, i * p.columns), src + i * layout.columns, p.element,
-                   layout.columns);
+    store_elements(element_at(dst, p.element, i * p.columns), scratch + i * layout.columns,
+                   p.element, layout.columns);
   }
 }
 
@@ -64,68 +87,87 @@ JAGGED_INLINE Vector<T> finite_max(Vector<T> max) {
   return max == -std::numeric_limits<T>::infinity() ? broadcast<T>(0) : max;
 }
 
-// Lanes are taken several vectors at a time, so that whole cache lines are used as they come.
-constexpr int64_t kSoftmaxVectors = 4;
+// Sums and maxima of lanes are taken for so many vectors at a time, where there are as many: rows
+// that come from memory should be read whole.
+constexpr int kManyVectors = 16, kSomeVectors = 4;
 
-// Takes lanes [v, v + kVectors * kLanes) of a block of logits into their statistics and turns them
-// into exp(x - max of the lane).
 template <class T, int kVectors>
-void exp_softmax_lanes(T* x, int64_t supers, int64_t lanes, int64_t v, T* max, T* sum) {
-  Vector<T> new_max[kVectors], subtracted[kVectors], new_sum[kVectors];
-  for (int j = 0; j < kVectors; ++j) new_max[j] = load(max + v + j * kLanes<T>);
+void max_softmax_lanes(const SoftmaxBlock<const T>& x, int64_t supers, int64_t v, T* max) {
+  Vector<T> result[kVectors];
+  for (int j = 0; j < kVectors; ++j) result[j] = load(max + v + j * kLanes<T>);
   for (int64_t i = 0; i < supers; ++i) {
-    for (int j = 0; j < kVectors; ++j) {
-      new_max[j] = vector_max<T>(load(x + i * lanes + v + j * kLanes<T>), new_max[j]);
-    }
+    const T* row = x.data + i * x.stride + v;
+    for (int j = 0; j < kVectors; ++j)
+      result[j] = vector_max<T>(load(row + j * kLanes<T>), result[j]);
   }
-  for (int j = 0; j < kVectors; ++j) {
-    const int64_t at = v + j * kLanes<T>;
-    subtracted[j] = finite_max<T>(new_max[j]);
-    new_sum[j] = load(sum + at) * vector_exp<T>(load(max + at) - subtracted[j]);
-    store<T>(max + at, new_max[j]);
-  }
-  for (int64_t i = 0; i < supers; ++i) {
-    for (int j = 0; j < kVectors; ++j) {
-      T* at = x + i * lanes + v + j * kLanes<T>;
-      const Vector<T> e = vector_exp<T>(load(at) - subtracted[j]);
-      store<T>(at, e);
-      new_sum[j] += e;
-    }
-  }
-  for (int j = 0; j < kVectors; ++j) store<T>(sum + v + j * kLanes<T>, new_sum[j]);
+  for (int j = 0; j < kVectors; ++j) store<T>(max + v + j * kLanes<T>, result[j]);
 }
 
-template <class T>
-void exp_softmax_block(T* x, int64_t supers, int64_t lanes, T* max, T* sum) {
-  int64_t v = 0;
-  for (; v + kSoftmaxVectors * kLanes<T> <= lanes; v += kSoftmaxVectors * kLanes<T>) {
-    exp_softmax_lanes<T, kSoftmaxVectors>(x, supers, lanes, v, max, sum);
+template <class T, int kVectors>
+void dot_softmax_lanes(const SoftmaxBlock<const T>& out, const SoftmaxBlock<const T>& grad,
+                       int64_t supers, int64_t v, T* sum) {
+  Vector<T> result[kVectors];
+  for (int j = 0; j < kVectors; ++j) result[j] = load(sum + v + j * kLanes<T>);
+  for (int64_t i = 0; i < supers; ++i) {
+    const T* out_row = out.data + i * out.stride + v;
+    const T* grad_row = grad.data + i * grad.stride + v;
+    for (int j = 0; j < kVectors; ++j) {
+      result[j] += load(out_row + j * kLanes<T>) * load(grad_row + j * kLanes<T>);
+    }
   }
-  for (; v < lanes; v += kLanes<T>) exp_softmax_lanes<T, 1>(x, supers, lanes, v, max, sum);
+  for (int j = 0; j < kVectors; ++j) store<T>(sum + v + j * kLanes<T>, result[j]);
+}
+
+// e = exp(x - max), sum += e.
+template <class T, int kVectors>
+void exp_softmax_lanes(const SoftmaxBlock<const T>& x, int64_t supers, int64_t lanes, int64_t v,
+                       const T* max, T* sum, T* e) {
+  Vector<T> subtracted[kVectors], result[kVectors];
+  for (int j = 0; j < kVectors; ++j) {
+    subtracted[j] = finite_max<T>(load(max + v + j * kLanes<T>));
+    result[j] = load(sum + v + j * kLanes<T>);
+  }
+  for (int64_t i = 0; i < supers; ++i) {
+    const T* row = x.data + i * x.stride + v;
+    T* e_row = e + i * lanes + v;
+    for (int j = 0; j < kVectors; ++j) {
+      const Vector<T> value = vector_exp<T>(load(row + j * kLanes<T>) - subtracted[j]);
+      store<T>(e_row + j * kLanes<T>, value);
+      result[j] += value;
+    }
+  }
+  for (int j = 0; j < kVectors; ++j) store<T>(sum + v + j * kLanes<T>, result[j]);
+}
+
+// Takes a block of logits into the statistics of its lanes; e [supers, lanes] = exp(x - max of the
+// lane). `old_max` [lanes] is scratch.
+template <class T>
+void exp_softmax_block(const SoftmaxBlock<const T>& x, int64_t supers, int64_t lanes, T* max,
+                       T* sum, T* old_max, T* e) {
+  constexpr int64_t kMany = kManyVectors * kLanes<T>, kSome = kSomeVectors * kLanes<T>;
+  std::copy_n(max, lanes, old_max);
+  int64_t v = 0;
+  for (; v + kMany <= lanes; v += kMany) max_softmax_lanes<T, kManyVectors>(x, supers, v, max);
+  for (; v < lanes; v += kLanes<T>) max_softmax_lanes<T, 1>(x, supers, v, max);
+  for (v = 0; v < lanes; v += kLanes<T>) {
+    const Vector<T> shift = load(old_max + v) - finite_max<T>(load(max + v));
+    store<T>(sum + v, load(sum + v) * vector_exp<T>(shift));
+  }
+  for (v = 0; v + kSome <= lanes; v += kSome) {
+    exp_softmax_lanes<T, kSomeVectors>(x, supers, lanes, v, max, sum, e);
+  }
+  for (; v < lanes; v += kLanes<T>) exp_softmax_lanes<T, 1>(x, supers, lanes, v, max, sum, e);
 }
 
 // sum += grad * out of a block.
-template <class T, int kVectors>
-void dot_softmax_lanes(const T* out, const T* grad, int64_t supers, int64_t lanes, int64_t v,
-                       T* sum) {
-  Vector<T> total[kVectors];
-  for (int j = 0; j < kVectors; ++j) total[j] = load(sum + v + j * kLanes<T>);
-  for (int64_t i = 0; i < supers; ++i) {
-    for (int j = 0; j < kVectors; ++j) {
-      const int64_t at = i * lanes + v + j * kLanes<T>;
-      total[j] += load(out + at) * load(grad + at);
-    }
-  }
-  for (int j = 0; j < kVectors; ++j) store<T>(sum + v + j * kLanes<T>, total[j]);
-}
-
 template <class T>
-void dot_softmax_block(const T* out, const T* grad, int64_t supers, int64_t lanes, T* sum) {
+void dot_softmax_block(const SoftmaxBlock<const T>& out, const SoftmaxBlock<const T>& grad,
+                       int64_t supers, int64_t lanes, T* sum) {
+  constexpr int64_t kMany = kManyVectors * kLanes<T>;
   int64_t v = 0;
-  for (; v + kSoftmaxVectors * kLanes<T> <= lanes; v += kSoftmaxVectors * kLanes<T>) {
-    dot_softmax_lanes<T, kSoftmaxVectors>(out, grad, supers, lanes, v, sum);
-  }
-  for (; v < lanes; v += kLanes<T>) dot_softmax_lanes<T, 1>(out, grad, supers, lanes, v, sum);
+  for (; v + kMany <= lanes; v += kMany)
+    dot_softmax_lanes<T, kManyVectors>(out, grad, supers, v, sum);
+  for (; v < lanes; v += kLanes<T>) dot_softmax_lanes<T, 1>(out, grad, supers, v, sum);
 }
 
 // Statistics [parts, columns] into those of the first part.
@@ -150,39 +192,58 @@ void combine_softmax_statistics(bool backward, T* max, T* sum, int64_t parts, in
   }
 }
 
-// Of all rows of an item, by lanes; leaves the last block in buffers.x (as exponentials) and
-// buffers.grad.
+// One block of the operands of the backward pass.
+template <class T>
+struct SoftmaxOperands {
+  SoftmaxBlock<const T> out, grad;
+
+  SoftmaxOperands(const SoftmaxParams& p, const SoftmaxItem& item, const SoftmaxLayout<T>& layout,
+                  const SoftmaxBuffers<T>& buffers, int64_t row, int64_t rows)
+      : out(read_softmax_block(layout, p.element, p.x, p.x_row_stride, item, row, rows, T(1), T(0),
+                               buffers.x)),
+        grad(read_softmax_block(layout, p.element, p.grad_out, p.grad_row_stride, item, row, rows,
+                                T(1), T(0), buffers.grad)) {}
+};
+
+// Of all rows of an item, by lanes; the exponentials of the last block stay in buffers.x.
 template <class T>
 void softmax_lane_statistics(const SoftmaxParams& p, const SoftmaxItem& item,
                              const SoftmaxLayout<T>& layout, const SoftmaxBuffers<T>& buffers) {
-  std::fill_n(buffers.max, layout.lanes, p.backward ? T(0) : -std::numeric_limits<T>::infinity());
+  constexpr T kInfinity = std::numeric_limits<T>::infinity();
+  std::fill_n(buffers.max, layout.lanes, p.backward ? T(0) : -kInfinity);
   std::fill_n(buffers.sum, layout.lanes, T(0));
   for (int64_t row = 0; row < item.rows; row += layout.block_rows) {
     const int64_t rows = std::min(layout.block_rows, item.rows - row);
+    const int64_t supers = layout.supers(rows);
     if (p.backward) {
-      read_softmax_block(layout, p.element, p.x, p.x_row_stride, item, row, rows, T(1), T(0),
-                         buffers.x);
-      read_softmax_block(layout, p.element, p.grad_out, p.grad_row_stride, item, row, rows, T(1),
-                         T(0), buffers.grad);
-      dot_softmax_block(buffers.x, buffers.grad, layout.supers(rows), layout.lanes, buffers.sum);
+      const SoftmaxOperands<T> block(p, item, layout, buffers, row, rows);
+      dot_softmax_block(block.out, block.grad, supers, layout.lanes, buffers.sum);
     } else {
-      read_softmax_block(layout, p.element, p.x, p.x_row_stride, item, row, rows, T(p.scale),
-                         -std::numeric_limits<T>::infinity(), buffers.x);
-      exp_softmax_block(buffers.x, layout.supers(rows), layout.lanes, buffers.max, buffers.sum);
+      const auto x = read_softmax_block(layout, p.element, p.x, p.x_row_stride, item, row, rows,
+                                        T(p.scale), -kInfinity, buffers.x);
+      exp_softmax_block(x, supers, layout.lanes, buffers.max, buffers.sum, buffers.lane_max,
+                        buffers.x);
     }
   }
 }
 
-// grad_in of a block, into `out`.
+// grad_in = scale * out * (grad - sum) of a block.
 template <class T>
-void softmax_grad_block(T* out, const T* grad, const T* sum, T scale, int64_t supers,
-                        int64_t lanes) {
-  for (int64_t i = 0; i < supers; ++i) {
-    for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-      T* at = out + i * lanes + v;
-      store<T>(at, load(at) * scale * (load(grad + i * lanes + v) - load(sum + v)));
+void softmax_grad_block(const SoftmaxParams& p, const SoftmaxItem& item,
+                        const SoftmaxLayout<T>& layout, const SoftmaxBuffers<T>& buffers,
+                        int64_t row, int64_t rows) {
+  const SoftmaxOperands<T> block(p, item, layout, buffers, row, rows);
+  const SoftmaxBlock<T> result = softmax_results(layout, p, item, row, buffers.x);
+  const T scale = static_cast<T>(p.scale);
+  for (int64_t i = 0; i < layout.supers(rows); ++i) {
+    const T* out = block.out.data + i * block.out.stride;
+    const T* grad = block.grad.data + i * block.grad.stride;
+    for (int64_t v = 0; v < layout.lanes; v += kLanes<T>) {
+      const Vector<T> centered = load(grad + v) - load(buffers.sum + v);
+      store<T>(result.data + i * result.stride + v, load(out + v) * scale * centered);
     }
   }
+  finish_softmax_block(layout, p, item, row, rows, buffers.x);
 }
 
 template <class T>
@@ -221,22 +282,20 @@ void softmax_write(const SoftmaxParams& p, const SoftmaxItem& item, const void* 
   }
   for (int64_t row = 0; row < item.rows; row += layout.block_rows) {
     const int64_t rows = std::min(layout.block_rows, item.rows - row);
-    const int64_t supers = layout.supers(rows), lanes = layout.lanes;
-    read_softmax_block(layout, p.element, p.x, p.x_row_stride, item, row, rows,
-                       p.backward ? T(1) : T(p.scale), T(0), buffers.x);
     if (p.backward) {
-      read_softmax_block(layout, p.element, p.grad_out, p.grad_row_stride, item, row, rows, T(1),
-                         T(0), buffers.grad);
-      softmax_grad_block(buffers.x, buffers.grad, buffers.sum, T(p.scale), supers, lanes);
-    } else {
-      for (int64_t i = 0; i < supers; ++i) {
-        for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-          T* at = buffers.x + i * lanes + v;
-          store<T>(at, vector_exp<T>(load(at) - load(buffers.max + v)) * load(buffers.sum + v));
-        }
+      softmax_grad_block(p, item, layout, buffers, row, rows);
+      continue;
+    }
+    const auto x = read_softmax_block(layout, p.element, p.x, p.x_row_stride, item, row, rows,
+                                      T(p.scale), T(0), buffers.x);
+    const SoftmaxBlock<T> result = softmax_results(layout, p, item, row, buffers.x);
+    for (int64_t i = 0; i < layout.supers(rows); ++i) {
+      for (int64_t v = 0; v < layout.lanes; v += kLanes<T>) {
+        const Vector<T> e = vector_exp<T>(load(x.data + i * x.stride + v) - load(buffers.max + v));
+        store<T>(result.data + i * result.stride + v, e * load(buffers.sum + v));
       }
     }
-    write_softmax_block(layout, p, item, row, rows, buffers.x);
+    finish_softmax_block(layout, p, item, row, rows, buffers.x);
   }
 }
 
@@ -260,21 +319,22 @@ void softmax(const SoftmaxParams& p, const SoftmaxItem& item, void* scratch) {
     buffers.sum[lane] = buffers.sum[lane % columns];
   }
   if (p.backward) {
-    softmax_grad_block(buffers.x, buffers.grad, buffers.sum, T(p.scale), supers, lanes);
-  } else {
-    for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-      Vector<T> factor = T(1) / load(buffers.sum + v);
-      if (layout.rows_per_super > 1) {
-        factor *= vector_exp<T>(load(buffers.lane_max + v) - finite_max<T>(load(buffers.max + v)));
-      }
-      store<T>(buffers.sum + v, factor);
+    softmax_grad_block(p, item, layout, buffers, 0, item.rows);
+    return;
+  }
+  for (int64_t v = 0; v < lanes; v += kLanes<T>) {
+    Vector<T> factor = T(1) / load(buffers.sum + v);
+    if (layout.rows_per_super > 1) {
+      factor *= vector_exp<T>(load(buffers.lane_max + v) - finite_max<T>(load(buffers.max + v)));
     }
-    for (int64_t i = 0; i < supers; ++i) {
-      for (int64_t v = 0; v < lanes; v += kLanes<T>) {
-        T* at = buffers.x + i * lanes + v;
-        store<T>(at, load(at) * load(buffers.sum + v));
-      }
+    store<T>(buffers.sum + v, factor);
+  }
+  const SoftmaxBlock<T> result = softmax_results(layout, p, item, 0, buffers.x);
+  for (int64_t i = 0; i < supers; ++i) {
+    for (int64_t v = 0; v < lanes; v += kLanes<T>) {
+      store<T>(result.data + i * result.stride + v,
+               load(buffers.x + i * lanes + v) * load(buffers.sum + v));
     }
   }
-  write_softmax_block(layout, p, item, 0, item.rows, buffers.x);
+  finish_softmax_block(layout, p, item, 0, item.rows, buffers.x);
 }
