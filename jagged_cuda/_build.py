@@ -491,7 +491,7 @@ def num_jobs() -> int:
 
 def estimate_seconds(units: Sequence[Unit], archs: Sequence[Arch]) -> int:
     """Returns about how long compiling takes here, rounded to 5 s; a guess for the first line."""
-    work = sum(15 * max(1, len(archs)) if u.source.suffix == ".cu" else 7 for u in units)
+    work = sum(9 * max(1, len(archs)) if u.source.suffix == ".cu" else 7 for u in units)
     return max(5, 5 * round(work / max(1, min(num_jobs(), len(units))) / 5))
 
 
