@@ -118,7 +118,10 @@ struct JaggedBmmItem {
   bool out_is_accum;  // out holds accumulators (a partial sum), else elements
 };
 
-constexpr int64_t kJaggedDepth = 128, kJaggedDepthInPlace = 32;
+// Rows that are summed at a time: fewer where an operand has few columns, as both are then read
+// from the tensors.
+constexpr int64_t kJaggedDepth = 128, kJaggedDepthFew = 32;
+constexpr int64_t kJaggedCompactRow = 96;  // longer rows are copied ahead of repeated use
 constexpr int64_t kJaggedNarrow = 64, kJaggedWide = 256;
 
 template <class T>

@@ -85,6 +85,31 @@ void dense_bmm(const DenseBmmParams& p, const DenseBmmItem& item, void* scratch)
   }
 }
 
+// out [narrow_columns, wide_columns], at columns i and j of the operands, into the item's result.
+template <class T>
+void store_jagged_out(const JaggedBmmParams& p, const JaggedBmmItem& item, const T* out,
+                      bool x_is_wide, int64_t i, int64_t narrow_columns, int64_t j,
+                      int64_t wide_columns) {
+  constexpr int64_t kWideRow = padded_row(kJaggedWide);
+  const Element accumulator = sizeof(T) == 8 ? Element::kDouble : Element::kFloat;
+  const Element element = item.out_is_accum ? accumulator : p.element;
+  if (!x_is_wide) {
+    for (int64_t row = 0; row < narrow_columns; ++row) {
+      store_elements(element_at(item.out, element, (i + row) * p.y_columns + j),
+                     out + row * kWideRow, element, wide_columns);
+    }
+    return;
+  }
+  T line[kJaggedNarrow];
+  for (int64_t row = 0; row < wide_columns; ++row) {
+    for (int64_t column = 0; column < narrow_columns; ++column) {
+      line[column] = out[column * kWideRow + row];
+    }
+    store_elements(element_at(item.out, element, (j + row) * p.y_columns + i), line, element,
+                   narrow_columns);
+  }
+}
+
 // Vectors run along the columns of the wider operand, so that 8 columns against 256 fill them;
 // where that is x, tiles are transposed as they are stored.
 template <class T>
@@ -103,39 +128,33 @@ void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scrat
   const Operand& wide = x_is_wide ? x : y;
   constexpr int64_t kNarrowRow = padded_row(kJaggedNarrow), kWideRow = padded_row(kJaggedWide);
 
-  for (int64_t i = narrow.begin; i < narrow.end; i += kJaggedNarrow) {
-    const int64_t narrow_columns = std::min(kJaggedNarrow, narrow.end - i);
-    for (int64_t j = wide.begin; j < wide.end; j += kJaggedWide) {
-      const int64_t wide_columns = std::min(kJaggedWide, wide.end - j);
-      // Blocks that are used several times are worth a copy without the tensor's strides, which
-      // make lines of a column compete for the same part of the cache.
-      const bool in_place = is_accum && narrow_columns <= 2 * kFewRows;
-      const int64_t depth = in_place ? kJaggedDepthInPlace : kJaggedDepth;
+  // Blocks that are used several times are worth a copy if the tensor's rows are far apart: lines
+  // of a column would compete for the same part of the cache.
+  const bool few = narrow.end - narrow.begin <= 2 * kFewRows;
+  const int64_t block_depth = few ? kJaggedDepthFew : kJaggedDepth;
+  const auto in_place = [&](const Operand& operand) {
+    return is_accum && (few || operand.row_stride <= kJaggedCompactRow);
+  };
+
+  for (int64_t j = wide.begin; j < wide.end; j += kJaggedWide) {
+    const int64_t wide_columns = std::min(kJaggedWide, wide.end - j);
+    const bool whole_vectors = wide_columns % kLanes<T> == 0;
+    const bool out_in_place = !x_is_wide && whole_vectors && (is_accum || item.out_is_accum);
+    const int64_t step = out_in_place ? narrow.end - narrow.begin : kJaggedNarrow;
+    for (int64_t i = narrow.begin; i < narrow.end; i += step) {
+      const int64_t narrow_columns = std::min(step, narrow.end - i);
+      T* out = out_in_place ? static_cast<T*>(item.out) + i * p.y_columns + j : buffers.out;
       Product<T> product{};
-      product.rows = narrow_columns;
       product.columns = round_up(wide_columns, kLanes<T>);
       product.a_row = 1;
-      const bool out_in_place =
-          !x_is_wide && wide_columns % kLanes<T> == 0 && (is_accum || item.out_is_accum);
-      product.c = out_in_place ? static_cast<T*>(item.out) + i * p.y_columns + j : buffers.out;
       product.c_row = out_in_place ? p.y_columns : kWideRow;
       // At least one round, which writes zeros if there are no rows.
-      for (int64_t row = 0; row == 0 || row < item.rows; row += depth) {
-        product.depth = std::min(depth, item.rows - row);
+      for (int64_t row = 0; row == 0 || row < item.rows; row += block_depth) {
+        product.depth = std::min(block_depth, item.rows - row);
         product.add = row > 0;
         const int64_t begin = item.begin + row;
-        const void* a = element_at(narrow.data, p.element, begin * narrow.row_stride + i);
         const void* b = element_at(wide.data, p.element, begin * wide.row_stride + j);
-        if (in_place) {
-          product.a = static_cast<const T*>(a);
-          product.a_step = narrow.row_stride;
-        } else {
-          load_rows(buffers.narrow, kNarrowRow, a, narrow.row_stride, p.element, product.depth,
-                    product.depth, narrow_columns);
-          product.a = buffers.narrow;
-          product.a_step = kNarrowRow;
-        }
-        if (in_place && wide_columns % kLanes<T> == 0) {
+        if (in_place(wide) && whole_vectors) {
           product.b = static_cast<const T*>(b);
           product.b_row = wide.row_stride;
         } else {
@@ -144,26 +163,24 @@ void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scrat
           product.b = buffers.wide;
           product.b_row = kWideRow;
         }
-        multiply(product);
-      }
-      if (out_in_place) continue;
-
-      const Element element =
-          item.out_is_accum ? (sizeof(T) == 8 ? Element::kDouble : Element::kFloat) : p.element;
-      if (!x_is_wide) {
-        for (int64_t row = 0; row < narrow_columns; ++row) {
-          store_elements(element_at(item.out, element, (i + row) * p.y_columns + j),
-                         buffers.out + row * kWideRow, element, wide_columns);
-        }
-      } else {
-        T line[kJaggedNarrow];
-        for (int64_t row = 0; row < wide_columns; ++row) {
-          for (int64_t column = 0; column < narrow_columns; ++column) {
-            line[column] = buffers.out[column * kWideRow + row];
+        for (int64_t part = 0; part < narrow_columns; part += kJaggedNarrow) {
+          product.rows = std::min(kJaggedNarrow, narrow_columns - part);
+          product.c = out + part * product.c_row;
+          const void* a = element_at(narrow.data, p.element, begin * narrow.row_stride + i + part);
+          if (in_place(narrow)) {
+            product.a = static_cast<const T*>(a);
+            product.a_step = narrow.row_stride;
+          } else {
+            load_rows(buffers.narrow, kNarrowRow, a, narrow.row_stride, p.element, product.depth,
+                      product.depth, product.rows);
+            product.a = buffers.narrow;
+            product.a_step = kNarrowRow;
           }
-          store_elements(element_at(item.out, element, (j + row) * p.y_columns + i), line, element,
-                         narrow_columns);
+          multiply(product);
         }
+      }
+      if (!out_in_place) {
+        store_jagged_out(p, item, buffers.out, x_is_wide, i, narrow_columns, j, wide_columns);
       }
     }
   }
