@@ -57,8 +57,8 @@ def _nan_in_a_row(out: Tensor, offsets: list[int]) -> None:
     out[offsets[0] + 5, ..., 1] = torch.nan
 
 
-def _scale_a_column(out: Tensor, offsets: list[int]) -> None:
-    out[offsets[0] : offsets[1], ..., 0] *= 1.1
+def _double_a_column(out: Tensor, offsets: list[int]) -> None:
+    out[offsets[0] : offsets[1], ..., 0] *= 2
 
 
 ROW_FAULTS = {
@@ -69,7 +69,7 @@ ROW_FAULTS = {
         _shift_by_a_row,
         _write_outside,
         _nan_in_a_row,
-        _scale_a_column,
+        _double_a_column,
     )
 }
 
