@@ -419,8 +419,9 @@ def _units(
             digest.update(b"\0" + path.relative_to(csrc.resolve()).as_posix().encode() + b"\0")
             digest.update(path.read_bytes())
         # Messages of a check hold the file's name: keep this machine's folders out of them.
-        prefix = f"-ffile-prefix-map={csrc}=csrc"
-        command += ["-Xcompiler", prefix] if source.suffix == ".cu" else [prefix]
+        for folder, name in ((str(csrc), "csrc"), *((path, "torch") for path in torch.includes)):
+            prefix = f"-ffile-prefix-map={folder}={name}"
+            command += ["-Xcompiler", prefix] if source.suffix == ".cu" else [prefix]
         command += ["-I", str(csrc), "-c", str(source)]
         units.append(Unit(library, source, tuple(command), digest.hexdigest()[:32]))
     return units

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import jagged_cuda
 from jagged_cuda import _build, _load
@@ -89,6 +90,7 @@ def test_what_is_in_the_wheel(wheel: Path, checkout: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         record = json.loads(archive.read("jagged_cuda/_prebuilt.json"))
+        library = archive.read("jagged_cuda/_C_cpu.abi3.so")
         metadata = archive.read(f"{_info_folder(names)}/METADATA").decode()
     assert {f"jagged_cuda/{name}" for name in _names(checkout, "csrc")} <= names
     assert {"jagged_cuda/_C_cpu.abi3.so", "jagged_cuda/py.typed", "jagged_cuda/info.py"} <= names
@@ -103,6 +105,8 @@ def test_what_is_in_the_wheel(wheel: Path, checkout: Path) -> None:
     required = re.findall(r"^Requires-Dist: (\S+)$", metadata, re.MULTILINE)
     assert required == ["torch>=2.10"]  # the others are extras, marked as such
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert str(checkout).encode() not in library
+    assert str(Path(torch.__file__).parent).encode() not in library
 
 
 def _info_folder(names: set[str]) -> str:
