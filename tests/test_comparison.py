@@ -139,7 +139,7 @@ def test_the_message_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(
             actual,
             reference,
-            same_precision=reference.float(),
+            same_precision=[reference.float()],
             terms=reference,
             seq_of_row=torch.tensor([3, 0, 0, 2, 2, 3]),
             num_seqs=3,
@@ -165,7 +165,7 @@ def test_nan_and_inf_must_stand_in_the_same_places() -> None:
         compare(
             torch.tensor([row]),
             reference,
-            same_precision=reference.float(),
+            same_precision=[reference.float()],
             terms=torch.ones_like(reference),
             seq_of_row=torch.tensor([0]),
             num_seqs=1,

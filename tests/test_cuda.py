@@ -224,7 +224,8 @@ def test_graph_replays_with_other_lengths(case: Case, dtype: torch.dtype) -> Non
     sample = case.sample(captured, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     static = dataclasses.replace(sample, tensors=leaves)
-    outputs = case.call(jagged_cuda, static)
+    # From tensors without gradients: an autograd graph from outside the capture must not live on.
+    outputs = case.call(jagged_cuda, sample)
     cotangents = {n: t.clone() for n, t in cotangents_of(case, sample)(outputs).items()}
 
     def step() -> tuple[Tensors, tuple[torch.Tensor, ...]]:
@@ -295,12 +296,18 @@ def test_second_device(case: Case) -> None:
 
 @contextlib.contextmanager
 def memory_left(size_bytes: int) -> Iterator[None]:
-    """PyTorch's allocator may take that much more and no more."""
+    """PyTorch's allocator may take that much more and no more, and holds no free block larger than that."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    allowed = torch.cuda.memory_reserved() + size_bytes
-    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    blocks = []
+    block_bytes = 2**34
+    while block_bytes >= size_bytes:
+        try:
+            blocks.append(torch.empty(block_bytes, dtype=torch.uint8, device=CUDA))
+        except torch.OutOfMemoryError:
+            block_bytes //= 2
     try:
         yield
     finally:

@@ -56,7 +56,8 @@ class Case:
         rows: whose rows each argument and output has: "q", "kv" or "seq" (one for each sequence).
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and kv_offsets.
         reference: the padded definition, on arguments of any dtype.
-        rounded: padded PyTorch in the same precision: arguments in the dtype of sums, results rounded to the other one.
+        rounded: padded PyTorch in the same precision, in each way in which it can be written: arguments in the
+            dtype of sums, what is stored in the other one.
         terms: of each output and, given cotangents, of each gradient.
         differentiable: the arguments that have a gradient.
         product: it multiplies operands, which TF32 may round.
@@ -73,7 +74,7 @@ class Case:
     function: Callable[[Any, Spec, Tensors, Tensor, Tensor | None], Tensors]
     registered: Callable[[Sample], dict[str, tuple[Any, ...]]]
     reference: Callable[[Spec, Tensors], Tensors]
-    rounded: Callable[[Spec, Tensors, torch.dtype], Tensors]
+    rounded: tuple[Callable[[Spec, Tensors, torch.dtype], Tensors], ...]
     terms: Callable[[Spec, Tensors, Tensors | None], Tensors]
     differentiable: tuple[str, ...]
     product: bool
@@ -173,7 +174,7 @@ JAGGED_DENSE_BMM = Case(
     function=lambda ops, _, t, offsets, __: {"out": ops.jagged_dense_bmm(t["x"], t["y"], offsets)},
     registered=lambda s: {"jagged_dense_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
     reference=lambda spec, t: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},
-    rounded=lambda spec, t, _: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},
+    rounded=(lambda spec, t, _: {"out": reference.jagged_dense_bmm(t["x"], t["y"], spec.layout)},),
     terms=_bilinear_terms(reference.jagged_dense_bmm),
     differentiable=("x", "y"),
     product=True,
@@ -264,7 +265,7 @@ JAGGED_JAGGED_BMM = Case(
     function=lambda ops, _, t, offsets, __: {"out": ops.jagged_jagged_bmm(t["x"], t["y"], offsets)},
     registered=lambda s: {"jagged_jagged_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
     reference=lambda spec, t: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},
-    rounded=lambda spec, t, _: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},
+    rounded=(lambda spec, t, _: {"out": reference.jagged_jagged_bmm(t["x"], t["y"], spec.layout)},),
     terms=_bilinear_terms(reference.jagged_jagged_bmm),
     differentiable=("x", "y"),
     product=True,
@@ -323,6 +324,11 @@ def _softmax_scale(spec: Spec) -> float:
     return spec.choices["scale"]
 
 
+def _softmax_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    scale = _softmax_scale(spec)
+    return {"out": reference.jagged_softmax_rounded(tensors["x"], spec.layout, scale, storage)}
+
+
 def _softmax_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
     grad_out = None if cotangents is None else cotangents["out"]
     out, grad_x = reference.jagged_softmax_terms(
@@ -370,9 +376,7 @@ JAGGED_SOFTMAX = Case(
     reference=lambda spec, t: {
         "out": reference.jagged_softmax(t["x"], spec.layout, _softmax_scale(spec))
     },
-    rounded=lambda spec, t, storage: {
-        "out": reference.jagged_softmax_rounded(t["x"], spec.layout, _softmax_scale(spec), storage)
-    },
+    rounded=(_softmax_rounded,),
     terms=_softmax_terms,
     differentiable=("x",),
     product=False,
@@ -507,10 +511,16 @@ def _attention_reference(spec: Spec, tensors: Tensors) -> Tensors:
     return {"out": out, "lse": lse}
 
 
-def _attention_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    qkv = (tensors["q"], tensors["k"], tensors["v"])
-    out, lse = _on_heads(reference.jagged_flash_attention_rounded)(spec, qkv, storage)
-    return {"out": out, "lse": lse}
+def _attention_rounded(
+    divide_last: bool,
+) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+        qkv = (tensors["q"], tensors["k"], tensors["v"])
+        definition = _on_heads(reference.jagged_flash_attention_rounded)
+        out, lse = definition(spec, qkv, storage, divide_last)
+        return {"out": out, "lse": lse}
+
+    return rounded
 
 
 def _attention_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
@@ -584,7 +594,7 @@ JAGGED_FLASH_ATTENTION = Case(
     function=_call_attention,
     registered=_registered_attention,
     reference=_attention_reference,
-    rounded=_attention_rounded,
+    rounded=(_attention_rounded(divide_last=False), _attention_rounded(divide_last=True)),
     terms=_attention_terms,
     differentiable=("q", "k", "v"),
     product=True,

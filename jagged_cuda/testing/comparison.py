@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -36,7 +37,7 @@ def compare(
     actual: Tensor,
     reference: Tensor,
     *,
-    same_precision: Tensor,
+    same_precision: Sequence[Tensor],
     terms: Tensor,
     seq_of_row: Tensor,
     num_seqs: int,
@@ -56,7 +57,8 @@ def compare(
     Args:
         actual: `[rows, ...]`, the result in its own dtype.
         reference: `[rows, ...]` float64.
-        same_precision: `[rows, ...]`, the result of padded PyTorch in the same precision.
+        same_precision: `[rows, ...]`, the result of padded PyTorch in the same precision, in each way in
+            which it can be written; the largest error counts.
         terms: `[rows, ...]` float64, the size of the terms that each element sums.
         seq_of_row: `[rows]`, the sequence of each row; num_seqs for rows outside every sequence, which must be exact.
         num_seqs: B.
@@ -73,8 +75,8 @@ def compare(
 
     if actual.shape != reference.shape:
         fail(f"got shape {list(actual.shape)}, expected {list(reference.shape)}")
-    if actual.dtype != same_precision.dtype:
-        fail(f"got dtype {actual.dtype}, expected {same_precision.dtype}")
+    if actual.dtype != same_precision[0].dtype:
+        fail(f"got dtype {actual.dtype}, expected {same_precision[0].dtype}")
     if actual.numel() == 0:
         return
     eps = torch.finfo(actual.dtype).eps
@@ -82,9 +84,9 @@ def compare(
     rows = actual.shape[0]
     # What overflows the dtype is rightly infinite.
     expected = reference.detach().to(actual.dtype).double().reshape(rows, -1)
-    exact, got, peer, scale = (
+    exact, got, scale, *peers = (
         tensor.detach().double().reshape(rows, -1)
-        for tensor in (reference, actual, same_precision, terms)
+        for tensor in (reference, actual, terms, *same_precision)
     )
     same_kind = (got == expected) | (got.isfinite() & expected.isfinite())
     misplaced = ~(same_kind | (got.isnan() & expected.isnan()))
@@ -96,7 +98,8 @@ def compare(
         row_max = values.where(values.isfinite(), 0.0).amax(1)
         return row_max.new_zeros(num_seqs + 1).scatter_reduce(0, seq_of_row, row_max, "amax")
 
-    peer_error, magnitude = per_seq((peer - exact).abs()), per_seq(exact.abs())
+    peer_error = torch.stack([per_seq((peer - exact).abs()) for peer in peers]).amax(0)
+    magnitude = per_seq(exact.abs())
     limit = 2 * peer_error + 2 * eps * magnitude
     limit += (64 * accumulator + rounding) * per_seq(scale)
     limit[num_seqs] = 0.0

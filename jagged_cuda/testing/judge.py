@@ -41,7 +41,7 @@ def run(
 
 def references(
     case: Case, sample: Sample, cotangents: Tensors | None
-) -> tuple[Tensors, Tensors, Tensors]:
+) -> tuple[Tensors, list[Tensors], Tensors]:
     """What the outputs and gradients are compared with: the float64 reference, PyTorch in the same precision, the terms."""
     spec = sample.spec
     storage = next(iter(sample.tensors.values())).dtype
@@ -57,9 +57,11 @@ def references(
         return run(case, inputs, lambda s: definition(s.tensors), draw)
 
     exact = padded(lambda tensors: case.reference(spec, tensors), torch.float64)
-    rounded = padded(lambda tensors: case.rounded(spec, tensors, storage), sums)
-    # LSE is stored in the dtype of sums, all else in the operands'.
-    rounded = {name: t if name == "lse" else t.to(storage) for name, t in rounded.items()}
+    rounded = []
+    for way in case.rounded:
+        found = padded(lambda tensors, way=way: way(spec, tensors, storage), sums)
+        # LSE is stored in the dtype of sums, all else in the operands'.
+        rounded.append({n: t if n == "lse" else t.to(storage) for n, t in found.items()})
     given = None
     if cotangents is not None:
         absent = {name: torch.zeros_like(exact[name]) for name in case.outputs}
@@ -119,7 +121,7 @@ def check(
         compare(
             found,
             exact[name],
-            same_precision=rounded[name],
+            same_precision=[way[name] for way in rounded],
             terms=terms[name],
             seq_of_row=layout.seq_of_row(first.device),
             num_seqs=layout.num_seqs,

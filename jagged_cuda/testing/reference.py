@@ -175,7 +175,11 @@ def jagged_flash_attention(
 
 
 class _RoundedAttention(torch.autograd.Function):
-    """Attention that rounds what it stores between two products: the probabilities, the result and dS."""
+    """Attention that rounds what it stores between two products: the probabilities, the result and dS.
+
+    The probabilities are stored after their division by the sum, as softmax and a product do, or before
+    it (`divide_last`), as an online softmax must.
+    """
 
     @staticmethod
     def forward(
@@ -188,6 +192,7 @@ class _RoundedAttention(torch.autograd.Function):
         window: tuple[int, int],
         scale: float,
         storage: torch.dtype,
+        divide_last: bool,
     ) -> tuple[Tensor, Tensor]:
         heads = q.shape[1]
         visible = _visible(layout, kv_layout, window, q.device)[:, None]
@@ -196,7 +201,10 @@ class _RoundedAttention(torch.autograd.Function):
             for values, rows in ((q, layout), (k, kv_layout), (v, kv_layout))
         )
         probs = _masked_softmax(scale * (pq @ pk.transpose(2, 3)), visible, dim=3)
-        out = (probs.to(storage).to(q.dtype) @ pv).to(storage).to(q.dtype)
+        # The largest probability of a row is 1 before the division.
+        divisor = probs.amax(3, keepdim=True) if divide_last and probs.numel() > 0 else 1.0
+        stored = (probs / divisor).nan_to_num().to(storage).to(q.dtype)
+        out = ((stored @ pv) * divisor).to(storage).to(q.dtype)
         _, lse = jagged_flash_attention(q, k, v, layout, kv_layout, window, scale)
         ctx.save_for_backward(pq, pk, pv, probs, out)
         ctx.layout, ctx.kv_layout, ctx.kv_heads = layout, kv_layout, k.shape[1]
@@ -219,7 +227,7 @@ class _RoundedAttention(torch.autograd.Function):
             _rows_first(ctx.scale * (grad_logits @ k), ctx.layout, heads),
             _rows_first(ctx.scale * (grad_logits.transpose(2, 3) @ q), ctx.kv_layout, ctx.kv_heads),
             _rows_first(stored_probs.transpose(2, 3) @ grad_out, ctx.kv_layout, ctx.kv_heads),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -232,8 +240,9 @@ def jagged_flash_attention_rounded(
     window: tuple[int, int],
     scale: float,
     storage: torch.dtype,
+    divide_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _RoundedAttention.apply(q, k, v, layout, kv_layout, window, scale, storage)
+    return _RoundedAttention.apply(q, k, v, layout, kv_layout, window, scale, storage, divide_last)
 
 
 def jagged_flash_attention_terms(
