@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,13 +154,31 @@ def test_export(case: Case, device: torch.device) -> None:
     check(case, sample, program.module()(sample.tensors, sample.offsets), None)
 
 
+def compiler_with_shared_library(folder: Path) -> str:
+    """A C++ compiler that links the process's libstdc++.
+
+    AOTInductor's libraries share strings and streams with torch; one with a libstdc++ of its own
+    inside, as some compilers make, crashes when it is loaded.
+    """
+    source, library = folder / "probe.cpp", folder / "probe.so"
+    source.write_text("#include <iostream>\nvoid probe() { std::cout << 1; }\n")
+    for compiler in (os.environ.get("CXX", "g++"), "g++", "c++"):
+        command = [*compiler.split(), "-shared", "-fPIC", str(source), "-o", str(library)]
+        if shutil.which(command[0]) is None:
+            continue
+        if subprocess.run(command).returncode == 0 and b"libstdc++.so.6" in library.read_bytes():
+            return compiler
+    raise RuntimeError("no C++ compiler here links the shared libstdc++")
+
+
 @CASE
 @pytest.mark.cuda
 def test_aot_inductor_package(case: Case, tmp_path: Path) -> None:
-    device = torch.device("cuda", 0)
-    path = torch._inductor.aoti_compile_and_package(
-        exported(case, device), package_path=str(tmp_path / "model.pt2")
-    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch._inductor.config.patch("cpp.cxx", (None, compiler_with_shared_library(tmp_path))):
+        path = torch._inductor.aoti_compile_and_package(
+            exported(case, device), package_path=str(tmp_path / "model.pt2")
+        )
     sample = draw(case, SECOND, device)
     loaded = torch._inductor.aoti_load_package(path)
     check(case, sample, loaded(sample.tensors, sample.offsets), None)
