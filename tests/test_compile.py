@@ -188,7 +188,7 @@ def test_aot_inductor_package(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_autocast(case: Case, dtype: torch.dtype, compiled: bool, device: torch.device) -> None:
-    """Products and attention run in the autocast dtype, softmax in float32; gradients are the inputs' dtype."""
+    """Products and attention run in the autocast dtype, softmax in float32; gradients as inputs."""
     torch._dynamo.reset()
     sample = draw(case, FIRST, device)
     function = function_of(case)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernel paths, streams, graphs, devices, memory, sizes beyond 32 bits."""
+"""What only a GPU can show: kernel paths, streams, graphs, devices, memory, large sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": Fals
 PLAIN |= {"max_len": False}
 PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
 
-# Every kernel path: operator, dtype, TF32 allowed, choices, and the names after forward and after backward.
+# Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
@@ -296,7 +296,7 @@ def test_second_device(case: Case) -> None:
 
 @contextlib.contextmanager
 def memory_left(size_bytes: int) -> Iterator[None]:
-    """PyTorch's allocator may take that much more and no more, and holds no free block larger than that."""
+    """PyTorch's allocator may take no more, and holds no free block of that size."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -349,7 +349,7 @@ def test_out_of_memory_backward(case: Case) -> None:
 @CASE
 @DTYPE
 def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch.dtype) -> None:
-    """No padded copy: a giant among tiny sequences takes no more than its results, and in backward one float32 copy."""
+    """No padded copy: forward takes its results, backward its gradients and one float32 copy."""
     layout = Layout((3000, *(1, 2, 0, 3) * 500))
     sample = case.sample(spec_of(layout, poisoned=False), dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}

@@ -1,4 +1,4 @@
-"""Gradients against finite differences, and each registered operator against PyTorch's own opcheck."""
+"""Gradients against finite differences, and each registered operator against PyTorch's opcheck."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_empty(case: Case, layout: Layout, dtype: str, device: torch.device) -> 
 def test_attention_sides_of_different_lengths(
     lengths: tuple[tuple[int, ...], tuple[int, ...]], dtype: str, device: torch.device
 ) -> None:
-    """Queries without keys, keys without queries, and causal rows before the first key they could see."""
+    """Queries without keys, keys without queries, and causal rows before their first key."""
     case = CASES["jagged_flash_attention"]
     choices = {"heads": (4, 2), "dims": (16, 8), "scale": None, "max_len": False, "cross": True}
     for causal in (False, True):
@@ -90,8 +90,8 @@ NONFINITE = [
     for name in case.differentiable
     for value in (math.nan, math.inf, -math.inf)
     if case.rows[name] != "seq"
-    # An infinite logit makes a row of the result NaN everywhere, but its LSE depends on the algorithm: infinity
-    # in two passes, NaN in an online softmax.
+    # An infinite logit makes a row of the result NaN everywhere, but its LSE depends on the
+    # algorithm: infinity in two passes, NaN in an online softmax.
     if name not in ("q", "k") or math.isnan(value)
 ]
 

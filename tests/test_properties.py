@@ -139,7 +139,7 @@ def test_splitting_a_batch_changes_no_bit(
 def test_foreign_rows_never_leak(
     case: Case, device: str, data: st.DataObject, dtype: torch.dtype
 ) -> None:
-    """NaN outside the sequences gives the bits that other values give, in results and in gradients."""
+    """NaN outside the sequences gives the bits that other values give, forward and backward."""
     spec = data.draw(specs(case))
     clean = dataclasses.replace(spec, poisoned=False)
     assert_same_bits(

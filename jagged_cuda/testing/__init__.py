@@ -1,4 +1,4 @@
-"""What tests, fuzzing and benchmarks share: lengths, fp64 references, comparison, the table of cases."""
+"""What tests, fuzzing and benchmarks share: lengths, references, comparison, the table of cases."""
 
 from jagged_cuda.testing._kernels import last_kernel
 

@@ -1,4 +1,4 @@
-"""Judge an operator from the command line: ``python -m jagged_cuda.testing jagged_softmax --profile edge --seed 3``."""
+"""Judge operators by hand: ``python -m jagged_cuda.testing jagged_softmax --seed 3``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table of cases: an entry for each operator, which tests, opcheck, fuzzing and benchmarks iterate."""
+"""The one table of cases: what tests, opcheck, fuzzing and benchmarks know of each operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Profile:
-    """How large the samples of a case are: candidates for B, for the longest sequence, and for the case's choices."""
+    """How large samples are: candidates for B, for the longest sequence, and for the choices."""
 
     num_seqs: Sequence[int]
     max_len: Sequence[int]
@@ -29,7 +29,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Invalid:
-    """A call that must raise RuntimeError with one sentence, the same on the CPU, on CUDA and on fake tensors.
+    """A call that must raise RuntimeError, with one sentence for the CPU, CUDA and fake tensors.
 
     Args:
         name: for the test's name.
@@ -54,10 +54,11 @@ class Case:
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
         rows: whose rows each argument and output has: "q", "kv" or "seq" (one for each sequence).
-        function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and kv_offsets.
+        function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
+            kv_offsets.
         reference: the padded definition, on arguments of any dtype.
-        rounded: padded PyTorch in the same precision, in each way in which it can be written: arguments in the
-            dtype of sums, what is stored in the other one.
+        rounded: padded PyTorch in the same precision, in each way in which it can be written:
+            arguments in the dtype of sums, what is stored in the other one.
         terms: of each output and, given cotangents, of each gradient.
         differentiable: the arguments that have a gradient.
         product: it multiplies operands, which TF32 may round.
@@ -346,8 +347,8 @@ def _registered_softmax(sample: Sample) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _jagged_softmax(device: torch.device, **changed: Tensor) -> object:
-    arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
+def _jagged_softmax(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
     return jagged_cuda.jagged_softmax(**(arguments | changed))
 
 

@@ -24,7 +24,7 @@ def accumulator_eps(dtype: torch.dtype) -> float:
 
 
 def operand_eps(dtype: torch.dtype, device: torch.device | str) -> float:
-    """What a product may lose by rounding its operands: TF32's share where PyTorch's setting allows it."""
+    """What a product may lose by rounding its operands: TF32's share where that is allowed."""
     if dtype is not torch.float32:
         return 0.0
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -49,18 +49,21 @@ def compare(
 ) -> None:
     """Raise MismatchError unless, for every sequence, with eps the machine epsilon of a dtype::
 
-        err(actual, reference) <= 2 * err(same_precision, reference) + 2 * eps(dtype) * max |reference|
+        err(actual, reference) <= 2 * err(same_precision, reference)
+                                  + 2 * eps(dtype) * max |reference|
                                   + (64 * eps(accumulator) + rounding) * max terms
 
-    and inf and nan stand in the same places. err is the largest absolute difference within the sequence.
+    and inf and nan stand in the same places. err is the largest absolute difference within the
+    sequence.
 
     Args:
         actual: `[rows, ...]`, the result in its own dtype.
         reference: `[rows, ...]` float64.
-        same_precision: `[rows, ...]`, the result of padded PyTorch in the same precision, in each way in
-            which it can be written; the largest error counts.
+        same_precision: `[rows, ...]`, the result of padded PyTorch in the same precision, in each
+            way in which it can be written; the largest error counts.
         terms: `[rows, ...]` float64, the size of the terms that each element sums.
-        seq_of_row: `[rows]`, the sequence of each row; num_seqs for rows outside every sequence, which must be exact.
+        seq_of_row: `[rows]`, the sequence of each row; num_seqs for rows outside every sequence,
+            which must be exact.
         num_seqs: B.
         label: operator and tensor, for the message.
         seed: what the inputs were drawn from, for the message.

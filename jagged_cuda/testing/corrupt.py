@@ -1,9 +1,10 @@
-"""Call every operator, forward and backward, with offsets that are wrong, and see that it stays in bounds.
+"""Call every operator, forward and backward, with wrong offsets, and see that it stays in bounds.
 
 The tensors lie between guard rows. What an operator writes there is found afterwards; what it reads
-there is so large that it shows in the results of the products and of attention. Values are unspecified
-with such offsets, so elements may stay unwritten: every other call runs in PyTorch's deterministic mode,
-which fills new memory with NaN, and only there are results looked at. Under compute-sanitizer::
+there is so large that it shows in the results of the products and of attention. Values are
+unspecified with such offsets, so elements may stay unwritten: every other call runs in PyTorch's
+deterministic mode, which fills new memory with NaN, and only there are results looked at. Under
+compute-sanitizer::
 
     compute-sanitizer python -m jagged_cuda.testing.corrupt --device cuda --count 20
 """

@@ -1,4 +1,4 @@
-"""Running a case against its reference: forward, backward, every sequence by the rule of comparison.py."""
+"""Running a case against its reference, forward and backward, by the rule of comparison.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(
     call: Callable[[Sample], Tensors],
     cotangents: Callable[[Tensors], Tensors] | None,
 ) -> Tensors:
-    """The outputs of a call and, given a way to draw cotangents, its gradients as ``grad_<argument>``."""
+    """The outputs of a call and, given a way to draw cotangents, gradients (``grad_<name>``)."""
     leaves = {
         name: t.detach().requires_grad_(cotangents is not None and name in case.differentiable)
         for name, t in sample.tensors.items()
@@ -42,7 +42,7 @@ def run(
 def references(
     case: Case, sample: Sample, cotangents: Tensors | None
 ) -> tuple[Tensors, list[Tensors], Tensors]:
-    """What the outputs and gradients are compared with: the float64 reference, PyTorch in the same precision, the terms."""
+    """What is compared with: the float64 reference, PyTorch in the same precision, the terms."""
     spec = sample.spec
     storage = next(iter(sample.tensors.values())).dtype
     sums = torch.float64 if storage is torch.float64 else torch.float32
@@ -56,10 +56,15 @@ def references(
         draw = None if given is None else lambda _: given
         return run(case, inputs, lambda s: definition(s.tensors), draw)
 
+    def in_storage(
+        way: Callable[[Spec, Tensors, torch.dtype], Tensors],
+    ) -> Callable[[Tensors], Tensors]:
+        return lambda tensors: way(spec, tensors, storage)
+
     exact = padded(lambda tensors: case.reference(spec, tensors), torch.float64)
     rounded = []
     for way in case.rounded:
-        found = padded(lambda tensors, way=way: way(spec, tensors, storage), sums)
+        found = padded(in_storage(way), sums)
         # LSE is stored in the dtype of sums, all else in the operands'.
         rounded.append({n: t if n == "lse" else t.to(storage) for n, t in found.items()})
     given = None
@@ -116,6 +121,7 @@ def check(
     spec = sample.spec
     first = next(iter(sample.tensors.values()))
     exact, rounded, terms = references(case, sample, cotangents)
+    dtype = str(first.dtype).removeprefix("torch.")
     for name, found in actual.items():
         layout = spec.rows_layout(case.rows[name.removeprefix("grad_")])
         compare(
@@ -125,7 +131,7 @@ def check(
             terms=terms[name],
             seq_of_row=layout.seq_of_row(first.device),
             num_seqs=layout.num_seqs,
-            label=f"{case.name}, {name} ({str(first.dtype)[6:]}, {first.device.type}), {_text(spec)}",
+            label=f"{case.name}, {name} ({dtype}, {first.device.type}), {_text(spec)}",
             seed=spec.seed,
             command=command,
             rounding=operand_eps(first.dtype, first.device) if case.product else 0.0,

@@ -1,4 +1,4 @@
-"""Lengths of sequences, drawn from a seed: the shapes of batches that users have and that kernels get wrong."""
+"""Lengths of sequences, drawn from a seed: what users have, and what kernels get wrong."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def draw_lengths(
 
 
 def draw_layout(rng: random.Random, distribution: str, num_seqs: int, max_len: int) -> Layout:
-    """Draw lengths, a base offset and rows outside the sequences; half of the batches fill their tensor."""
+    """Draw lengths, and for half of the batches rows before and after the sequences."""
     lengths = draw_lengths(rng, distribution, num_seqs, max_len)
     outside = rng.random() < 0.5
     base = rng.choice((1, 3, 17, 64)) if outside else 0

@@ -1,13 +1,15 @@
-"""What each operator means: its definition on padded float64 tensors, so plain that it needs no test.
+"""What each operator means: its definition on padded tensors, so plain that it needs no test.
 
-Each operator has three functions.
+Each operator has up to three functions.
 
-- ``<op>`` is the definition, padded and differentiable; it judges.
-- ``<op>_rounded`` is the same padded PyTorch as one would run it in the operands' precision: operands, results and what is
-  stored between two products are rounded to ``storage``, sums run in the dtype of the arguments. Its error is the measure of
-  what can be asked of a kernel.
-- ``<op>_terms`` is the size of the terms that are summed into each result and gradient: what rounding errors within the
-  sums are relative to.
+- ``<op>`` is the definition, padded and differentiable; in float64 it judges.
+- ``<op>_rounded`` is the same padded PyTorch as one would run it in the operands' precision:
+  operands, results and what is stored between two products are rounded to ``storage``, sums run in
+  the dtype of the arguments. Its error is the measure of what can be asked of a kernel. Products
+  store nothing in between: their definition serves.
+- ``<op>_terms`` is the size of the terms that are summed into each result and gradient: what
+  rounding errors within the sums are relative to. Of the products, which are bilinear, it is the
+  definition on absolute values.
 
 Arguments and results are jagged; padding is internal: `[T, ...]` -> `[B, M, ...]` and back.
 """
@@ -88,7 +90,7 @@ class _RoundedSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
         out, grad_out = pad(out, ctx.layout), pad(grad_out, ctx.layout)
         delta = (out * grad_out).sum(1, keepdim=True)
@@ -102,7 +104,7 @@ def jagged_softmax_rounded(x: Tensor, layout: Layout, scale: float, storage: tor
 def jagged_softmax_terms(
     x: Tensor, grad_out: Tensor | None, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Of out and of dx. An error e of the logits is an error ``out * (e + sum(out * e))`` of out."""
+    """Of out and of dx. An error e of the logits is one of out of ``out * (e + sum(out * e))``."""
     out = pad(jagged_softmax(x, layout, scale), layout)
     logits = (scale * pad(x, layout)).abs()
     out_terms = out * (1 + logits + (out * logits).sum(1, keepdim=True))
@@ -120,7 +122,10 @@ def jagged_softmax_terms(
 def _visible(
     layout: Layout, kv_layout: Layout, window: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """`[B, M, N]`: query i sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``; -1 is unbounded."""
+    """`[B, M, N]`: whether query i sees key j.
+
+    That is ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``, where -1 is unbounded.
+    """
     left, right = window
     len_q = torch.tensor(layout.lengths, dtype=torch.int64, device=device)[:, None, None]
     len_k = torch.tensor(kv_layout.lengths, dtype=torch.int64, device=device)[:, None, None]
@@ -135,7 +140,7 @@ def _visible(
 
 
 def _heads_first(values: Tensor, layout: Layout, heads: int) -> Tensor:
-    """`[T, G, D]` -> `[B, H, M, D]`, each key/value head repeated for the query heads that read it."""
+    """`[T, G, D]` -> `[B, H, M, D]`, each key/value head repeated for those that read it."""
     padded = pad(values, layout).transpose(1, 2)
     return padded.repeat_interleave(heads // max(values.shape[1], 1), dim=1)
 
@@ -175,10 +180,10 @@ def jagged_flash_attention(
 
 
 class _RoundedAttention(torch.autograd.Function):
-    """Attention that rounds what it stores between two products: the probabilities, the result and dS.
+    """Attention that rounds what it stores between two products: P, the result and dS.
 
-    The probabilities are stored after their division by the sum, as softmax and a product do, or before
-    it (`divide_last`), as an online softmax must.
+    P is stored after its division by the sum, as softmax and a product do, or before it
+    (`divide_last`), as an online softmax must.
     """
 
     @staticmethod
@@ -212,9 +217,7 @@ class _RoundedAttention(torch.autograd.Function):
         return unpad(out.transpose(1, 2), layout), lse
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_out: Tensor, grad_lse: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, probs, out = ctx.saved_tensors
         heads = q.shape[1]
         grad_out = _heads_first(grad_out, ctx.layout, heads)
@@ -258,7 +261,8 @@ def jagged_flash_attention_terms(
 ) -> tuple[Tensor, ...]:
     """Of out and lse, and of dq, dk and dv if there are gradients.
 
-    A logit is a sum of terms of size a = scale sum |q| |k|, so its error is one of P of ``P * (a + sum(P * a))``.
+    A logit is a sum of terms of size ``a = scale * sum(|q| * |k|)``, so that its error is one of P
+    of ``P * (a + sum(P * a))``.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     visible = _visible(layout, kv_layout, window, q.device)[:, None]

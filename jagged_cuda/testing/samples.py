@@ -40,7 +40,7 @@ class Spec:
         return self.layout if self.kv_layout is None else self.kv_layout
 
     def rows_layout(self, rows: str) -> Layout:
-        """The layout of a tensor whose rows are those of "q", of "kv", or one for each sequence ("seq")."""
+        """The layout of a tensor with the rows of "q", of "kv", or one a sequence ("seq")."""
         return {"q": self.layout, "kv": self.kv, "seq": Layout((1,) * self.layout.num_seqs)}[rows]
 
 
