@@ -8,6 +8,12 @@ import hypothesis
 import pytest
 import torch
 
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read when Triton is first imported, which parts of torch do before tests/test_triton_ref.py,
+    # which needs its CPU interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile(
     "base", deadline=None, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
@@ -19,7 +25,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("quick")
 
-HAS_GPU = torch.cuda.is_available()
 NO_GPU = "none; tests marked `cuda`, which need one, are deselected"
 ONE_GPU = "; tests marked `multi_gpu`, which need two, are deselected"
 
