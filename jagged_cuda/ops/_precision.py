@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 
-@torch.compiler.assume_constant_result
 def allow_tf32() -> bool:
-    """True if torch.backends.cuda.matmul.fp32_precision (set_float32_matmul_precision) allows TF32."""
+    """True if torch.backends.cuda.matmul.fp32_precision allows TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What torch.compiler.assume_constant_result does: torch.compile takes the result as a constant. The
+# decorator itself would import torch._dynamo, which takes over a second.
+allow_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
