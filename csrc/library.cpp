@@ -1,7 +1,9 @@
-// Every schema of jagged_cuda on one screen. Kernels are registered in cpu/<op>.cpp and cuda/<op>.cpp; fake kernels and
-// autograd stand beside the public function in jagged_cuda/ops/<op>.py. Arguments are only ever appended, with defaults.
+// Every schema of jagged_cuda on one screen. Kernels are registered in cpu/<op>.cpp and
+// cuda/<op>.cpp; fake kernels and autograd stand beside the public function in
+// jagged_cuda/ops/<op>.py. Arguments are only ever appended, with defaults.
 //
-// T rows of a jagged tensor, B sequences, offsets [B + 1] (int32 or int64), D, N features, H query and G key/value heads.
+// T rows of a jagged tensor, B sequences, offsets [B + 1] (int32 or int64), D, N features, H query
+// and G key/value heads.
 
 #include <torch/csrc/stable/library.h>
 

@@ -54,7 +54,9 @@ NVCC_FLAGS = (
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
 )
-LINK_FLAGS = ("-shared", "-Wl,--as-needed")
+# A compiler that links libstdc++ statically would let our libraries export its symbols, and an
+# exception would then cross between two copies of it.
+LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL")
 
 MIN_GCC = 11
 MIN_CLANG = 14

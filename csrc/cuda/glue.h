@@ -12,7 +12,8 @@
 #include <string>
 
 // Exported by libtorch_cuda; torch declares it under USE_CUDA only.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream);
 
 namespace jagged_cuda {
 
@@ -27,21 +28,24 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
 inline void check_cuda(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return;
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
-    fail(std::string(op) + ": the CUDA library was not built for this GPU (" + cudaGetErrorString(error) +
-         "); run `python -m jagged_cuda.info` to see what it holds, and rebuild with TORCH_CUDA_ARCH_LIST set");
+    fail(std::string(op) + ": the CUDA library was not built for this GPU (" +
+         cudaGetErrorString(error) +
+         "); run `python -m jagged_cuda.info` to see what it holds, and rebuild with "
+         "TORCH_CUDA_ARCH_LIST set");
   }
   fail(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
 }
 
 // Contiguous offsets as kernels take them; `offsets` must outlive the launch.
 inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
-  return {offsets.const_data_ptr(), offsets.size(0) - 1, total, offsets.scalar_type() == ScalarType::Long};
+  return {offsets.const_data_ptr(), offsets.size(0) - 1, total,
+          offsets.scalar_type() == ScalarType::Long};
 }
 
-// Under JAGGED_CUDA_CHECK=1: waits for the stream and names the first bad index. A stream that is being captured into a graph
-// can't be waited for, so nothing is checked there.
-inline void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets, int64_t total,
-                                   std::optional<int64_t> max_len = std::nullopt) {
+// Under JAGGED_CUDA_CHECK=1: waits for the stream and names the first bad index. A stream that is
+// being captured into a graph can't be waited for, so nothing is checked there.
+inline void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
+                                   int64_t total, std::optional<int64_t> max_len = std::nullopt) {
   if (!checks_enabled()) return;
   const cudaStream_t stream = current_stream(offsets);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -50,8 +54,8 @@ inline void maybe_validate_offsets(const char* op, const char* argument, const T
   const int64_t num_seqs = offsets.size(0) - 1;
   const auto validate = [&](auto zero) {
     std::vector<decltype(zero)> host(num_seqs + 1);
-    check_cuda(op, cudaMemcpyAsync(host.data(), offsets.const_data_ptr(), host.size() * sizeof(zero),
-                                   cudaMemcpyDeviceToHost, stream));
+    check_cuda(op, cudaMemcpyAsync(host.data(), offsets.const_data_ptr(),
+                                   host.size() * sizeof(zero), cudaMemcpyDeviceToHost, stream));
     check_cuda(op, cudaStreamSynchronize(stream));
     validate_offsets(op, argument, host.data(), num_seqs, total, max_len);
   };

@@ -26,8 +26,8 @@ AttentionElement attention_element(ScalarType dtype) {
   }
 }
 
-// A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are arbitrary in torch, and are
-// replaced by 0, so that they do not spoil alignment.
+// A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are
+// arbitrary in torch, and are replaced by 0, so that they do not spoil alignment.
 HeadsView view_heads(const Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
           tensor.size(1) > 1 ? tensor.stride(1) : 0};
@@ -36,14 +36,15 @@ HeadsView view_heads(const Tensor& tensor) {
 bool aligned(const HeadsView& view, int64_t dim, int64_t element_bytes) {
   constexpr int64_t kVectorBytes = 16;
   const auto whole = [&](int64_t elems) { return elems * element_bytes % kVectorBytes == 0; };
-  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && whole(view.row_stride) && whole(view.head_stride) &&
-         whole(dim);
+  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && whole(view.row_stride) &&
+         whole(view.head_stride) && whole(dim);
 }
 
 int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
 
-void fill_common(AttentionParams& params, const JaggedFlashAttentionSizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
-                 const Tensor& out, const Tensor& lse, const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
+void fill_common(AttentionParams& params, const JaggedFlashAttentionSizes& sizes, const Tensor& q,
+                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                 const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
                  int64_t window_right, double scale) {
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.element = attention_element(q.scalar_type());
@@ -61,41 +62,48 @@ void fill_common(AttentionParams& params, const JaggedFlashAttentionSizes& sizes
   params.window_left = window_rows(window_left);
   params.window_right = window_rows(window_right);
   params.scale = scale;
-  params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) && aligned(params.k, sizes.dim_qk, element_bytes) &&
-                   aligned(params.v, sizes.dim_v, element_bytes) && aligned(params.out, sizes.dim_v, element_bytes);
+  params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
+                   aligned(params.k, sizes.dim_qk, element_bytes) &&
+                   aligned(params.v, sizes.dim_v, element_bytes) &&
+                   aligned(params.out, sizes.dim_v, element_bytes);
 }
 
 void check_heads(const char* op, const JaggedFlashAttentionSizes& sizes) {
   constexpr int64_t kMaxHeads = 65535;  // the grid's second dimension
   if (sizes.heads > kMaxHeads) {
-    fail_argument(op, "q", "[Tq, H, D] with H at most 65535 on CUDA", shape_text({sizes.total_q, sizes.heads, sizes.dim_qk}));
+    fail_argument(op, "q", "[Tq, H, D] with H at most 65535 on CUDA",
+                  shape_text({sizes.total_q, sizes.heads, sizes.dim_qk}));
   }
 }
 
-void validate(const char* op, const JaggedFlashAttentionSizes& sizes, const Tensor& offsets, const std::optional<Tensor>& kv_offsets,
-              std::optional<int64_t> max_len) {
+void validate(const char* op, const JaggedFlashAttentionSizes& sizes, const Tensor& offsets,
+              const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
   maybe_validate_offsets(op, "offsets", offsets, sizes.total_q, max_len);
   if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.total_kv, max_len);
 }
 
-std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
-                                                  const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any,
-                                                  int64_t window_left, int64_t window_right, double scale,
-                                                  std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
+                                                  const Tensor& v_any, const Tensor& offsets_any,
+                                                  const std::optional<Tensor>& kv_offsets_any,
+                                                  int64_t window_left, int64_t window_right,
+                                                  double scale, std::optional<int64_t> max_len,
+                                                  bool /*allow_tf32*/) {
   constexpr const char* op = "jagged_flash_attention";
-  const auto sizes = parse_jagged_flash_attention(op, q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right,
-                                                  max_len);
+  const auto sizes = parse_jagged_flash_attention(
+      op, q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right, max_len);
   check_heads(op, sizes);
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
-  const Tensor offsets = as_contiguous(offsets_any), kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
+  const Tensor offsets = as_contiguous(offsets_any),
+               kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
   Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
   if (sizes.total_q == 0 || sizes.heads == 0) return {out, lse};
 
   AttentionParams params{};
-  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right, scale);
+  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
+              scale);
   const char* path = "none";
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
   record_kernel(path);
@@ -103,19 +111,23 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
 }
 
 std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
-    const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any, const Tensor& k_any,
-    const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any, const Tensor& offsets_any,
-    const std::optional<Tensor>& kv_offsets_any, int64_t window_left, int64_t window_right, double scale,
-    std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+    const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
+    const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
+    const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any, int64_t window_left,
+    int64_t window_right, double scale, std::optional<int64_t> max_len, bool /*allow_tf32*/) {
   constexpr const char* op = "jagged_flash_attention_backward";
-  const auto sizes = parse_jagged_flash_attention_backward(grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any,
-                                                           offsets_any, kv_offsets_any, window_left, window_right, max_len);
+  const auto sizes = parse_jagged_flash_attention_backward(
+      grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any, offsets_any,
+      kv_offsets_any, window_left, window_right, max_len);
   check_heads(op, sizes);
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
-  const Tensor grad_out = rows_contiguous(grad_out_any), out = rows_contiguous(out_any), lse = as_contiguous(lse_any);
-  const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(as_contiguous(*grad_lse_any)) : std::nullopt;
-  const Tensor offsets = as_contiguous(offsets_any), kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
+  const Tensor grad_out = rows_contiguous(grad_out_any), out = rows_contiguous(out_any),
+               lse = as_contiguous(lse_any);
+  const std::optional<Tensor> grad_lse =
+      grad_lse_any ? std::optional<Tensor>(as_contiguous(*grad_lse_any)) : std::nullopt;
+  const Tensor offsets = as_contiguous(offsets_any),
+               kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor grad_q = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
   Tensor grad_k = allocate(op, q, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
@@ -129,7 +141,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   }
 
   AttentionBackwardParams params{};
-  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right, scale);
+  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
+              scale);
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.grad_out = view_heads(grad_out);
   params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);

@@ -1,4 +1,5 @@
-// Which kernels jagged_flash_attention takes: mma.sync for 16-bit elements, plain FMA for fp32 and fp64.
+// Which kernels jagged_flash_attention takes: mma.sync for 16-bit elements, plain FMA for fp32 and
+// fp64.
 #include "kernels/jagged_flash_attention.h"
 
 #include "kernels/attention/launch.h"
@@ -7,12 +8,12 @@ namespace jagged_cuda {
 namespace {
 
 // "cuda.attention.<direction>.mma_sync.d<head dim bucket>"
-#define JAGGED_CUDA_MMA_SYNC_PATHS(direction)                 \
-  {                                                           \
-    "cuda.attention." direction ".mma_sync.d32",              \
-        "cuda.attention." direction ".mma_sync.d64",          \
-        "cuda.attention." direction ".mma_sync.d128",         \
-        "cuda.attention." direction ".mma_sync.d256",         \
+#define JAGGED_CUDA_MMA_SYNC_PATHS(direction)       \
+  {                                                 \
+      "cuda.attention." direction ".mma_sync.d32",  \
+      "cuda.attention." direction ".mma_sync.d64",  \
+      "cuda.attention." direction ".mma_sync.d128", \
+      "cuda.attention." direction ".mma_sync.d256", \
   }
 constexpr const char* kForwardPaths[] = JAGGED_CUDA_MMA_SYNC_PATHS("forward");
 constexpr const char* kBackwardPaths[] = JAGGED_CUDA_MMA_SYNC_PATHS("backward");
@@ -27,7 +28,8 @@ const char* bucket_path(const AttentionParams& params, const char* const (&paths
 
 }  // namespace
 
-cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream, const char** path) {
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
+                                          const char** path) {
   switch (params.element) {
     case AttentionElement::kFloat16:
       *path = bucket_path(params, kForwardPaths);
@@ -45,8 +47,8 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
   return cudaErrorInvalidValue;
 }
 
-cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream,
-                                                   const char** path) {
+cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
+                                                   cudaStream_t stream, const char** path) {
   switch (params.element) {
     case AttentionElement::kFloat16:
       *path = bucket_path(params, kBackwardPaths);

@@ -35,24 +35,26 @@ struct AttentionParams {
   int64_t window_left;     // rows, at least 0; kUnbounded for all
   int64_t window_right;
   double scale;
-  // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are multiples of 16 bytes.
+  // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
+  // multiples of 16 bytes.
   bool aligned;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
 struct AttentionBackwardParams : AttentionParams {
-  HeadsView grad_out;     // [Tq, H, Dv]
-  const void* grad_lse;   // [Tq, H], may be null
-  void* delta;            // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse
-  HeadsView grad_q;       // [Tq, H, D] contiguous
-  HeadsView grad_k;       // [Tk, G, D] contiguous
-  HeadsView grad_v;       // [Tk, G, Dv] contiguous
+  HeadsView grad_out;    // [Tq, H, Dv]
+  const void* grad_lse;  // [Tq, H], may be null
+  void* delta;           // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse
+  HeadsView grad_q;      // [Tq, H, D] contiguous
+  HeadsView grad_k;      // [Tk, G, D] contiguous
+  HeadsView grad_v;      // [Tk, G, Dv] contiguous
 };
 
 // Both record the kernel path they take in `path`, such as "cuda.attention.forward.mma_sync.d64".
-cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream, const char** path);
-cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream,
-                                                   const char** path);
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
+                                          const char** path);
+cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
+                                                   cudaStream_t stream, const char** path);
 
 }  // namespace jagged_cuda

@@ -1,5 +1,6 @@
-// What every operator asks of its arguments, and the one sentence it answers with. The texts are the same on the CPU, on
-// CUDA and in the fake kernels (jagged_cuda/ops/_contract.py), which a test compares.
+// What every operator asks of its arguments, and the one sentence it answers with. The texts are
+// the same on the CPU, on CUDA and in the fake kernels (jagged_cuda/ops/_contract.py), which a test
+// compares.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -20,7 +21,8 @@ namespace jagged_cuda {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A std::runtime_error reaches Python as RuntimeError with its text alone; STD_TORCH_CHECK would put file and line first.
+// A std::runtime_error reaches Python as RuntimeError with its text alone; STD_TORCH_CHECK would
+// put file and line first.
 [[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
 
 // "op: argument must be <expected>, got <actual>"
@@ -136,8 +138,8 @@ inline void check_offsets(const char* op, const char* argument, const Tensor& of
   check_device(op, argument, offsets, reference);
 }
 
-// JAGGED_CUDA_CHECK=1 asks for offsets to be validated. It is read at each call, so that jagged_cuda.set_checks() can turn it
-// on and off by setting the variable of this process.
+// JAGGED_CUDA_CHECK=1 asks for offsets to be validated. It is read at each call, so that
+// jagged_cuda.set_checks() can turn it on and off by setting the variable of this process.
 inline bool checks_enabled() {
   const char* value = std::getenv("JAGGED_CUDA_CHECK");
   return value != nullptr && value[0] != '\0' && !(value[0] == '0' && value[1] == '\0');
@@ -174,33 +176,48 @@ void validate_offsets(const char* op, const char* argument, const Offset* offset
   }
 }
 
-// The last dimension contiguous: the form in which kernels take their operands, with any stride between rows. Anything else
-// (transposed, expanded along its last dimension) goes through this one copy.
-inline Tensor rows_contiguous(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1) return tensor;
-  return torch::stable::contiguous(tensor);
+// Inside the stable ABI a failed allocation loses its type and text, so it is thrown with a marker
+// that jagged_cuda/ops/_memory.py turns into torch.OutOfMemoryError.
+[[noreturn]] inline void fail_allocation(const char* op, const Tensor& like,
+                                         const std::string& shape, ScalarType dtype) {
+  fail(std::string(op) + ": out of memory on " + device_text(like) + " allocating a tensor of " +
+       shape + " " + dtype_name(dtype));
 }
 
-inline Tensor as_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-// An uninitialised tensor on the device of `like`. Inside the stable ABI a failed allocation loses its type and text, so it is
-// thrown with a marker that jagged_cuda/ops/_memory.py turns into torch.OutOfMemoryError.
+// An uninitialised tensor on the device of `like`.
 inline Tensor allocate(const char* op, const Tensor& like, std::initializer_list<int64_t> sizes,
                        ScalarType dtype) {
   try {
     return torch::stable::new_empty(
         like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
   } catch (const std::exception&) {
-    fail(std::string(op) + ": out of memory on " + device_text(like) + " allocating a tensor of " +
-         shape_text(sizes) + " " + dtype_name(dtype));
+    fail_allocation(op, like, shape_text(sizes), dtype);
   }
 }
 
 inline Tensor allocate(const char* op, const Tensor& like, std::initializer_list<int64_t> sizes) {
   return allocate(op, like, sizes, like.scalar_type());
+}
+
+inline Tensor contiguous_copy(const Tensor& tensor) {
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {
+    fail_allocation("jagged_cuda", tensor, shape_text(tensor), tensor.scalar_type());
+  }
+}
+
+// The last dimension contiguous: the form in which kernels take their operands, with any stride
+// between rows. Anything else (transposed, expanded along its last dimension) goes through this one
+// copy.
+inline Tensor rows_contiguous(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  const bool native = last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1;
+  return native ? tensor : contiguous_copy(tensor);
+}
+
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : contiguous_copy(tensor);
 }
 
 }  // namespace jagged_cuda

@@ -1,6 +1,8 @@
-// jagged_flash_attention: out_b = softmax(scale Q_b K_b^T + mask) V_b, for each sequence b and head.
+// jagged_flash_attention: out_b = softmax(scale Q_b K_b^T + mask) V_b, for each sequence b and
+// head.
 //
-// Row i of sequence b sees key j iff i + Lk - Lq - left <= j <= i + Lk - Lq + right (bottom-right alignment; -1 is unbounded).
+// Row i of sequence b sees key j iff i + Lk - Lq - left <= j <= i + Lk - Lq + right (bottom-right
+// alignment; -1 is unbounded).
 #pragma once
 
 #include "ops/contract.h"
@@ -22,7 +24,8 @@ inline ScalarType lse_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv], offsets [B + 1], kv_offsets [B + 1] or none (= offsets)
+// q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv], offsets [B + 1], kv_offsets [B + 1] or none (=
+// offsets)
 inline JaggedFlashAttentionSizes parse_jagged_flash_attention(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets,
     const std::optional<Tensor>& kv_offsets, int64_t window_left, int64_t window_right,
@@ -34,8 +37,8 @@ inline JaggedFlashAttentionSizes parse_jagged_flash_attention(
   check_like(op, "k", k, q);
   check_like(op, "v", v, q);
   check_offsets(op, "offsets", offsets, q);
-  const JaggedFlashAttentionSizes sizes{q.size(0), k.size(0), offsets.size(0) - 1, q.size(1),
-                                        k.size(1), q.size(2), v.size(2)};
+  const JaggedFlashAttentionSizes sizes{
+      q.size(0), k.size(0), offsets.size(0) - 1, q.size(1), k.size(1), q.size(2), v.size(2)};
   check_shape(op, "k", k, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
   check_shape(op, "v", v, {sizes.total_kv, sizes.kv_heads, sizes.dim_v});
   if (kv_offsets) {
@@ -55,10 +58,10 @@ inline JaggedFlashAttentionSizes parse_jagged_flash_attention(
     fail_argument(op, "v", "[Tk, G, Dv] with Dv from 1 to 256", shape_text(v));
   }
   if (sizes.kv_heads < 1 ? sizes.heads > 0 : sizes.heads % sizes.kv_heads != 0) {
-    fail_argument(op, "q",
-                  "[Tq, H, D] with H a multiple of the " + std::to_string(sizes.kv_heads) +
-                      " heads of k",
-                  shape_text(q));
+    fail_argument(
+        op, "q",
+        "[Tq, H, D] with H a multiple of the " + std::to_string(sizes.kv_heads) + " heads of k",
+        shape_text(q));
   }
   if (window_left < -1) {
     fail_argument(op, "window_size[0]", ">= -1", std::to_string(window_left));

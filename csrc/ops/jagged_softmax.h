@@ -1,4 +1,5 @@
-// jagged_softmax: softmax of scale * x over the rows of each sequence, each of the other positions alone.
+// jagged_softmax: softmax of scale * x over the rows of each sequence, each of the other positions
+// alone.
 #pragma once
 
 #include "ops/contract.h"
@@ -38,8 +39,8 @@ inline JaggedSoftmaxSizes parse_jagged_softmax_backward(const Tensor& grad_out, 
   return sizes;
 }
 
-// The [T, columns] form in which kernels take x: rows may be strided when x is [T, D] with a contiguous last dimension; every
-// other layout that is not contiguous goes through one copy.
+// The [T, columns] form in which kernels take x: rows may be strided when x is [T, D] with a
+// contiguous last dimension; every other layout that is not contiguous goes through one copy.
 inline Tensor softmax_rows(const Tensor& x) {
   return x.dim() == 2 ? rows_contiguous(x) : as_contiguous(x);
 }

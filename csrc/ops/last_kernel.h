@@ -1,5 +1,5 @@
-// The name of the kernel path that an operator took last, so that tests can assert it and `python -m jagged_cuda.info` can
-// show it. Each of the two libraries keeps its own.
+// The name of the kernel path that an operator took last, so that tests can assert it and `python
+// -m jagged_cuda.info` can show it. Each of the two libraries keeps its own.
 #pragma once
 
 namespace jagged_cuda {

@@ -59,9 +59,7 @@ def _register_autocast(name: str, device_type: str, policy: str) -> None:
 
     def kernel(*args: Any) -> Any:
         dtype = (
-            torch.get_autocast_dtype(device_type)
-            if policy == "lower_precision"
-            else torch.float32
+            torch.get_autocast_dtype(device_type) if policy == "lower_precision" else torch.float32
         )
         with torch._C._ExcludeDispatchKeyGuard(autocast_keys):
             return op(*(_cast(arg, device_type, dtype) for arg in args))

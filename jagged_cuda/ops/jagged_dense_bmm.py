@@ -70,9 +70,7 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None,
     grad_x = grad_y = None
     if ctx.needs_input_grad[0]:
         y_transposed = y.transpose(1, 2)
-        grad_x = call(
-            ops.jagged_dense_bmm.default, grad_out, y_transposed, offsets, ctx.allow_tf32
-        )
+        grad_x = call(ops.jagged_dense_bmm.default, grad_out, y_transposed, offsets, ctx.allow_tf32)
     if ctx.needs_input_grad[1]:
         grad_y = call(ops.jagged_jagged_bmm.default, x, grad_out, offsets, ctx.allow_tf32)
     return grad_x, grad_y, None, None

@@ -131,9 +131,7 @@ def _check(
     if dim_v < 1 or dim_v > 256:
         fail(op, "v", "[Tk, G, Dv] with Dv from 1 to 256", text(v.shape))
     if heads > 0 if kv_heads < 1 else heads % kv_heads != 0:
-        fail(
-            op, "q", f"[Tq, H, D] with H a multiple of the {kv_heads} heads of k", text(q.shape)
-        )
+        fail(op, "q", f"[Tq, H, D] with H a multiple of the {kv_heads} heads of k", text(q.shape))
     if window_left < -1:
         fail(op, "window_size[0]", ">= -1", str(window_left))
     if window_right < -1:
@@ -194,9 +192,7 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
-) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, offsets, kv_offsets, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets)
     ctx.set_materialize_grads(False)

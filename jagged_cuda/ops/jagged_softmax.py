@@ -57,9 +57,7 @@ def _fake_softmax(op: str, argument: str, x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_backward(
-    grad_out: Tensor, out: Tensor, offsets: Tensor, scale: float = 1.0
-) -> Tensor:
+def _fake_backward(grad_out: Tensor, out: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
     op = "jagged_softmax_backward"
     grad_x = _fake_softmax(op, "out", out, offsets)
     _contract.check_shape(op, "grad_out", grad_out, out.shape)

@@ -1,21 +1,28 @@
-// Forward of jagged_flash_attention on mma.sync (compute capability 8.0 and later), 16-bit elements.
+// Forward of jagged_flash_attention on mma.sync (compute capability 8.0 and later), 16-bit
+// elements.
 //
 // For a tile of queries of one sequence and head, over tiles j of its keys:
-//     S_j = Q K_j^T;  m_j = max(m_{j-1}, rowmax S_j);  P_j = exp2(c (S_j - m_j)),  c = |scale| log2(e)
-//     l_j = l_{j-1} exp2(c (m_{j-1} - m_j)) + rowsum P_j;  O_j = O_{j-1} exp2(c (m_{j-1} - m_j)) + P_j V_j
-// and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are fp32; P is rounded to the element type for its product.
+//     S_j = Q K_j^T;  m_j = max(m_{j-1}, rowmax S_j);  P_j = exp2(c (S_j - m_j)),  c = |scale|
+//     log2(e) l_j = l_{j-1} exp2(c (m_{j-1} - m_j)) + rowsum P_j;  O_j = O_{j-1} exp2(c (m_{j-1} -
+//     m_j)) + P_j V_j
+// and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are fp32; P is rounded to
+// the element type for its product.
 //
-// Grid: x = query tiles of kTileM rows (find_tile), y = query heads. A CTA has 4 warps of 16 rows each; a warp owns whole rows, so
-// that nothing but K and V is shared between warps.
+// Grid: x = query tiles of kTileM rows (find_tile), y = query heads. A CTA has 4 warps of 16 rows
+// each, or of 32 where sequences are long (launch.h); a warp owns whole rows, so that nothing but K
+// and V is shared between warps.
 //
-// Shared memory, for kDim 64: Q 8 KiB, K and V 2 stages of 8 KiB each: 40 KiB (20, 80, 96 KiB for kDim 32, 128, 256). The output
-// leaves through the rows of Q, each warp through its own.
+// Shared memory: Q kTileM rows, K and V kTileN rows in 2 stages each, of 2 kDim bytes. With 64-row
+// tiles 12, 40, 80, 96 KiB for kDim 32, 64, 128, 256. The output leaves through the rows of Q, each
+// warp through its own.
 //
-// Barriers: one __syncthreads per key tile. Before it every thread waits for its copies of tile j; after it tile j is visible to
-// all, and all have finished tile j - 1, whose stage the copies of tile j + 1 may now overwrite.
+// Barriers: one __syncthreads when Q has arrived, then one per key tile. Before it every thread
+// waits for its copies of tile j; after it tile j is visible to all, and all have finished tile j -
+// 1, whose stage the copies of tile j + 1 may now overwrite.
 //
-// A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no iteration: out 0, lse -inf. Rows and
-// keys past the end are zeros in shared memory, their scores -inf, and they are not stored.
+// A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no
+// iteration: out 0, lse -inf. Rows and keys past the end are zeros in shared memory, their scores
+// -inf, and they are not stored.
 #pragma once
 
 #include "kernels/attention/mma_tile.cuh"
@@ -29,16 +36,25 @@ namespace jagged_cuda::attention {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-template <typename Element_, int kDim_>
+template <typename Element_, int kDim_, int kRowBlocks_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
+  // 16-row blocks of a warp. Two halve the reads of K and V from shared memory and L2 per product;
+  // one wastes less of short sequences, and is all that 256 dims leave registers for.
+  static constexpr int kRowBlocks = kRowBlocks_;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWarpRows = kRowBlocks * 16;
   static constexpr int kTileM = kWarps * kWarpRows;
-  // 64 keys keep the tensor cores busy between barriers; at 256 dims O alone takes 128 registers, and 32 keys leave room.
-  static constexpr int kTileN = kDim <= 128 ? 64 : 32;
+  // Chosen by time on an H100 (docs/performance_log.md). The step depends on kDim alone, so that a
+  // row's bits do not depend on the tile that it lies in: the forward pass is batch-invariant.
+  static constexpr int kTileN = kDim == 32 || kDim == 256 ? 32 : 64;
+  static constexpr int kMinBlocks = kDim == 32                      ? (kRowBlocks == 1 ? 6 : 4)
+                                    : kDim == 64 && kRowBlocks == 1 ? 4
+                                                                    : 2;
   static constexpr int kStages = 2;
+  static constexpr bool kHoldsQ = kDim == 128 && kRowBlocks == 1;  // Q stays in registers
   static_assert(kDim % 16 == 0 && kDim <= 256);
 };
 
@@ -50,72 +66,95 @@ struct ForwardStorage {
   SharedTile<Element, Config::kTileN, Config::kDim> sV[Config::kStages];
 };
 
-// Running maximum and sum of the two rows that a lane shares with the three others of its quad.
+// Running maximum and sum of the rows that a lane shares with the three others of its quad, [row
+// block][half].
+template <int kRowBlocks>
 struct OnlineSoftmax {
-  float row_max[2] = {-INFINITY, -INFINITY};
-  float row_sum[2] = {0.0f, 0.0f};  // of this lane's columns only, until finish()
+  float row_max[kRowBlocks][2];
+  float row_sum[kRowBlocks][2];  // of this lane's columns only, until finish()
 
-  // Turns scores into probabilities relative to the new maximum and rescales what was summed so far.
-  template <int kBlocks, int kOutBlocks>
-  __device__ __forceinline__ void update(RowsAccumulator<kBlocks>& s, RowsAccumulator<kOutBlocks>& o, float scale_log2) {
+  __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int row = 0; row < kRowBlocks * 2; ++row) {
+      row_max[row / 2][row % 2] = -INFINITY;
+      row_sum[row / 2][row % 2] = 0.0f;
+    }
+  }
+
+  // Turns scores into probabilities relative to the new maximum and rescales what was summed so
+  // far.
+  template <int kBlocks, int kOutBlocks>
+  __device__ __forceinline__ void update(Accumulator<kRowBlocks, kBlocks>& s,
+                                         Accumulator<kRowBlocks, kOutBlocks>& o, float scale_log2) {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row) {
+      const int r = row / 2, half = row % 2;
       float tile_max = -INFINITY;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        tile_max = fmaxf(tile_max, fmaxf(s[block][2 * half], s[block][2 * half + 1]));
+        tile_max = fmaxf(tile_max, fmaxf(s[r][block][2 * half], s[r][block][2 * half + 1]));
       }
-      const float new_max = fmaxf(row_max[half], quad_max(tile_max));
-      // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0 instead.
+      const float new_max = fmaxf(row_max[r][half], quad_max(tile_max));
+      // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
+      // instead.
       const float shift = new_max == -INFINITY ? 0.0f : new_max * scale_log2;
-      const float rescale = ptx::ex2_approx(row_max[half] * scale_log2 - shift);
-      row_max[half] = new_max;
+      const float rescale = ptx::ex2_approx(row_max[r][half] * scale_log2 - shift);
+      row_max[r][half] = new_max;
       float sum = 0.0f;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          s[block][i] = ptx::ex2_approx(s[block][i] * scale_log2 - shift);
-          sum += s[block][i];
+          s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - shift);
+          sum += s[r][block][i];
         }
       }
-      row_sum[half] = row_sum[half] * rescale + sum;
+      row_sum[r][half] = row_sum[r][half] * rescale + sum;
 #pragma unroll
       for (int block = 0; block < kOutBlocks; ++block) {
-        o[block][2 * half] *= rescale;
-        o[block][2 * half + 1] *= rescale;
+        o[r][block][2 * half] *= rescale;
+        o[r][block][2 * half + 1] *= rescale;
       }
     }
   }
 
   __device__ __forceinline__ void finish() {
-    row_sum[0] = quad_sum(row_sum[0]);
-    row_sum[1] = quad_sum(row_sum[1]);
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row)
+      row_sum[row / 2][row % 2] = quad_sum(row_sum[row / 2][row % 2]);
   }
 };
 
-// Scores of keys that a row does not see become -inf.
-template <int kBlocks>
-__device__ __forceinline__ void mask_scores(RowsAccumulator<kBlocks>& s, const Window& window, int64_t row, int64_t column,
-                                            int64_t num_columns, int lane) {
+// Elements whose column their row does not see become `value`. `row` is this lane's first.
+template <int kRowBlocks, int kBlocks>
+__device__ __forceinline__ void replace_unseen(Accumulator<kRowBlocks, kBlocks>& s, float value,
+                                               const Window& window, int64_t row, int64_t column,
+                                               int64_t num_columns, int lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const VisibleColumns visible(window, row + 8 * half, column, kBlocks * 8, num_columns);
+  for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int half = 0; half < 2; ++half) {
+      const VisibleColumns visible(window, row + 16 * r + 8 * half, column, kBlocks * 8,
+                                   num_columns);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!visible.contains(block * 8 + 2 * (lane % 4) + i)) s[block][2 * half + i] = -INFINITY;
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!visible.contains(block * 8 + 2 * (lane % 4) + i)) s[r][block][2 * half + i] = value;
+        }
       }
     }
   }
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void forward_mma_sync(const __grid_constant__ AttentionParams params) {
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_mma_sync(
+    const __grid_constant__ AttentionParams params) {
   using Element = typename Config::Element;
-  constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
-  constexpr int kScoreBlocks = kTileN / 8, kOutBlocks = kDim / 8;
+  constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kTileN = Config::kTileN,
+                kThreads = Config::kThreads;
+  constexpr int kRowBlocks = Config::kRowBlocks, kScoreBlocks = kTileN / 8, kOutBlocks = kDim / 8;
+  using KeysAddress = LaneAddress<SharedTile<Element, kTileN, kDim>>;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardStorage<Config>*>(shared_bytes);
 
@@ -125,11 +164,13 @@ __global__ __launch_bounds__(Config::kThreads) void forward_mma_sync(const __gri
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gOut = static_cast<Element*>(params.out.data) + global_row * params.out.row_stride + head * params.out.head_stride;
+  Element* gOut = static_cast<Element*>(params.out.data) + global_row * params.out.row_stride +
+                  head * params.out.head_stride;
   float* gLse = static_cast<float*>(params.lse) + global_row * params.heads + head;
   if (tile.seq < 0) {
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
-    for (int row = threadIdx.x; row < rows; row += kThreads) gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
+    for (int row = threadIdx.x; row < rows; row += kThreads)
+      gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
@@ -137,23 +178,35 @@ __global__ __launch_bounds__(Config::kThreads) void forward_mma_sync(const __gri
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;
 
-  const Element* gQ = static_cast<const Element*>(params.q.data) + global_row * params.q.row_stride + head * params.q.head_stride;
-  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gQ = static_cast<const Element*>(params.q.data) +
+                      global_row * params.q.row_stride + head * params.q.head_stride;
+  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
+                      kv_head * params.k.head_stride;
+  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
+                      kv_head * params.v.head_stride;
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kTileN), kv.len - key));
-    load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys, params.dim_qk, params.aligned);
-    load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys, params.dim_v, params.aligned);
+    load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
+                        params.dim_qk, params.aligned);
+    load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
+                        params.dim_v, params.aligned);
   };
   load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
+  ptx::cp_async_commit();
   if (first_key < last_key) load_keys(first_key, 0);
   ptx::cp_async_commit();
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
-  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf, must stay so.
-  const float scale = static_cast<float>(params.scale), scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
-  OnlineSoftmax softmax;
-  RowsAccumulator<kOutBlocks> o = {};
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
+  // must stay so.
+  const float scale = static_cast<float>(params.scale),
+              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+  const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
+      shared.sQ, warp_row, lane);
+  OnlineSoftmax<kRowBlocks> softmax;
+  Accumulator<kRowBlocks, kOutBlocks> o = {};
   int stage = 0;
   for (int64_t key = first_key; key < last_key; key += kTileN, stage ^= 1) {
     ptx::cp_async_wait<0>();
@@ -161,39 +214,41 @@ __global__ __launch_bounds__(Config::kThreads) void forward_mma_sync(const __gri
     if (key + kTileN < last_key) load_keys(key + kTileN, stage ^ 1);
     ptx::cp_async_commit();
 
-    RowsAccumulator<kScoreBlocks> s = {};
-    mma_rows_by_rows<Element>(s, shared.sQ, warp_row, shared.sK[stage], lane);
+    Accumulator<kRowBlocks, kScoreBlocks> s = {};
+    mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
     if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
-      for (int block = 0; block < kScoreBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[block][i] = -s[block][i];
+      for (int i = 0; i < kRowBlocks * kScoreBlocks * 4; ++i) {
+        float& score = s[i / (kScoreBlocks * 4)][i / 4 % kScoreBlocks][i % 4];
+        score = -score;
       }
     }
     if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
-      mask_scores(s, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     softmax.update(s, o, scale_log2);
-    mma_accumulator_by_columns<Element>(o, s, shared.sV[stage], 0, lane);
+    mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();
 
   softmax.finish();
-  float inverse_sum[2];
+  float inverse_sum[kRowBlocks][2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = softmax.row_sum[half];
-    inverse_sum[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const int row = warp_row + lane / 4 + 8 * half;
-    if (lane % 4 == 0 && row < rows) {
-      gLse[static_cast<int64_t>(row) * params.heads] =
-          sum == 0.0f ? -INFINITY : softmax.row_max[half] * fabsf(scale) + logf(sum);
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.row_sum[r][half];
+      inverse_sum[r][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const int row = warp_row + 16 * r + 8 * half + lane / 4;
+      if (lane % 4 == 0 && row < rows) {
+        gLse[static_cast<int64_t>(row) * params.heads] =
+            sum == 0.0f ? -INFINITY : softmax.row_max[r][half] * fabsf(scale) + logf(sum);
+      }
     }
   }
-  __syncthreads();  // without a key tile no other barrier stands between the copies of Q and its reuse
-  store_rows<Element>(o, inverse_sum[0], inverse_sum[1], shared.sQ, warp_row, 0, gOut, params.out.row_stride, rows, params.dim_v,
-                      params.aligned, lane);
+  store_rows(o, inverse_sum, shared.sQ, warp_row, 0, gOut, params.out.row_stride, rows,
+             params.dim_v, params.aligned, lane);
 }
 
 }  // namespace jagged_cuda::attention

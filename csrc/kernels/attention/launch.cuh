@@ -6,29 +6,38 @@
 
 namespace jagged_cuda::attention {
 
-template <int kDim>
-struct DimTag {
-  static constexpr int value = kDim;
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
 };
 
-// Calls launch(DimTag<bucket>) for the smallest compiled head dim that holds D and Dv.
+// Calls launch(Constant<bucket>) for the smallest compiled head dim that holds D and Dv.
 template <typename Launch>
 cudaError_t for_dim(const AttentionParams& params, Launch launch) {
   switch (dim_bucket(params)) {
     case 32:
-      return launch(DimTag<32>{});
+      return launch(Constant<32>{});
     case 64:
-      return launch(DimTag<64>{});
+      return launch(Constant<64>{});
     case 128:
-      return launch(DimTag<128>{});
+      return launch(Constant<128>{});
     case 256:
-      return launch(DimTag<256>{});
+      return launch(Constant<256>{});
   }
   return cudaErrorInvalidValue;
 }
 
+// The same with Constant<16-row blocks of a warp>.
+template <typename Launch>
+cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
+  return for_dim(params, [&](auto dim) {
+    return row_blocks(params) == 2 ? launch(dim, Constant<2>{}) : launch(dim, Constant<1>{});
+  });
+}
+
 inline dim3 tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
-  return dim3(static_cast<unsigned>(num_tiles(offsets.total, offsets.num_seqs, tile_rows)), static_cast<unsigned>(heads));
+  return dim3(static_cast<unsigned>(num_tiles(offsets.total, offsets.num_seqs, tile_rows)),
+              static_cast<unsigned>(heads));
 }
 
 }  // namespace jagged_cuda::attention

@@ -1,15 +1,19 @@
-// jagged_flash_attention on plain FMA, fp32 and fp64: forward, and backward as two kernels (dq; dk and dv).
+// jagged_flash_attention on plain FMA, fp32 and fp64: forward, and backward as two kernels (dq; dk
+// and dv).
 //
-// The mathematics, grid and order of the kernels are those of forward_mma_sync.cuh and backward_mma_sync.cuh. Operands are summed
-// in their own precision, without TF32.
+// The mathematics, grid and order of the kernels are those of forward_mma_sync.cuh and
+// backward_mma_sync.cuh. Operands are summed in their own precision, without TF32.
 //
-// Mapping: 16 x 16 threads; thread (x, y) owns scores (y + 16 i, x + 16 j), i, j < kPerThread, of a square tile, and of an output
-// row the columns x + 16 c. Row statistics are combined over the 16 lanes of a half-warp.
+// Mapping: 16 x 16 threads; thread (x, y) owns scores (y + 16 i, x + 16 j), i, j < kPerThread, of a
+// square tile, and of an output row the columns x + 16 c. Row statistics are combined over the 16
+// lanes of a half-warp.
 //
-// Shared memory: operand tiles of kTile rows with one element of padding, so that 16 rows at one column lie in 16 banks, and
-// one tile of probabilities: at most 152 KiB (fp32, kDim 128, backward).
+// Shared memory: operand tiles of kTile rows with one element of padding, so that 16 rows at one
+// column lie in 16 banks, and one tile of probabilities: at most 152 KiB (fp32, kDim 128,
+// backward).
 //
-// Barriers: __syncthreads before tiles are overwritten, after they are written, and around each use of the probabilities' tile.
+// Barriers: __syncthreads before tiles are overwritten, after they are written, and around each use
+// of the probabilities' tile.
 #pragma once
 
 #include "kernels/attention/window.cuh"
@@ -60,7 +64,8 @@ __device__ __forceinline__ double log_of(double x) { return log(x); }
 template <typename T>
 __device__ __forceinline__ T row_sum(T value) {
 #pragma unroll
-  for (int distance = 8; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  for (int distance = 8; distance > 0; distance /= 2)
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
   return value;
 }
 template <typename T>
@@ -75,19 +80,24 @@ __device__ __forceinline__ T row_max(T value) {
 
 // What lies outside rows and columns becomes 0.
 template <typename Config>
-__device__ __forceinline__ void load_simt(typename Config::T (&tile)[Config::kTile][Config::kPitch], const HeadsView& view,
-                                          int64_t first_row, int head, int64_t rows, int columns) {
-  const auto* g = static_cast<const typename Config::T*>(view.data) + first_row * view.row_stride + head * view.head_stride;
+__device__ __forceinline__ void load_simt(typename Config::T (&tile)[Config::kTile][Config::kPitch],
+                                          const HeadsView& view, int64_t first_row, int head,
+                                          int64_t rows, int columns) {
+  const auto* g = static_cast<const typename Config::T*>(view.data) + first_row * view.row_stride +
+                  head * view.head_stride;
   for (int index = threadIdx.x; index < Config::kTile * Config::kDim; index += Config::kThreads) {
     const int row = index / Config::kDim, column = index % Config::kDim;
-    tile[row][column] = row < rows && column < columns ? g[row * view.row_stride + column] : typename Config::T(0);
+    tile[row][column] =
+        row < rows && column < columns ? g[row * view.row_stride + column] : typename Config::T(0);
   }
 }
 
 // s = a b^T
 template <typename Config>
-__device__ __forceinline__ void scores(ScoreTile<Config>& s, const typename Config::T (&a)[Config::kTile][Config::kPitch],
-                                       const typename Config::T (&b)[Config::kTile][Config::kPitch], int x, int y) {
+__device__ __forceinline__ void scores(ScoreTile<Config>& s,
+                                       const typename Config::T (&a)[Config::kTile][Config::kPitch],
+                                       const typename Config::T (&b)[Config::kTile][Config::kPitch],
+                                       int x, int y) {
 #pragma unroll
   for (int i = 0; i < Config::kPerThread; ++i) {
 #pragma unroll
@@ -109,14 +119,16 @@ __device__ __forceinline__ void scores(ScoreTile<Config>& s, const typename Conf
 
 // Puts p where all threads can read it, between two barriers, and adds p b to o.
 template <typename Config>
-__device__ __forceinline__ void accumulate(OutTile<Config>& o, const ScoreTile<Config>& p,
-                                           typename Config::T (&sP)[Config::kTile][Config::kTile + 1],
-                                           const typename Config::T (&b)[Config::kTile][Config::kPitch], int x, int y) {
+__device__ __forceinline__ void accumulate(
+    OutTile<Config>& o, const ScoreTile<Config>& p,
+    typename Config::T (&sP)[Config::kTile][Config::kTile + 1],
+    const typename Config::T (&b)[Config::kTile][Config::kPitch], int x, int y) {
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < Config::kPerThread; ++i) {
 #pragma unroll
-    for (int j = 0; j < Config::kPerThread; ++j) sP[y + Config::kSide * i][x + Config::kSide * j] = p[i][j];
+    for (int j = 0; j < Config::kPerThread; ++j)
+      sP[y + Config::kSide * i][x + Config::kSide * j] = p[i][j];
   }
   __syncthreads();
 #pragma unroll 2
@@ -134,10 +146,12 @@ __device__ __forceinline__ void accumulate(OutTile<Config>& o, const ScoreTile<C
 }
 
 template <typename Config>
-__device__ __forceinline__ void store_simt(const OutTile<Config>& o, const typename Config::T (&scale)[Config::kPerThread],
-                                           const HeadsView& view, int64_t first_row, int head, int64_t rows, int columns, int x,
-                                           int y) {
-  auto* g = static_cast<typename Config::T*>(view.data) + first_row * view.row_stride + head * view.head_stride;
+__device__ __forceinline__ void store_simt(const OutTile<Config>& o,
+                                           const typename Config::T (&scale)[Config::kPerThread],
+                                           const HeadsView& view, int64_t first_row, int head,
+                                           int64_t rows, int columns, int x, int y) {
+  auto* g = static_cast<typename Config::T*>(view.data) + first_row * view.row_stride +
+            head * view.head_stride;
 #pragma unroll
   for (int i = 0; i < Config::kPerThread; ++i) {
     const int row = y + Config::kSide * i;
@@ -150,7 +164,8 @@ __device__ __forceinline__ void store_simt(const OutTile<Config>& o, const typen
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void forward_simt(const __grid_constant__ AttentionParams params) {
+__global__ __launch_bounds__(Config::kThreads) void forward_simt(
+    const __grid_constant__ AttentionParams params) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
   extern __shared__ __align__(128) char shared_bytes[];
@@ -164,7 +179,8 @@ __global__ __launch_bounds__(Config::kThreads) void forward_simt(const __grid_co
   const int64_t global_row = tile.rows.begin + tile.row;
   const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key = window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+  const int64_t last_key =
+      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> o = {};
@@ -222,7 +238,8 @@ __global__ __launch_bounds__(Config::kThreads) void forward_simt(const __grid_co
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(const __grid_constant__ AttentionBackwardParams params) {
+__global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(
+    const __grid_constant__ AttentionBackwardParams params) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
   extern __shared__ __align__(128) char shared_bytes[];
@@ -236,7 +253,8 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(const __gri
   const int64_t global_row = tile.rows.begin + tile.row;
   const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key = window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+  const int64_t last_key =
+      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> dq = {};
@@ -250,10 +268,12 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(const __gri
       const int row = y + Config::kSide * i;
       const bool valid = row < rows;
       const int64_t statistic = (global_row + (valid ? row : 0)) * params.heads + head;
-      const T* gOut = static_cast<const T*>(params.out.data) + (global_row + (valid ? row : 0)) * params.out.row_stride +
+      const T* gOut = static_cast<const T*>(params.out.data) +
+                      (global_row + (valid ? row : 0)) * params.out.row_stride +
                       head * params.out.head_stride;
       T dot = 0;
-      for (int column = x; column < params.dim_v; column += Config::kSide) dot += shared.sGradOut[row][column] * gOut[column];
+      for (int column = x; column < params.dim_v; column += Config::kSide)
+        dot += shared.sGradOut[row][column] * gOut[column];
       delta[i] = row_sum(dot);
       if (!valid) continue;
       lse[i] = static_cast<const T*>(params.lse)[statistic];
@@ -287,7 +307,8 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(const __gri
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(const __grid_constant__ AttentionBackwardParams params) {
+__global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(
+    const __grid_constant__ AttentionBackwardParams params) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
   extern __shared__ __align__(128) char shared_bytes[];
@@ -299,9 +320,12 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(const __g
   if (rows <= 0) return;
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + tile.row;
-  const RowRange queries = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.q_offsets, tile.seq);
-  const Window window = Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
-  const int64_t last_query = window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), queries.len);
+  const RowRange queries =
+      tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.q_offsets, tile.seq);
+  const Window window =
+      Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
+  const int64_t last_query =
+      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), queries.len);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> dk = {}, dv = {};
@@ -310,11 +334,13 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(const __g
     load_simt<Config>(shared.sV, params.v, global_row, kv_head, rows, params.dim_v);
   }
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int64_t query = window.first_column(tile.row) / kTile * kTile; query < last_query; query += kTile) {
+    for (int64_t query = window.first_column(tile.row) / kTile * kTile; query < last_query;
+         query += kTile) {
       __syncthreads();
       const int64_t first = queries.begin + query;
       load_simt<Config>(shared.sQ, params.q, first, head, queries.len - query, params.dim_qk);
-      load_simt<Config>(shared.sGradOut, params.grad_out, first, head, queries.len - query, params.dim_v);
+      load_simt<Config>(shared.sGradOut, params.grad_out, first, head, queries.len - query,
+                        params.dim_v);
       __syncthreads();
       ScoreTile<Config> p, dp;  // transposed: keys by queries
       scores<Config>(p, shared.sK, shared.sQ, x, y);
@@ -329,7 +355,8 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(const __g
         delta[j] = static_cast<const T*>(params.delta)[statistic];
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-          const VisibleColumns visible(window, tile.row + y + Config::kSide * i, query, kTile, queries.len);
+          const VisibleColumns visible(window, tile.row + y + Config::kSide * i, query, kTile,
+                                       queries.len);
           p[i][j] = visible.contains(column) ? exp_of(p[i][j] * scale - lse) : T(0);
         }
       }

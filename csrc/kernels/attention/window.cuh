@@ -5,8 +5,9 @@
 
 namespace jagged_cuda {
 
-// Row r sees columns [r + diagonal - before, r + diagonal + after]. Positions are 64-bit, so that an unbounded window
-// (AttentionParams::kUnbounded) can be added to; within a tile they become 32-bit.
+// Row r sees columns [r + diagonal - before, r + diagonal + after]. Positions are 64-bit, so that
+// an unbounded window (AttentionParams::kUnbounded) can be added to; within a tile they become
+// 32-bit.
 struct Window {
   int64_t diagonal;
   int64_t before;
@@ -26,7 +27,8 @@ struct Window {
   }
 
   // True if some element of the tile [rows, columns] at (row, column) is not seen.
-  __device__ __forceinline__ bool cuts_tile(int64_t row, int rows, int64_t column, int columns, int64_t num_columns) const {
+  __device__ __forceinline__ bool cuts_tile(int64_t row, int rows, int64_t column, int columns,
+                                            int64_t num_columns) const {
     return column + columns > num_columns || row + rows - 1 + diagonal - before > column ||
            row + diagonal + after < column + columns - 1;
   }
@@ -37,7 +39,8 @@ struct VisibleColumns {
   int first;
   int last;
 
-  __device__ __forceinline__ VisibleColumns(const Window& window, int64_t row, int64_t column, int columns, int64_t num_columns) {
+  __device__ __forceinline__ VisibleColumns(const Window& window, int64_t row, int64_t column,
+                                            int columns, int64_t num_columns) {
     const int64_t low = row + window.diagonal - window.before - column;
     int64_t high = row + window.diagonal + window.after + 1 - column;
     high = high < num_columns - column ? high : num_columns - column;
@@ -45,7 +48,9 @@ struct VisibleColumns {
     last = static_cast<int>(high < 0 ? 0 : (high > columns ? columns : high));
   }
 
-  __device__ __forceinline__ bool contains(int column) const { return column >= first && column < last; }
+  __device__ __forceinline__ bool contains(int column) const {
+    return column >= first && column < last;
+  }
 };
 
 }  // namespace jagged_cuda

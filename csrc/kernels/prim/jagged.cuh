@@ -1,12 +1,15 @@
-// How a kernel finds its part of a jagged tensor, from offsets on the device alone: no lengths on the host, no preparation
-// kernel.
+// How a kernel finds its part of a jagged tensor, from offsets on the device alone: no lengths on
+// the host, no preparation kernel.
 //
-// With bound[] = 0, offsets[0..B], T there are B + 2 stretches: stretch 0 holds the rows before all sequences, stretch s the
-// rows of sequence s - 1, stretch B + 1 the rows after all. Stretch s owns the virtual tiles from
+// With bound[] = 0, offsets[0..B], T there are B + 2 stretches: stretch 0 holds the rows before all
+// sequences, stretch s the rows of sequence s - 1, stretch B + 1 the rows after all. Stretch s owns
+// the virtual tiles from
 //     start(s) = bound[s] / kTile + s      to      start(s + 1) - 1,
-// which are always enough for its rows, so that num_tiles(T, B) = T / kTile + B + 2 tiles cover every row exactly once.
+// which are always enough for its rows, so that num_tiles(T, B) = T / kTile + B + 2 tiles cover
+// every row exactly once.
 //
-// Every bound is clamped to [0, T]: wrong offsets give unspecified values, never an access outside the tensor.
+// Every bound is clamped to [0, T]: wrong offsets give unspecified values, never an access outside
+// the tensor.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +30,9 @@ struct RowRange {
   int64_t len;
 };
 
-// A tile of kTile rows that starts at row `row` of sequence `seq`, which holds `rows`. Outside all sequences seq is -1 and
-// `rows` a stretch between them. `row >= rows.len` marks a virtual tile without rows.
+// A tile of kTile rows that starts at row `row` of sequence `seq`, which holds `rows`. Outside all
+// sequences seq is -1 and `rows` a stretch between them. `row >= rows.len` marks a virtual tile
+// without rows.
 struct JaggedTile {
   int64_t seq;
   RowRange rows;
@@ -43,9 +47,9 @@ inline int64_t num_tiles(int64_t total, int64_t num_seqs, int tile_rows) {
 
 // offsets[index], clamped to [0, total]
 __device__ __forceinline__ int64_t clamped_offset(const OffsetsView& offsets, int64_t index) {
-  const int64_t value = offsets.wide
-                            ? __ldg(static_cast<const long long*>(offsets.data) + index)
-                            : static_cast<int64_t>(__ldg(static_cast<const int*>(offsets.data) + index));
+  const int64_t value =
+      offsets.wide ? __ldg(static_cast<const long long*>(offsets.data) + index)
+                   : static_cast<int64_t>(__ldg(static_cast<const int*>(offsets.data) + index));
   return value < 0 ? 0 : (value > offsets.total ? offsets.total : value);
 }
 
@@ -60,12 +64,15 @@ __device__ __forceinline__ int64_t stretch_bound(const OffsetsView& offsets, int
   return clamped_offset(offsets, stretch - 1);
 }
 
-// The tile with index `tile`, out of num_tiles(). All 32 lanes of a warp must call it together: each step of the search probes
-// 32 places at once, so that 1,024 sequences take two dependent loads and a million four.
+// The tile with index `tile`, out of num_tiles(). All 32 lanes of a warp must call it together:
+// each step of the search probes 32 places at once, so that 1,024 sequences take two dependent
+// loads and a million four.
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int64_t tile) {
   const int lane = threadIdx.x % 32;
-  const auto start = [&](int64_t stretch) { return stretch_bound(offsets, stretch) / kTile + stretch; };
+  const auto start = [&](int64_t stretch) {
+    return stretch_bound(offsets, stretch) / kTile + stretch;
+  };
   int64_t low = 0, high = offsets.num_seqs + 2;  // start(low) <= tile < start(high)
   while (high - low > 1) {
     const int64_t step = (high - low + 32) / 33;
@@ -77,7 +84,8 @@ __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int6
   }
   const int64_t begin = stretch_bound(offsets, low), end = stretch_bound(offsets, low + 1);
   const bool inside = low >= 1 && low <= offsets.num_seqs;
-  return {inside ? low - 1 : -1, {begin, end > begin ? end - begin : 0},
+  return {inside ? low - 1 : -1,
+          {begin, end > begin ? end - begin : 0},
           (tile - (begin / kTile + low)) * kTile};
 }
 

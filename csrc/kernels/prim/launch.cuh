@@ -8,9 +8,11 @@
 
 namespace jagged_cuda {
 
-// Launches kernel(params) on `stream` of the current device. More than 48 KiB of shared memory must be asked for once a device.
+// Launches kernel(params) on `stream` of the current device. More than 48 KiB of shared memory must
+// be asked for once a device.
 template <auto kKernel, typename Params>
-cudaError_t launch(const Params& params, dim3 grid, int threads, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch(const Params& params, dim3 grid, int threads, int shared_bytes,
+                   cudaStream_t stream) {
   constexpr int kDefaultSharedBytes = 48 * 1024;
   if (shared_bytes > kDefaultSharedBytes) {
     static std::atomic<uint64_t> prepared{0};  // a bit a device

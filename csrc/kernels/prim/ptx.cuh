@@ -1,4 +1,5 @@
-// PTX, one instruction a function, named for the mnemonic. Sections are those of the PTX ISA manual, chapter "Instructions".
+// PTX, one instruction a function, named for the mnemonic. Sections are those of the PTX ISA
+// manual, chapter "Instructions".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,21 +13,36 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// cp.async.cg.shared.global, 16 bytes, of which the first `source_bytes` are read and the rest are zeros ("Data Movement and
-// Conversion Instructions: cp.async"). Both addresses must be 16-byte aligned; with 0 source bytes nothing is read.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, int source_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global), "r"(source_bytes)
+// An operand in shared memory: a pointer, or an address that was computed from one. In a loop the
+// latter saves 64-bit arithmetic.
+struct SharedAddress {
+  uint32_t value;
+  __device__ __forceinline__ SharedAddress(const void* pointer) : value(shared_address(pointer)) {}
+  __device__ __forceinline__ SharedAddress(uint32_t address) : value(address) {}
+};
+
+// cp.async.cg.shared.global, 16 bytes, of which the first `source_bytes` are read and the rest are
+// zeros ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
+// aligned; with 0 source bytes nothing is read.
+__device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global,
+                                            int source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared.value), "l"(global),
+               "r"(source_bytes)
                : "memory");
 }
 
 // cp.async.ca.shared.global, 4 bytes.
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global, int source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(shared)), "l"(global), "r"(source_bytes)
+__device__ __forceinline__ void cp_async_4(SharedAddress shared, const void* global,
+                                           int source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared.value), "l"(global),
+               "r"(source_bytes)
                : "memory");
 }
 
 // cp.async.commit_group
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
 
 // cp.async.wait_group: waits until at most kPending of this thread's newest groups are in flight.
 template <int kPending>
@@ -34,65 +50,73 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16 ("Warp-level matrix load instruction: ldmatrix"): lane i names row i % 8 of matrix
-// i / 8.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared) {
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16 ("Warp-level matrix load instruction: ldmatrix"): lane i
+// names row i % 8 of matrix i / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared))
+               : "r"(shared.value)
                : "memory");
 }
 
 // The same with each 8x8 matrix transposed.
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* shared) {
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared))
+               : "r"(shared.value)
                : "memory");
 }
 
 // ldmatrix.sync.aligned.m8n8.x2.shared.b16: two matrices, named by lanes 0 to 15.
-__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* shared) {
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], SharedAddress shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
                : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(shared))
+               : "r"(shared.value)
                : "memory");
 }
 
 // The same with each 8x8 matrix transposed.
-__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared) {
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SharedAddress shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
                : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(shared))
+               : "r"(shared.value)
                : "memory");
 }
 
-// mma.sync.aligned.m16n8k16.row.col, c += a b in fp32 ("Warp-level matrix instructions: mma"). a [16, 16] row-major, b [16, 8]
-// column-major; lane l holds c[l / 4 + 8 (i / 2)][2 (l % 4) + i % 2] in c[i].
+// mma.sync.aligned.m16n8k16.row.col, c += a b in fp32 ("Warp-level matrix instructions: mma"). a
+// [16, 16] row-major, b [16, 8] column-major; lane l holds c[l / 4 + 8 (i / 2)][2 (l % 4) + i % 2]
+// in c[i].
 template <typename Element>
-__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1);
 
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const uint32_t (&a)[4],
+                                                     uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
+                                                            uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in fp32; lane l holds a[l / 4 + 8 (i % 2)][l % 4 + 4 (i / 2)] and
-// b[l % 4 + 4 i][l / 4].
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in fp32; lane l holds a[l / 4 + 8 (i %
+// 2)][l % 4 + 4 (i / 2)] and b[l % 4 + 4 i][l / 4].
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
