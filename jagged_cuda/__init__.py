@@ -1,7 +1,7 @@
-"""Fast operators on jagged tensors for PyTorch: products, softmax and flash attention without padding.
+"""Fast jagged-tensor operators for PyTorch: products, softmax, flash attention, no padding.
 
-A jagged tensor is ``values [T, ...]``, the rows of all sequences one after another, and ``offsets [B + 1]``; sequence b is
-rows ``offsets[b]:offsets[b + 1]``.
+A jagged tensor is ``values [T, ...]``, the rows of all sequences one after another, and ``offsets
+[B + 1]``; sequence b is rows ``offsets[b]:offsets[b + 1]``.
 """
 
 import os
@@ -20,6 +20,7 @@ __all__ = ["__version__", "set_checks", *ops.__all__]
 def set_checks(enabled: bool) -> None:
     """Validate offsets in every operator, and raise RuntimeError with the first bad index.
 
-    Off by default, since on CUDA each check waits for the GPU. Sets ``JAGGED_CUDA_CHECK`` for this process.
+    Off by default, since on CUDA each check waits for the GPU. Sets ``JAGGED_CUDA_CHECK`` for
+    this process.
     """
     os.environ["JAGGED_CUDA_CHECK"] = "1" if enabled else "0"

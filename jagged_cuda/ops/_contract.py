@@ -1,6 +1,7 @@
 """What every operator asks of its arguments, for the fake kernels.
 
-The C++ kernels check in csrc/ops/contract.h; the fake kernels check here, with the same texts (a test compares them).
+The C++ kernels check in csrc/ops/contract.h; the fake kernels check here, with the same texts (a
+test compares them).
 """
 
 from __future__ import annotations

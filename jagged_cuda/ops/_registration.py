@@ -28,9 +28,10 @@ def register(
     Args:
         name: the operator, defined in csrc/library.cpp.
         fake: shapes, dtypes and errors of the operator on fake tensors.
-        setup_context, backward: its autograd formula. None for operators without one: then it is an error to
-            differentiate them (autograd would only warn, and give wrong gradients).
-        autocast: "lower_precision" casts floating tensors to torch.get_autocast_dtype, "float32" to float32.
+        setup_context, backward: its autograd formula. None for operators without one: then it is
+            an error to differentiate them (autograd would only warn, and give wrong gradients).
+        autocast: "lower_precision" casts floating tensors to torch.get_autocast_dtype, "float32"
+            to float32.
     """
     qualified_name = f"jagged_cuda::{name}"
     torch.library.register_fake(qualified_name, fake)

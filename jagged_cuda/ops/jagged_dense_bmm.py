@@ -21,7 +21,8 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Args:
         x: `[T, D]` jagged; float32, float64, float16 or bfloat16.
         y: `[B, D, N]` dense, of x's dtype and device.
-        offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows ``offsets[b]:offsets[b + 1]``.
+        offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
+            ``offsets[b]:offsets[b + 1]``.
 
     Returns:
         `[T, N]` of x's dtype; rows outside every sequence are 0.
@@ -31,14 +32,15 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         torch.OutOfMemoryError: the GPU has no room for the result.
 
     Notes:
-        Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA obeys
-        ``torch.backends.cuda.matmul.fp32_precision``: products are as accurate as float32 unless it allows TF32.
-        The gradient of x is this operator with y transposed, that of y is jagged_jagged_bmm, so that derivatives of any
-        order exist. Deterministic, and a sequence's result does not depend on its neighbours. x is read in place if its
-        last dimension is contiguous, y if one of its last two is; any other layout costs one copy of that operand.
+        Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA
+        obeys ``torch.backends.cuda.matmul.fp32_precision``: products are as accurate as float32
+        unless it allows TF32. The gradient of x is this operator with y transposed, that of y is
+        jagged_jagged_bmm, so that derivatives of any order exist. Deterministic, and a sequence's
+        result does not depend on its neighbours. x is read in place if its last dimension is
+        contiguous, y if one of its last two is; any other layout costs one copy of that operand.
 
-    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention",
-    RecSys '24, Table 1.
+    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
+    Jagged Flash Attention", RecSys '24, Table 1.
 
     Example:
         >>> x, y = torch.ones(5, 2), torch.ones(2, 2, 3)

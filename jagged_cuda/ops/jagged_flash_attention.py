@@ -28,11 +28,13 @@ def jagged_flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let each sequence's queries attend to its own keys, never storing the matrix of scores.
 
-    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + mask) @ v_b``. Row i sees key j iff
-    ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with ``(left, right) = window_size`` (bottom-right alignment).
+    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + mask) @ v_b``. Row i
+    sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
+    ``(left, right) = window_size`` (bottom-right alignment).
 
     Args:
-        q: `[Tq, H, D]` jagged, or `[Tq, D]` for one head; float32, float64, float16 or bfloat16; D from 1 to 256.
+        q: `[Tq, H, D]` jagged, or `[Tq, D]` for one head; float32, float64, float16 or bfloat16;
+            D from 1 to 256.
         k: `[Tk, G, D]`, of q's dtype and device; H is a multiple of G (grouped-query attention).
         v: `[Tk, G, Dv]`, Dv from 1 to 256.
         offsets: `[B + 1]` int32 or int64; sequence b is rows ``offsets[b]:offsets[b + 1]`` of q.
@@ -40,27 +42,32 @@ def jagged_flash_attention(
         causal: no key after the query's own position; the same as ``window_size=(left, 0)``.
         window_size: (left, right), in rows; -1 is unbounded.
         scale: of the scores; None means ``1 / sqrt(D)``.
-        max_len: a hint, the length of the longest sequence. Results of longer sequences are then unspecified.
+        max_len: a hint, the length of the longest sequence. Results of longer sequences are then
+            unspecified.
         return_lse: also return the logarithm of each row's sum of exponentials.
 
     Returns:
-        `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head); with return_lse also lse `[Tq, H]` (`[Tq]`), natural
-        logarithm, float32 (float64 for float64), differentiable. Rows that see no key, and rows outside every
-        sequence, are 0 with lse = -inf.
+        `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head); with return_lse also lse `[Tq, H]`
+        (`[Tq]`), natural logarithm, float32 (float64 for float64), differentiable. Rows that see
+        no key, and rows outside every sequence, are 0 with lse = -inf.
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit; the message names the argument.
         torch.OutOfMemoryError: the GPU has no room for the results.
 
     Notes:
-        Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA obeys
-        ``torch.backends.cuda.matmul.fp32_precision``. Nothing depends on the batch's longest sequence, and a sequence's
-        result does not depend on its neighbours. Deterministic, forward and backward; no double backward. q, k and v are
-        read in place if their last dimension is contiguous (slices of a fused projection included), fastest if rows are
-        16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of that operand.
+        Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA
+        multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
+        TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
+        result does not depend on its neighbours, bit for bit.
+        Deterministic, forward and backward; no double backward. q, k and v are read in place if
+        their last dimension is contiguous (slices of a fused projection included), fastest if
+        rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
+        that operand.
 
-    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention",
-    RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the algorithm.
+    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
+    Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the
+    algorithm.
 
     Example:
         >>> q = k = v = torch.zeros(5, 2, 8)

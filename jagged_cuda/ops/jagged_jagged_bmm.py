@@ -21,7 +21,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Args:
         x: `[T, D]` jagged; float32, float64, float16 or bfloat16.
         y: `[T, N]` jagged with the same offsets, of x's dtype and device.
-        offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows ``offsets[b]:offsets[b + 1]``.
+        offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
+            ``offsets[b]:offsets[b + 1]``.
 
     Returns:
         `[B, D, N]` of x's dtype; zeros for an empty sequence.
@@ -31,14 +32,16 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         torch.OutOfMemoryError: the GPU has no room for the result.
 
     Notes:
-        Rows outside every sequence are not read and get zero gradient. Sums run in float32 (float64 for float64). float32
-        on CUDA obeys ``torch.backends.cuda.matmul.fp32_precision``: products are as accurate as float32 unless it allows
-        TF32. The gradients are jagged_dense_bmm twice, so that derivatives of any order exist. Deterministic, and a
-        sequence's result does not depend on its neighbours. x and y are read in place if their last dimension is
-        contiguous; any other layout costs one copy of that operand.
+        Rows outside every sequence are not read and get zero gradient. Sums run in float32
+        (float64 for float64). float32 on CUDA obeys
+        ``torch.backends.cuda.matmul.fp32_precision``: products are as accurate as float32 unless
+        it allows TF32. The gradients are jagged_dense_bmm twice, so that derivatives of any order
+        exist. Deterministic, and a sequence's result does not depend on its neighbours. x and y
+        are read in place if their last dimension is contiguous; any other layout costs one copy
+        of that operand.
 
-    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention",
-    RecSys '24, Table 1.
+    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
+    Jagged Flash Attention", RecSys '24, Table 1.
 
     Example:
         >>> x, y = torch.ones(5, 2), torch.ones(5, 3)

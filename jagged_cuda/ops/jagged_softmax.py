@@ -19,7 +19,8 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
 
     Args:
         x: `[T, ...]` jagged; float32, float64, float16 or bfloat16.
-        offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows ``offsets[b]:offsets[b + 1]``.
+        offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
+            ``offsets[b]:offsets[b + 1]``.
         scale: multiplies x before the softmax.
 
     Returns:
@@ -30,13 +31,13 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
         torch.OutOfMemoryError: the GPU has no room for the result.
 
     Notes:
-        Empty sequences are allowed. Sums run in float32 (float64 for float64); under autocast the operator runs in
-        float32. Deterministic, forward and backward, and a sequence's result does not depend on its neighbours. No
-        double backward. x is read in place if it is contiguous, or `[T, D]` with a contiguous last dimension; any other
-        layout costs one copy.
+        Empty sequences are allowed. Sums run in float32 (float64 for float64); under autocast the
+        operator runs in float32. Deterministic, forward and backward, and a sequence's result
+        does not depend on its neighbours. No double backward. x is read in place if it is
+        contiguous, or `[T, D]` with a contiguous last dimension; any other layout costs one copy.
 
-    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention",
-    RecSys '24, Table 1.
+    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
+    Jagged Flash Attention", RecSys '24, Table 1.
 
     Example:
         >>> jagged_softmax(torch.zeros(5), torch.tensor([0, 4, 5]))

@@ -10,7 +10,8 @@ from jagged_cuda import _load
 def last_kernel(device: str) -> str:
     """Return the name of the kernel path taken last on "cpu" or "cuda", such as "cpu.avx2".
 
-    Each library keeps one name for the whole process: call it right after the operator, without other threads at work.
+    Each library keeps one name for the whole process: call it right after the operator, without
+        other threads at work.
     """
     path = _load.cpu_library if device == "cpu" else _load.cuda_library
     if path is None:
