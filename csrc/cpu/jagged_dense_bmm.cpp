@@ -15,10 +15,10 @@ namespace {
 Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/) {
   const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets);
   const auto sequences = read_sequences("jagged_dense_bmm", "offsets", offsets, sizes.total);
-  x = rows_contiguous(x);
+  x = rows_contiguous("jagged_dense_bmm", x);
   // The backward pass gives y transposed: either of its last dimensions may be the contiguous one.
   if (sizes.columns > 1 && y.stride(2) != 1 && sizes.inner > 1 && y.stride(1) != 1) {
-    y = torch::stable::contiguous(y);
+    y = contiguous_copy("jagged_dense_bmm", y);
   }
   Tensor out = allocate("jagged_dense_bmm", x, {sizes.total, sizes.columns});
   const KernelTable& table = kernel_table();

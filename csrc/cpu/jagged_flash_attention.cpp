@@ -101,9 +101,9 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
   const JaggedFlashAttentionSizes sizes = parse_jagged_flash_attention(
       op, q, k, v, offsets, kv_offsets, window_left, window_right, max_len);
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
-  q = rows_contiguous(q);
-  k = rows_contiguous(k);
-  v = rows_contiguous(v);
+  q = rows_contiguous(op, q);
+  k = rows_contiguous(op, k);
+  v = rows_contiguous(op, v);
   Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
   Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
   const KernelTable& table = kernel_table();
@@ -150,13 +150,13 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
       parse_jagged_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, offsets,
                                             kv_offsets, window_left, window_right, max_len);
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
-  q = rows_contiguous(q);
-  k = rows_contiguous(k);
-  v = rows_contiguous(v);
-  out = rows_contiguous(out);
-  grad_out = rows_contiguous(grad_out);
-  lse = contiguous(lse);
-  if (grad_lse) grad_lse = contiguous(*grad_lse);
+  q = rows_contiguous(op, q);
+  k = rows_contiguous(op, k);
+  v = rows_contiguous(op, v);
+  out = rows_contiguous(op, out);
+  grad_out = rows_contiguous(op, grad_out);
+  lse = as_contiguous(op, lse);
+  if (grad_lse) grad_lse = as_contiguous(op, *grad_lse);
   Tensor dq = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
   Tensor dk = allocate(op, k, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
   Tensor dv = allocate(op, v, {sizes.total_kv, sizes.kv_heads, sizes.dim_v});

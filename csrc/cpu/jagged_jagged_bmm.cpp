@@ -25,8 +25,8 @@ struct LongSequence {
 Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/) {
   const JaggedJaggedBmmSizes sizes = parse_jagged_jagged_bmm(x, y, offsets);
   const auto sequences = read_sequences("jagged_jagged_bmm", "offsets", offsets, sizes.total);
-  x = rows_contiguous(x);
-  y = rows_contiguous(y);
+  x = rows_contiguous("jagged_jagged_bmm", x);
+  y = rows_contiguous("jagged_jagged_bmm", y);
   Tensor out = allocate("jagged_jagged_bmm", x, {sizes.num_seqs, sizes.rows, sizes.columns});
   const KernelTable& table = kernel_table();
 

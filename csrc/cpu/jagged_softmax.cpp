@@ -92,7 +92,7 @@ Tensor allocate_contiguous(const char* op, const Tensor& like) {
 Tensor jagged_softmax(Tensor x, Tensor offsets, double scale) {
   const JaggedSoftmaxSizes sizes = parse_jagged_softmax(x, offsets);
   const auto sequences = read_sequences("jagged_softmax", "offsets", offsets, sizes.total);
-  x = softmax_rows(x);
+  x = softmax_rows("jagged_softmax", x);
   Tensor out = allocate_contiguous("jagged_softmax", x);
   const KernelTable& table = kernel_table();
 
@@ -113,8 +113,8 @@ Tensor jagged_softmax(Tensor x, Tensor offsets, double scale) {
 Tensor jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, double scale) {
   const JaggedSoftmaxSizes sizes = parse_jagged_softmax_backward(grad_out, out, offsets);
   const auto sequences = read_sequences("jagged_softmax_backward", "offsets", offsets, sizes.total);
-  grad_out = softmax_rows(grad_out);
-  out = softmax_rows(out);
+  grad_out = softmax_rows("jagged_softmax_backward", grad_out);
+  out = softmax_rows("jagged_softmax_backward", out);
   Tensor grad_in = allocate_contiguous("jagged_softmax_backward", out);
   const KernelTable& table = kernel_table();
 

@@ -41,7 +41,7 @@ DenseOperand prepare_dense(const Tensor& y) {
   if (inner_aligned) return {y, true, true};
   if (along_columns) return {y, false, false};
   if (along_inner) return {y, true, false};
-  const Tensor copy = torch::stable::contiguous(y);
+  const Tensor copy = contiguous_copy("jagged_dense_bmm", y);
   return {copy, false, has_aligned_lines(copy, {0, 1})};
 }
 
@@ -50,11 +50,11 @@ Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets,
   constexpr const char* op = "jagged_dense_bmm";
   const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor bounds = contiguous(offsets);
+  const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.total);
   const Tensor out = allocate(op, x, {sizes.total, sizes.columns});
   if (sizes.total == 0 || sizes.columns == 0) return out;
-  const Tensor rows = rows_contiguous(x);
+  const Tensor rows = rows_contiguous(op, x);
   const DenseOperand dense = prepare_dense(y);
 
   JaggedDenseBmmParams params;

@@ -93,9 +93,10 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
       op, q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right, max_len);
   check_heads(op, sizes);
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
-  const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
-  const Tensor offsets = as_contiguous(offsets_any),
-               kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
+  const Tensor q = rows_contiguous(op, q_any), k = rows_contiguous(op, k_any),
+               v = rows_contiguous(op, v_any);
+  const Tensor offsets = as_contiguous(op, offsets_any),
+               kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
   Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
@@ -121,13 +122,14 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
       kv_offsets_any, window_left, window_right, max_len);
   check_heads(op, sizes);
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
-  const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
-  const Tensor grad_out = rows_contiguous(grad_out_any), out = rows_contiguous(out_any),
-               lse = as_contiguous(lse_any);
+  const Tensor q = rows_contiguous(op, q_any), k = rows_contiguous(op, k_any),
+               v = rows_contiguous(op, v_any);
+  const Tensor grad_out = rows_contiguous(op, grad_out_any), out = rows_contiguous(op, out_any),
+               lse = as_contiguous(op, lse_any);
   const std::optional<Tensor> grad_lse =
-      grad_lse_any ? std::optional<Tensor>(as_contiguous(*grad_lse_any)) : std::nullopt;
-  const Tensor offsets = as_contiguous(offsets_any),
-               kv_offsets = kv_offsets_any ? as_contiguous(*kv_offsets_any) : offsets;
+      grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
+  const Tensor offsets = as_contiguous(op, offsets_any),
+               kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor grad_q = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
   Tensor grad_k = allocate(op, q, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});

@@ -29,11 +29,11 @@ Tensor jagged_jagged_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets
   constexpr const char* op = "jagged_jagged_bmm";
   const JaggedJaggedBmmSizes sizes = parse_jagged_jagged_bmm(x, y, offsets);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor bounds = contiguous(offsets);
+  const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.total);
   const Tensor out = allocate(op, x, {sizes.num_seqs, sizes.rows, sizes.columns});
   if (sizes.num_seqs == 0 || sizes.rows == 0 || sizes.columns == 0) return out;
-  const Tensor left = rows_contiguous(x), right = rows_contiguous(y);
+  const Tensor left = rows_contiguous(op, x), right = rows_contiguous(op, y);
 
   JaggedJaggedBmmParams params;
   params.x = left.const_data_ptr();

@@ -57,11 +57,11 @@ Tensor jagged_softmax(const Tensor& x, const Tensor& offsets, double scale) {
   constexpr const char* op = "jagged_softmax";
   const JaggedSoftmaxSizes sizes = parse_jagged_softmax(x, offsets);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor bounds = contiguous(offsets);
+  const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.total);
   const Tensor out = allocate_like(op, x, sizes);
   if (sizes.total == 0 || sizes.columns == 0) return out;
-  const Tensor rows = softmax_rows(x);
+  const Tensor rows = softmax_rows(op, x);
 
   JaggedSoftmaxParams params;
   params.x = rows.const_data_ptr();
@@ -83,11 +83,11 @@ Tensor jagged_softmax_backward(const Tensor& grad_out, const Tensor& out, const 
   constexpr const char* op = "jagged_softmax_backward";
   const JaggedSoftmaxSizes sizes = parse_jagged_softmax_backward(grad_out, out, offsets);
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  const Tensor bounds = contiguous(offsets);
+  const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.total);
   const Tensor grad_x = allocate_like(op, out, sizes);
   if (sizes.total == 0 || sizes.columns == 0) return grad_x;
-  const Tensor grad_rows = softmax_rows(grad_out), out_rows = softmax_rows(out);
+  const Tensor grad_rows = softmax_rows(op, grad_out), out_rows = softmax_rows(op, out);
 
   JaggedSoftmaxBackwardParams params;
   params.grad_out = grad_rows.const_data_ptr();

@@ -199,25 +199,25 @@ inline Tensor allocate(const char* op, const Tensor& like, std::initializer_list
   return allocate(op, like, sizes, like.scalar_type());
 }
 
-inline Tensor contiguous_copy(const Tensor& tensor) {
+inline Tensor contiguous_copy(const char* op, const Tensor& tensor) {
   try {
     return torch::stable::contiguous(tensor);
   } catch (const std::exception&) {
-    fail_allocation("jagged_cuda", tensor, shape_text(tensor), tensor.scalar_type());
+    fail_allocation(op, tensor, shape_text(tensor), tensor.scalar_type());
   }
 }
 
 // The last dimension contiguous: the form in which kernels take their operands, with any stride
 // between rows. Anything else (transposed, expanded along its last dimension) goes through this one
 // copy.
-inline Tensor rows_contiguous(const Tensor& tensor) {
+inline Tensor rows_contiguous(const char* op, const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   const bool native = last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1;
-  return native ? tensor : contiguous_copy(tensor);
+  return native ? tensor : contiguous_copy(op, tensor);
 }
 
-inline Tensor as_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : contiguous_copy(tensor);
+inline Tensor as_contiguous(const char* op, const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : contiguous_copy(op, tensor);
 }
 
 }  // namespace jagged_cuda

@@ -41,8 +41,8 @@ inline JaggedSoftmaxSizes parse_jagged_softmax_backward(const Tensor& grad_out, 
 
 // The [T, columns] form in which kernels take x: rows may be strided when x is [T, D] with a
 // contiguous last dimension; every other layout that is not contiguous goes through one copy.
-inline Tensor softmax_rows(const Tensor& x) {
-  return x.dim() == 2 ? rows_contiguous(x) : as_contiguous(x);
+inline Tensor softmax_rows(const char* op, const Tensor& x) {
+  return x.dim() == 2 ? rows_contiguous(op, x) : as_contiguous(op, x);
 }
 
 // Elements between two rows of what softmax_rows returned.
