@@ -20,6 +20,9 @@
 // waits for its copies of tile j; after it tile j is visible to all, and all have finished tile j -
 // 1, whose stage the copies of tile j + 1 may now overwrite.
 //
+// A warp passes over tiles of which its rows see nothing, as do warps whose rows lie past the end;
+// where at most half of a tile's keys exist, only that half is multiplied.
+//
 // A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no
 // iteration: out 0, lse -inf. Rows and keys past the end are zeros in shared memory, their scores
 // -inf, and they are not stored.
@@ -30,6 +33,7 @@
 #include "kernels/jagged_flash_attention.h"
 
 #include <cmath>
+#include <type_traits>
 
 namespace jagged_cuda::attention {
 
@@ -207,6 +211,27 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
       shared.sQ, warp_row, lane);
   OnlineSoftmax<kRowBlocks> softmax;
   Accumulator<kRowBlocks, kOutBlocks> o = {};
+  const WarpColumns seen(window, tile.row + warp_row, min(rows - warp_row, Config::kWarpRows),
+                         kv.len);
+  // The keys [key, key + kBlocks * 8) of a tile; further ones do not exist.
+  const auto attend = [&](auto blocks, int64_t key, int stage) {
+    constexpr int kBlocks = decltype(blocks)::value;
+    Accumulator<kRowBlocks, kBlocks> s = {};
+    mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
+    if (scale < 0.0f) {
+      // The maximum of scale * S lies where -S is largest.
+#pragma unroll
+      for (int i = 0; i < kRowBlocks * kBlocks * 4; ++i) {
+        float& score = s[i / (kBlocks * 4)][i / 4 % kBlocks][i % 4];
+        score = -score;
+      }
+    }
+    if (window.cuts_tile(tile.row + warp_row, Config::kWarpRows, key, kBlocks * 8, kv.len)) {
+      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+    }
+    softmax.update(s, o, scale_log2);
+    mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
+  };
   int stage = 0;
   for (int64_t key = first_key; key < last_key; key += kTileN, stage ^= 1) {
     ptx::cp_async_wait<0>();
@@ -214,21 +239,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
     if (key + kTileN < last_key) load_keys(key + kTileN, stage ^ 1);
     ptx::cp_async_commit();
 
-    Accumulator<kRowBlocks, kScoreBlocks> s = {};
-    mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
-    if (scale < 0.0f) {
-      // The maximum of scale * S lies where -S is largest.
-#pragma unroll
-      for (int i = 0; i < kRowBlocks * kScoreBlocks * 4; ++i) {
-        float& score = s[i / (kScoreBlocks * 4)][i / 4 % kScoreBlocks][i % 4];
-        score = -score;
-      }
+    if (!seen.meets(key, kTileN)) continue;
+    if (kv.len - key <= kTileN / 2) {
+      attend(std::integral_constant<int, kScoreBlocks / 2>{}, key, stage);
+    } else {
+      attend(std::integral_constant<int, kScoreBlocks>{}, key, stage);
     }
-    if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
-      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
-    }
-    softmax.update(s, o, scale_log2);
-    mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();
 
