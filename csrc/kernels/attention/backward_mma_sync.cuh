@@ -191,30 +191,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
 
   const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
   Accumulator<kRowBlocks, kOutBlocks> dq = {};
-  const WarpColumns seen(window, tile.row + warp_row, min(rows - warp_row, Config::kWarpRows),
-                         kv.len);
-  // The keys [key, key + kBlocks * 8) of a step; further ones do not exist.
-  const auto accumulate = [&](auto blocks, int64_t key, int stage) {
-    constexpr int kBlocks = decltype(blocks)::value;
-    Accumulator<kRowBlocks, kBlocks> s = {}, dp = {};
-    mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
-    mma_rows_by_rows(dp, grad_out_rows, StepAddress::by_columns(shared.sV[stage], 0, lane));
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
-          s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
-        }
-      }
-    }
-    if (window.cuts_tile(tile.row + warp_row, Config::kWarpRows, key, kBlocks * 8, kv.len)) {
-      replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
-    }
-    mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
-  };
   int stage = 0;
   for (int64_t key = first_key; key < last_key; key += kStep, stage ^= 1) {
     ptx::cp_async_wait<0>();
@@ -222,12 +198,26 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
     ptx::cp_async_commit();
 
-    if (!seen.meets(key, kStep)) continue;
-    if (kv.len - key <= kStep / 2) {
-      accumulate(std::integral_constant<int, kScoreBlocks / 2>{}, key, stage);
-    } else {
-      accumulate(std::integral_constant<int, kScoreBlocks>{}, key, stage);
+    if (warp_row >= rows) continue;  // this warp's rows lie past the end
+
+    Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};
+    mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
+    mma_rows_by_rows(dp, grad_out_rows, StepAddress::by_columns(shared.sV[stage], 0, lane));
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
+          s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
+        }
+      }
     }
+    if (window.cuts_tile(tile.row, kRows, key, kStep, kv.len)) {
+      replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+    }
+    mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();
   float scales[kRowBlocks][2];
@@ -311,44 +301,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   __syncthreads();
   const OwnRows k_rows(shared.sK, warp_row, lane), v_rows(shared.sV, warp_row, lane);
   Accumulator<kRowBlocks, kOutBlocks> dk = {}, dv = {};
-  const WarpColumns seen(window, tile.row + warp_row, min(rows - warp_row, Config::kWarpRows),
-                         queries.len);
-  // The queries [query, query + kBlocks * 8) of a step; further ones do not exist.
-  const auto accumulate = [&](auto blocks, int64_t query, int stage) {
-    constexpr int kBlocks = decltype(blocks)::value;
-    Accumulator<kRowBlocks, kBlocks> s = {}, dp = {};  // S^T and dP^T
-    mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float2 lse =
-          *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
-      const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
-#pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[i % 2]);
-      }
-    }
-    if (window.cuts_tile(tile.row + warp_row, Config::kWarpRows, query, kBlocks * 8, queries.len)) {
-      replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, query, queries.len, lane);
-    }
-    mma_accumulator_by_columns(dv, s, StepAddress::by_rows(shared.sGradOut[stage], 0, lane),
-                               column);
-    mma_rows_by_rows(dp, v_rows, StepAddress::by_columns(shared.sGradOut[stage], 0, lane));
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float2 delta =
-          *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
-#pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
-      }
-    }
-    mma_accumulator_by_columns(dk, s, StepAddress::by_rows(shared.sQ[stage], 0, lane), column);
-  };
   int stage = 0;
   int64_t query = first_query;
   while (query < last_query && head < last_head) {
@@ -363,14 +315,39 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
     ptx::cp_async_commit();
 
-    if (seen.meets(query, kStep)) {
-      // Half a step of 16 queries would be one block, and products take blocks in pairs.
-      if (kScoreBlocks > 2 && queries.len - query <= kStep / 2) {
-        accumulate(std::integral_constant<int, (kScoreBlocks > 2 ? kScoreBlocks / 2 : 2)>{}, query,
-                   stage);
-      } else {
-        accumulate(std::integral_constant<int, kScoreBlocks>{}, query, stage);
+    if (warp_row < rows) {  // else this warp's keys lie past the end
+      Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
+      mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 lse =
+            *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
+        const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[i % 2]);
+        }
       }
+      if (window.cuts_tile(tile.row, kRows, query, kStep, queries.len)) {
+        replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, query, queries.len, lane);
+      }
+      mma_accumulator_by_columns(dv, s, StepAddress::by_rows(shared.sGradOut[stage], 0, lane),
+                                 column);
+      mma_rows_by_rows(dp, v_rows, StepAddress::by_columns(shared.sGradOut[stage], 0, lane));
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+        }
+      }
+      mma_accumulator_by_columns(dk, s, StepAddress::by_rows(shared.sQ[stage], 0, lane), column);
     }
     head = next_head;
     query = next_query;

@@ -2,9 +2,10 @@
 // elements.
 //
 // For a tile of queries of one sequence and head, over tiles j of its keys:
-//     S_j = Q K_j^T;  m_j = max(m_{j-1}, rowmax S_j);  P_j = exp2(c (S_j - m_j)),  c = |scale|
-//     log2(e) l_j = l_{j-1} exp2(c (m_{j-1} - m_j)) + rowsum P_j;  O_j = O_{j-1} exp2(c (m_{j-1} -
-//     m_j)) + P_j V_j
+//     S_j = Q K_j^T
+//     m_j = max(m_{j-1}, rowmax S_j),  r_j = exp2(c (m_{j-1} - m_j)),  c = |scale| log2(e)
+//     P_j = exp2(c (S_j - m_j))
+//     l_j = l_{j-1} r_j + rowsum P_j,  O_j = O_{j-1} r_j + P_j V_j
 // and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are fp32; P is rounded to
 // the element type for its product.
 //
@@ -17,11 +18,10 @@
 // warp through its own.
 //
 // Barriers: one __syncthreads when Q has arrived, then one per key tile. Before it every thread
-// waits for its copies of tile j; after it tile j is visible to all, and all have finished tile j -
-// 1, whose stage the copies of tile j + 1 may now overwrite.
+// waits for its copies of tile j; after it tile j is visible to all, and all have finished tile
+// j - 1, whose stage the copies of tile j + 1 may now overwrite.
 //
-// A warp passes over tiles of which its rows see nothing, as do warps whose rows lie past the end;
-// where at most half of a tile's keys exist, only that half is multiplied.
+// Warps whose rows lie past the end only copy and wait.
 //
 // A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no
 // iteration: out 0, lse -inf. Rows and keys past the end are zeros in shared memory, their scores
@@ -33,7 +33,6 @@
 #include "kernels/jagged_flash_attention.h"
 
 #include <cmath>
-#include <type_traits>
 
 namespace jagged_cuda::attention {
 
@@ -211,27 +210,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
       shared.sQ, warp_row, lane);
   OnlineSoftmax<kRowBlocks> softmax;
   Accumulator<kRowBlocks, kOutBlocks> o = {};
-  const WarpColumns seen(window, tile.row + warp_row, min(rows - warp_row, Config::kWarpRows),
-                         kv.len);
-  // The keys [key, key + kBlocks * 8) of a tile; further ones do not exist.
-  const auto attend = [&](auto blocks, int64_t key, int stage) {
-    constexpr int kBlocks = decltype(blocks)::value;
-    Accumulator<kRowBlocks, kBlocks> s = {};
-    mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
-    if (scale < 0.0f) {
-      // The maximum of scale * S lies where -S is largest.
-#pragma unroll
-      for (int i = 0; i < kRowBlocks * kBlocks * 4; ++i) {
-        float& score = s[i / (kBlocks * 4)][i / 4 % kBlocks][i % 4];
-        score = -score;
-      }
-    }
-    if (window.cuts_tile(tile.row + warp_row, Config::kWarpRows, key, kBlocks * 8, kv.len)) {
-      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
-    }
-    softmax.update(s, o, scale_log2);
-    mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
-  };
   int stage = 0;
   for (int64_t key = first_key; key < last_key; key += kTileN, stage ^= 1) {
     ptx::cp_async_wait<0>();
@@ -239,12 +217,23 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
     if (key + kTileN < last_key) load_keys(key + kTileN, stage ^ 1);
     ptx::cp_async_commit();
 
-    if (!seen.meets(key, kTileN)) continue;
-    if (kv.len - key <= kTileN / 2) {
-      attend(std::integral_constant<int, kScoreBlocks / 2>{}, key, stage);
-    } else {
-      attend(std::integral_constant<int, kScoreBlocks>{}, key, stage);
+    if (warp_row >= rows) continue;  // this warp's rows lie past the end
+
+    Accumulator<kRowBlocks, kScoreBlocks> s = {};
+    mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
+    if (scale < 0.0f) {
+      // The maximum of scale * S lies where -S is largest.
+#pragma unroll
+      for (int i = 0; i < kRowBlocks * kScoreBlocks * 4; ++i) {
+        float& score = s[i / (kScoreBlocks * 4)][i / 4 % kScoreBlocks][i % 4];
+        score = -score;
+      }
     }
+    if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
+      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+    }
+    softmax.update(s, o, scale_log2);
+    mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();
 

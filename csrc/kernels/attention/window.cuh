@@ -34,22 +34,6 @@ struct Window {
   }
 };
 
-// Columns [first, last) that a warp's rows see: it has nothing to do in tiles outside, least of all
-// where its rows lie past the end of the sequence.
-struct WarpColumns {
-  int64_t first;
-  int64_t last;
-
-  __device__ __forceinline__ WarpColumns(const Window& window, int64_t row, int rows,
-                                         int64_t num_columns)
-      : first(window.first_column(row)),
-        last(rows > 0 ? window.last_column(row, rows, num_columns) : 0) {}
-
-  __device__ __forceinline__ bool meets(int64_t column, int columns) const {
-    return column < last && column + columns > first;
-  }
-};
-
 // The columns [first, last) of a tile that one row sees, counted from the tile's first column.
 struct VisibleColumns {
   int first;
