@@ -49,6 +49,7 @@ struct DqConfig {
                                     : kDim == 128   ? 3
                                                     : 1;
   static constexpr int kStages = 2;
+  static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
 };
 
 template <typename Element_, int kDim_, int kRowBlocks_>
@@ -68,6 +69,7 @@ struct DkdvConfig {
                                     : kDim == 64      ? 3
                                                       : 2;
   static constexpr int kStages = 2;
+  static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
 };
 
 template <typename Config>
@@ -198,7 +200,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
     ptx::cp_async_commit();
 
-    if (warp_row >= rows) continue;  // this warp's rows lie past the end
+    if (Config::kRestsWarps && warp_row >= rows) continue;
 
     Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};
     mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
@@ -315,7 +317,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
     ptx::cp_async_commit();
 
-    if (warp_row < rows) {  // else this warp's keys lie past the end
+    if (!Config::kRestsWarps || warp_row < rows) {
       Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
       mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
 #pragma unroll
