@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -449,7 +450,9 @@ def test_a_peer_off_the_record_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
     session = Session(CpuTimer(1), Options(quick=True, against=("padded",)))
     session.calibrate()
     with monkeypatch.context() as patch:
-        operator = table1.OPERATORS[-1]
+        # A record that no machine comes near, so that the note does not hang on this one's speed.
+        records = {precision: {"padded": 1e-3} for precision in ("fp32", "bf16")}
+        operator = dataclasses.replace(table1.OPERATORS[-1], recorded_us=records)
         patch.setattr(table1, "OPERATORS", (operator,))
         table1.run(session)
     assert session.rows[0].goal_us == 10
