@@ -154,6 +154,20 @@ def test_path(
     assert last_kernel("cuda") == backward
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_long_sequences(dtype: torch.dtype, dim: int, causal: bool) -> None:
+    """Long on average, sequences are cut into tiles of 128 rows."""
+    case = CASES["jagged_flash_attention"]
+    layout = Layout((1300, 129, 1100), base=5, tail=9)
+    spec = spec_of(layout, dims=(dim, dim), causal=causal)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.rows128"
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.rows128"
+
+
 @CASE
 @pytest.mark.parametrize("profile", ["edge", "large"])
 def test_tf32_agrees_within_its_rounding(case: Case, profile: str, tf32: None) -> None:
