@@ -33,6 +33,8 @@ PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": Fals
 PLAIN |= {"max_len": False}
 PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
@@ -68,19 +70,21 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims},
-            f"cuda.attention.forward.mma_sync.d{bucket}",
-            f"cuda.attention.backward.mma_sync.d{bucket}",
+            f"cuda.attention.forward.{path}",
+            f"cuda.attention.backward.{path}",
         )
         for dtype in _DTYPES.values()
-        for dims, bucket in (
-            ((1, 1), 32),
-            ((32, 16), 32),
-            ((33, 8), 64),
-            ((64, 64), 64),
-            ((16, 65), 128),
-            ((128, 128), 128),
-            ((129, 1), 256),
-            ((256, 256), 256),
+        for dims, path in (
+            ((1, 1), "mma_sync.d32"),
+            ((32, 16), "mma_sync.d32"),
+            ((33, 8), "mma_sync.d64"),
+            ((64, 64), "wgmma.d64" if HOPPER else "mma_sync.d64"),
+            ((40, 16), "wgmma.d64" if HOPPER else "mma_sync.d64"),
+            ((16, 65), "mma_sync.d128"),
+            ((128, 128), "wgmma.d128" if HOPPER else "mma_sync.d128"),
+            ((8, 72), "wgmma.d128" if HOPPER else "mma_sync.d128"),
+            ((129, 1), "mma_sync.d256"),
+            ((256, 256), "mma_sync.d256"),
         )
     ),
     *(
@@ -154,18 +158,48 @@ def test_path(
     assert last_kernel("cuda") == backward
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of all GPUs run on Hopper too, when they are asked for."""
+    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
+    case = CASES["jagged_flash_attention"]
+    spec = spec_of(LAYOUT, dims=(dim, dim))
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}"
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}"
+
+
+def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "wgmma")
+    case = CASES["jagged_flash_attention"]
+    sample = case.sample(spec_of(LAYOUT), torch.bfloat16, CUDA)
+    with pytest.raises(RuntimeError, match="JAGGED_CUDA_ATTENTION must be mma_sync or nothing"):
+        case.call(jagged_cuda, sample)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_long_sequences(dtype: torch.dtype, dim: int, causal: bool) -> None:
-    """Long on average, sequences are cut into tiles of 128 rows."""
+def test_path_of_long_sequences(
+    dtype: torch.dtype, dim: int, path: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long on average, sequences are cut into larger tiles, or walked in larger steps."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
     case = CASES["jagged_flash_attention"]
     layout = Layout((1300, 129, 1100), base=5, tail=9)
     spec = spec_of(layout, dims=(dim, dim), causal=causal)
+    wgmma = HOPPER and dim >= 64 and path == "best"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-    assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.rows128"
+    forward = f"wgmma.d{dim}" if wgmma else f"mma_sync.d{dim}.rows128"
+    assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
-    assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.rows128"
+    step = ".step64" if dim == 64 else ""
+    backward = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
 
 
 @CASE

@@ -8,6 +8,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <tuple>
 
 namespace jagged_cuda {
@@ -42,10 +44,20 @@ bool aligned(const HeadsView& view, int64_t dim, int64_t element_bytes) {
 
 int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
 
-void fill_common(AttentionParams& params, const JaggedFlashAttentionSizes& sizes, const Tensor& q,
-                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                 const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
-                 int64_t window_right, double scale) {
+// JAGGED_CUDA_ATTENTION=mma_sync makes every GPU take the kernels that run on all of them.
+bool mma_sync_only(const char* op) {
+  const char* choice = std::getenv("JAGGED_CUDA_ATTENTION");
+  if (choice == nullptr || *choice == '\0') return false;
+  if (std::strcmp(choice, "mma_sync") != 0) {
+    fail_argument(op, "the environment's JAGGED_CUDA_ATTENTION", "mma_sync or nothing", choice);
+  }
+  return true;
+}
+
+void fill_common(const char* op, AttentionParams& params, const JaggedFlashAttentionSizes& sizes,
+                 const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                 const Tensor& lse, const Tensor& offsets, const Tensor& kv_offsets,
+                 int64_t window_left, int64_t window_right, double scale) {
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.element = attention_element(q.scalar_type());
   params.q_offsets = view_offsets(offsets, sizes.total_q);
@@ -62,6 +74,7 @@ void fill_common(AttentionParams& params, const JaggedFlashAttentionSizes& sizes
   params.window_left = window_rows(window_left);
   params.window_right = window_rows(window_right);
   params.scale = scale;
+  params.mma_sync_only = mma_sync_only(op);
   params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
                    aligned(params.k, sizes.dim_qk, element_bytes) &&
                    aligned(params.v, sizes.dim_v, element_bytes) &&
@@ -103,7 +116,7 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
   if (sizes.total_q == 0 || sizes.heads == 0) return {out, lse};
 
   AttentionParams params{};
-  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
+  fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale);
   const char* path = "none";
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
@@ -143,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   }
 
   AttentionBackwardParams params{};
-  fill_common(params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
+  fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale);
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.grad_out = view_heads(grad_out);

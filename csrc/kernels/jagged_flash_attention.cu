@@ -1,32 +1,44 @@
-// Which kernels jagged_flash_attention takes: mma.sync for 16-bit elements, plain FMA for fp32 and
-// fp64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, plain FMA for
+// fp32 and fp64.
 #include "kernels/jagged_flash_attention.h"
 
 #include "kernels/attention/launch.h"
+#include "kernels/attention/window.cuh"
+#include "kernels/prim/wgmma_support.h"
 
 namespace jagged_cuda {
+
+bool attention::takes_wgmma(const AttentionParams& params) {
+  const int dim = dim_bucket(params);
+  return (dim == 64 || dim == 128) && params.aligned && !params.mma_sync_only &&
+         params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
+}
+
 namespace {
 
-// "cuda.attention.<direction>.mma_sync.d<head dim bucket>", of which ".rows128" are those whose
-// warps own 32 rows (launch.h); 256 dims have none.
-#define JAGGED_CUDA_MMA_SYNC_PATHS(direction, tile)      \
-  {                                                      \
-      "cuda.attention." direction ".mma_sync.d32" tile,  \
-      "cuda.attention." direction ".mma_sync.d64" tile,  \
-      "cuda.attention." direction ".mma_sync.d128" tile, \
-      "cuda.attention." direction ".mma_sync.d256",      \
-  }
-constexpr const char* kForwardPaths[2][4] = {JAGGED_CUDA_MMA_SYNC_PATHS("forward", ""),
-                                             JAGGED_CUDA_MMA_SYNC_PATHS("forward", ".rows128")};
-constexpr const char* kBackwardPaths[2][4] = {JAGGED_CUDA_MMA_SYNC_PATHS("backward", ""),
-                                              JAGGED_CUDA_MMA_SYNC_PATHS("backward", ".rows128")};
-#undef JAGGED_CUDA_MMA_SYNC_PATHS
+// "cuda.attention.<direction>.<instruction>.d<head dim bucket>" for head dims 32, 64, 128, 256. The
+// second and the fourth line of each are those for long sequences (launch.h): in ".rows128" a warp
+// owns 32 rows, in ".step64" an iteration takes 64.
+constexpr const char* kForwardPaths[4][4] = {
+    {"cuda.attention.forward.mma_sync.d32", "cuda.attention.forward.mma_sync.d64",
+     "cuda.attention.forward.mma_sync.d128", "cuda.attention.forward.mma_sync.d256"},
+    {"cuda.attention.forward.mma_sync.d32.rows128", "cuda.attention.forward.mma_sync.d64.rows128",
+     "cuda.attention.forward.mma_sync.d128.rows128", "cuda.attention.forward.mma_sync.d256"},
+    {"", "cuda.attention.forward.wgmma.d64", "cuda.attention.forward.wgmma.d128", ""},
+    {"", "cuda.attention.forward.wgmma.d64", "cuda.attention.forward.wgmma.d128", ""}};
+constexpr const char* kBackwardPaths[4][4] = {
+    {"cuda.attention.backward.mma_sync.d32", "cuda.attention.backward.mma_sync.d64",
+     "cuda.attention.backward.mma_sync.d128", "cuda.attention.backward.mma_sync.d256"},
+    {"cuda.attention.backward.mma_sync.d32.rows128", "cuda.attention.backward.mma_sync.d64.rows128",
+     "cuda.attention.backward.mma_sync.d128.rows128", "cuda.attention.backward.mma_sync.d256"},
+    {"", "cuda.attention.backward.wgmma.d64", "cuda.attention.backward.wgmma.d128", ""},
+    {"", "cuda.attention.backward.wgmma.d64.step64", "cuda.attention.backward.wgmma.d128", ""}};
 
-const char* mma_sync_path(const AttentionParams& params, const char* const (&paths)[2][4]) {
+const char* tensor_core_path(const AttentionParams& params, const char* const (&paths)[4][4]) {
+  const int kind =
+      (attention::takes_wgmma(params) ? 2 : 0) + (attention::has_long_sequences(params) ? 1 : 0);
   for (int i = 0; i < 4; ++i) {
-    if (attention::kDims[i] == attention::dim_bucket(params)) {
-      return paths[attention::row_blocks(params) - 1][i];
-    }
+    if (attention::kDims[i] == attention::dim_bucket(params)) return paths[kind][i];
   }
   return "none";
 }
@@ -37,11 +49,13 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
                                           const char** path) {
   switch (params.element) {
     case AttentionElement::kFloat16:
-      *path = mma_sync_path(params, kForwardPaths);
-      return attention::forward_mma_sync_f16(params, stream);
+      *path = tensor_core_path(params, kForwardPaths);
+      return attention::takes_wgmma(params) ? attention::forward_wgmma_f16(params, stream)
+                                            : attention::forward_mma_sync_f16(params, stream);
     case AttentionElement::kBFloat16:
-      *path = mma_sync_path(params, kForwardPaths);
-      return attention::forward_mma_sync_bf16(params, stream);
+      *path = tensor_core_path(params, kForwardPaths);
+      return attention::takes_wgmma(params) ? attention::forward_wgmma_bf16(params, stream)
+                                            : attention::forward_mma_sync_bf16(params, stream);
     case AttentionElement::kFloat32:
       *path = "cuda.attention.forward.simt.f32";
       return attention::forward_simt_f32(params, stream);
@@ -56,11 +70,13 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
                                                    cudaStream_t stream, const char** path) {
   switch (params.element) {
     case AttentionElement::kFloat16:
-      *path = mma_sync_path(params, kBackwardPaths);
-      return attention::backward_mma_sync_f16(params, stream);
+      *path = tensor_core_path(params, kBackwardPaths);
+      return attention::takes_wgmma(params) ? attention::backward_wgmma_f16(params, stream)
+                                            : attention::backward_mma_sync_f16(params, stream);
     case AttentionElement::kBFloat16:
-      *path = mma_sync_path(params, kBackwardPaths);
-      return attention::backward_mma_sync_bf16(params, stream);
+      *path = tensor_core_path(params, kBackwardPaths);
+      return attention::takes_wgmma(params) ? attention::backward_wgmma_bf16(params, stream)
+                                            : attention::backward_mma_sync_bf16(params, stream);
     case AttentionElement::kFloat32:
       *path = "cuda.attention.backward.simt.f32";
       return attention::backward_simt_f32(params, stream);

@@ -38,6 +38,11 @@ namespace jagged_cuda::attention {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+template <typename Element>
+__device__ __forceinline__ Element* row_of(const HeadsView& view, int64_t row, int head) {
+  return static_cast<Element*>(view.data) + row * view.row_stride + head * view.head_stride;
+}
+
 template <typename Element_, int kDim_, int kRowBlocks_>
 struct ForwardConfig {
   using Element = Element_;
@@ -131,10 +136,10 @@ struct OnlineSoftmax {
 };
 
 // Elements whose column their row does not see become `value`. `row` is this lane's first.
-template <int kRowBlocks, int kBlocks>
+template <int kRowBlocks, int kBlocks, typename Index>
 __device__ __forceinline__ void replace_unseen(Accumulator<kRowBlocks, kBlocks>& s, float value,
-                                               const Window& window, int64_t row, int64_t column,
-                                               int64_t num_columns, int lane) {
+                                               const WindowOf<Index>& window, Index row,
+                                               Index column, Index num_columns, int lane) {
 #pragma unroll
   for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll

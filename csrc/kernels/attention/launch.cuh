@@ -27,11 +27,23 @@ cudaError_t for_dim(const AttentionParams& params, Launch launch) {
   return cudaErrorInvalidValue;
 }
 
-// The same with Constant<16-row blocks of a warp>.
+// The same for the head dims that the wgmma kernels take.
+template <typename Launch>
+cudaError_t for_wgmma_dim(const AttentionParams& params, Launch launch) {
+  switch (dim_bucket(params)) {
+    case 64:
+      return launch(Constant<64>{});
+    case 128:
+      return launch(Constant<128>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// for_dim with Constant<16-row blocks of a warp>.
 template <typename Launch>
 cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
   return for_dim(params, [&](auto dim) {
-    return row_blocks(params) == 2 ? launch(dim, Constant<2>{}) : launch(dim, Constant<1>{});
+    return has_long_sequences(params) ? launch(dim, Constant<2>{}) : launch(dim, Constant<1>{});
   });
 }
 

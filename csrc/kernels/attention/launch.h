@@ -17,13 +17,23 @@ inline int dim_bucket(const AttentionParams& params) {
   return 0;
 }
 
-// 16-row blocks of a warp in the mma.sync kernels: 2 where sequences are long on average, which is
-// all that the host knows of their lengths, so that tiles of 128 rows are seldom half empty. Larger
-// head dims leave fewer registers, and gain later.
-inline int row_blocks(const AttentionParams& params) {
+// True where sequences are long on average, which is all that the host knows of their lengths. Then
+// the mma.sync kernels give a warp two blocks of 16 rows (tiles of 128 rows, then seldom half
+// empty), and the wgmma backward kernels take larger steps. Larger head dims leave fewer registers,
+// and gain later.
+inline bool has_long_sequences(const AttentionParams& params) {
   const int64_t long_rows = dim_bucket(params) <= 64 ? 192 : 768;
-  return params.q_offsets.total >= long_rows * params.q_offsets.num_seqs ? 2 : 1;
+  return params.q_offsets.total >= long_rows * params.q_offsets.num_seqs;
 }
+
+// Whether the wgmma kernels take these operands: the two head dims that they are compiled for, rows
+// that can be copied in 16-byte pieces and counted in 32 bits, and a GPU that has the instruction.
+bool takes_wgmma(const AttentionParams& params);
+
+cudaError_t forward_wgmma_f16(const AttentionParams& params, cudaStream_t stream);
+cudaError_t forward_wgmma_bf16(const AttentionParams& params, cudaStream_t stream);
+cudaError_t backward_wgmma_f16(const AttentionBackwardParams& params, cudaStream_t stream);
+cudaError_t backward_wgmma_bf16(const AttentionBackwardParams& params, cudaStream_t stream);
 
 cudaError_t forward_mma_sync_f16(const AttentionParams& params, cudaStream_t stream);
 cudaError_t forward_mma_sync_bf16(const AttentionParams& params, cudaStream_t stream);
