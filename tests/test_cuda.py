@@ -76,7 +76,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for dtype in _DTYPES.values()
         for dims, path in (
             ((1, 1), "mma_sync.d32"),
-            ((32, 16), "mma_sync.d32"),
+            ((32, 16), "wgmma.d32" if HOPPER else "mma_sync.d32"),
             ((33, 8), "mma_sync.d64"),
             ((64, 64), "wgmma.d64" if HOPPER else "mma_sync.d64"),
             ((40, 16), "wgmma.d64" if HOPPER else "mma_sync.d64"),
@@ -158,7 +158,7 @@ def test_path(
     assert last_kernel("cuda") == backward
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of all GPUs run on Hopper too, when they are asked for."""
@@ -192,14 +192,25 @@ def test_path_of_long_sequences(
     case = CASES["jagged_flash_attention"]
     layout = Layout((1300, 129, 1100), base=5, tail=9)
     spec = spec_of(layout, dims=(dim, dim), causal=causal)
-    wgmma = HOPPER and dim >= 64 and path == "best"
+    wgmma = HOPPER and path == "best"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     forward = f"wgmma.d{dim}" if wgmma else f"mma_sync.d{dim}.rows128"
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
-    step = ".step64" if dim == 64 else ""
+    step = "" if dim == 128 else ".step64"
     backward = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
+
+
+@pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_groups_of_heads(dim: int, max_len: bool) -> None:
+    """Many short sequences: on Hopper a CTA takes two heads, with max_len all four."""
+    case = CASES["jagged_flash_attention"]
+    draw = random.Random(0)
+    layout = Layout(tuple(draw.choice((0, 1, 15, 64, 70)) for _ in range(1100)), base=2, tail=3)
+    spec = spec_of(layout, dims=(dim, dim), max_len=max_len)
+    judge(case, spec, torch.bfloat16, CUDA)
 
 
 @CASE

@@ -57,7 +57,8 @@ bool mma_sync_only(const char* op) {
 void fill_common(const char* op, AttentionParams& params, const JaggedFlashAttentionSizes& sizes,
                  const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                  const Tensor& lse, const Tensor& offsets, const Tensor& kv_offsets,
-                 int64_t window_left, int64_t window_right, double scale) {
+                 int64_t window_left, int64_t window_right, double scale,
+                 std::optional<int64_t> max_len) {
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.element = attention_element(q.scalar_type());
   params.q_offsets = view_offsets(offsets, sizes.total_q);
@@ -74,6 +75,7 @@ void fill_common(const char* op, AttentionParams& params, const JaggedFlashAtten
   params.window_left = window_rows(window_left);
   params.window_right = window_rows(window_right);
   params.scale = scale;
+  params.max_len = max_len.value_or(0);
   params.mma_sync_only = mma_sync_only(op);
   params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
                    aligned(params.k, sizes.dim_qk, element_bytes) &&
@@ -117,7 +119,7 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
 
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale);
+              scale, max_len);
   const char* path = "none";
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
   record_kernel(path);
@@ -157,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
 
   AttentionBackwardParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale);
+              scale, max_len);
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.grad_out = view_heads(grad_out);
   params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);

@@ -10,7 +10,13 @@ namespace jagged_cuda {
 
 bool attention::takes_wgmma(const AttentionParams& params) {
   const int dim = dim_bucket(params);
-  return (dim == 64 || dim == 128) && params.aligned && !params.mma_sync_only &&
+  const auto copyable = [](const HeadsView& view, int64_t rows, int64_t heads) {
+    return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
+  };
+  return dim <= 128 && params.aligned && !params.mma_sync_only &&
+         copyable(params.q, params.q_offsets.total, params.heads) &&
+         copyable(params.k, params.kv_offsets.total, params.kv_heads) &&
+         copyable(params.v, params.kv_offsets.total, params.kv_heads) &&
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
 
@@ -24,15 +30,19 @@ constexpr const char* kForwardPaths[4][4] = {
      "cuda.attention.forward.mma_sync.d128", "cuda.attention.forward.mma_sync.d256"},
     {"cuda.attention.forward.mma_sync.d32.rows128", "cuda.attention.forward.mma_sync.d64.rows128",
      "cuda.attention.forward.mma_sync.d128.rows128", "cuda.attention.forward.mma_sync.d256"},
-    {"", "cuda.attention.forward.wgmma.d64", "cuda.attention.forward.wgmma.d128", ""},
-    {"", "cuda.attention.forward.wgmma.d64", "cuda.attention.forward.wgmma.d128", ""}};
+    {"cuda.attention.forward.wgmma.d32", "cuda.attention.forward.wgmma.d64",
+     "cuda.attention.forward.wgmma.d128", ""},
+    {"cuda.attention.forward.wgmma.d32", "cuda.attention.forward.wgmma.d64",
+     "cuda.attention.forward.wgmma.d128", ""}};
 constexpr const char* kBackwardPaths[4][4] = {
     {"cuda.attention.backward.mma_sync.d32", "cuda.attention.backward.mma_sync.d64",
      "cuda.attention.backward.mma_sync.d128", "cuda.attention.backward.mma_sync.d256"},
     {"cuda.attention.backward.mma_sync.d32.rows128", "cuda.attention.backward.mma_sync.d64.rows128",
      "cuda.attention.backward.mma_sync.d128.rows128", "cuda.attention.backward.mma_sync.d256"},
-    {"", "cuda.attention.backward.wgmma.d64", "cuda.attention.backward.wgmma.d128", ""},
-    {"", "cuda.attention.backward.wgmma.d64.step64", "cuda.attention.backward.wgmma.d128", ""}};
+    {"cuda.attention.backward.wgmma.d32", "cuda.attention.backward.wgmma.d64",
+     "cuda.attention.backward.wgmma.d128", ""},
+    {"cuda.attention.backward.wgmma.d32.step64", "cuda.attention.backward.wgmma.d64.step64",
+     "cuda.attention.backward.wgmma.d128", ""}};
 
 const char* tensor_core_path(const AttentionParams& params, const char* const (&paths)[4][4]) {
   const int kind =

@@ -35,6 +35,7 @@ struct AttentionParams {
   int64_t window_left;     // rows, at least 0; kUnbounded for all
   int64_t window_right;
   double scale;
+  int64_t max_len;  // rows of the longest sequence, as the caller says; 0 if it says nothing
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.
   bool aligned;

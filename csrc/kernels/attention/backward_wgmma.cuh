@@ -34,8 +34,8 @@ struct DqWgmmaConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;      // queries that a CTA owns
   static constexpr int kStep = kStep_;  // keys of an iteration
-  static constexpr int kMinBlocks = kDim == 128 ? 2 : (kStep == 32 ? 5 : 4);
-  static_assert(kDim == 64 || (kDim == 128 && kStep == 64));
+  static constexpr int kMinBlocks = kDim == 128 ? 2 : kStep == 64 ? 4 : (kDim == 64 ? 5 : 6);
+  static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
 };
 
 template <typename Element_, int kDim_, int kStep_>
@@ -45,8 +45,10 @@ struct DkdvWgmmaConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;      // keys that a CTA owns
   static constexpr int kStep = kStep_;  // queries of an iteration
-  static constexpr int kMinBlocks = kDim == 128 ? 2 : (kStep == 32 ? 4 : 3);
-  static_assert(kDim == 64 || (kDim == 128 && kStep == 64));
+  static constexpr int kMinBlocks = kDim == 128   ? 2
+                                    : kStep == 64 ? (kDim == 64 ? 3 : 4)
+                                                  : (kDim == 64 ? 4 : 5);
+  static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
 };
 
 template <typename Config>

@@ -21,8 +21,8 @@ cudaError_t backward(const AttentionBackwardParams& params, cudaStream_t stream)
 
 cudaError_t backward_wgmma_f16(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_wgmma_dim(params, [&](auto dim) {
-    if constexpr (dim.value == 64) {
-      if (!has_long_sequences(params)) return backward<64, 32>(params, stream);
+    if constexpr (dim.value <= 64) {
+      if (!has_long_sequences(params)) return backward<dim.value, 32>(params, stream);
     }
     return backward<dim.value, 64>(params, stream);
   });

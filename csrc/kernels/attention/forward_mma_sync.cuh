@@ -91,11 +91,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into probabilities relative to the new maximum and rescales what was summed so
-  // far.
-  template <int kBlocks, int kOutBlocks>
+  // Turns scores into probabilities relative to the new maximum; what was summed so far is to be
+  // multiplied by `rescale`.
+  template <int kBlocks>
   __device__ __forceinline__ void update(Accumulator<kRowBlocks, kBlocks>& s,
-                                         Accumulator<kRowBlocks, kOutBlocks>& o, float scale_log2) {
+                                         float (&rescale)[kRowBlocks][2], float scale_log2) {
 #pragma unroll
     for (int row = 0; row < kRowBlocks * 2; ++row) {
       const int r = row / 2, half = row % 2;
@@ -108,7 +108,7 @@ struct OnlineSoftmax {
       // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
       // instead.
       const float shift = new_max == -INFINITY ? 0.0f : new_max * scale_log2;
-      const float rescale = ptx::ex2_approx(row_max[r][half] * scale_log2 - shift);
+      rescale[r][half] = ptx::ex2_approx(row_max[r][half] * scale_log2 - shift);
       row_max[r][half] = new_max;
       float sum = 0.0f;
 #pragma unroll
@@ -119,12 +119,7 @@ struct OnlineSoftmax {
           sum += s[r][block][i];
         }
       }
-      row_sum[r][half] = row_sum[r][half] * rescale + sum;
-#pragma unroll
-      for (int block = 0; block < kOutBlocks; ++block) {
-        o[r][block][2 * half] *= rescale;
-        o[r][block][2 * half + 1] *= rescale;
-      }
+      row_sum[r][half] = row_sum[r][half] * rescale[r][half] + sum;
     }
   }
 
@@ -134,6 +129,19 @@ struct OnlineSoftmax {
       row_sum[row / 2][row % 2] = quad_sum(row_sum[row / 2][row % 2]);
   }
 };
+
+template <int kRowBlocks, int kBlocks>
+__device__ __forceinline__ void rescale_rows(Accumulator<kRowBlocks, kBlocks>& o,
+                                             const float (&rescale)[kRowBlocks][2]) {
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[r][block][i] *= rescale[r][i / 2];
+    }
+  }
+}
 
 // Elements whose column their row does not see become `value`. `row` is this lane's first.
 template <int kRowBlocks, int kBlocks, typename Index>
@@ -239,7 +247,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
     if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
       replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
-    softmax.update(s, o, scale_log2);
+    float rescale[kRowBlocks][2];
+    softmax.update(s, rescale, scale_log2);
+    rescale_rows(o, rescale);
     mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();

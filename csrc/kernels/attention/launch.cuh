@@ -31,6 +31,8 @@ cudaError_t for_dim(const AttentionParams& params, Launch launch) {
 template <typename Launch>
 cudaError_t for_wgmma_dim(const AttentionParams& params, Launch launch) {
   switch (dim_bucket(params)) {
+    case 32:
+      return launch(Constant<32>{});
     case 64:
       return launch(Constant<64>{});
     case 128:

@@ -70,19 +70,26 @@ __device__ __forceinline__ int64_t stretch_bound(const OffsetsView& offsets, int
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int64_t tile) {
   const int lane = threadIdx.x % 32;
-  const auto start = [&](int64_t stretch) {
-    return stretch_bound(offsets, stretch) / kTile + stretch;
-  };
-  int64_t low = 0, high = offsets.num_seqs + 2;  // start(low) <= tile < start(high)
+  // start(low) <= tile < start(high); begin and end are their bounds.
+  int64_t low = 0, high = offsets.num_seqs + 2, begin = 0, end = offsets.total;
   while (high - low > 1) {
     const int64_t step = (high - low + 32) / 33;
     const int64_t probe = low + step * (lane + 1);
-    const bool before = probe < high && start(probe) <= tile;
-    const int64_t passed = __popc(__ballot_sync(0xffffffffu, before));
+    const int64_t bound = stretch_bound(offsets, probe < high ? probe : high);
+    const bool before = probe < high && bound / kTile + probe <= tile;
+    // The lanes before the first that has not passed: with wrong offsets others may follow, and
+    // low must still not lie behind the tile.
+    const unsigned stopped = ~__ballot_sync(0xffffffffu, before);
+    const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
+    const int64_t first = __shfl_sync(0xffffffffu, bound, passed > 0 ? passed - 1 : 0),
+                  last = __shfl_sync(0xffffffffu, bound, passed < 32 ? passed : 31);
     low += step * passed;
-    high = high < low + step ? high : low + step;
+    if (passed > 0) begin = first;
+    if (low + step < high) {
+      high = low + step;
+      end = last;
+    }
   }
-  const int64_t begin = stretch_bound(offsets, low), end = stretch_bound(offsets, low + 1);
   const bool inside = low >= 1 && low <= offsets.num_seqs;
   return {inside ? low - 1 : -1,
           {begin, end > begin ? end - begin : 0},

@@ -135,4 +135,24 @@ __device__ __forceinline__ float ex2_approx(float x) {
   return result;
 }
 
+// rcp.approx.ftz.f32: 1 / x, to 1 unit in the last place.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// lg2.approx.ftz.f32: log2(x), to 2^-22.
+__device__ __forceinline__ float lg2_approx(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// bar.sync ("Parallel Synchronization and Communication Instructions: bar"): `threads` threads of
+// the CTA meet at barrier `id`; 0 is that of __syncthreads.
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
 }  // namespace jagged_cuda::ptx
