@@ -67,3 +67,25 @@ def check_offsets(op: str, argument: str, offsets: Tensor, reference: Tensor) ->
     if offsets.dtype not in (torch.int32, torch.int64):
         fail_argument(op, argument, "int32 or int64", dtype_name(offsets.dtype))
     check_device(op, argument, offsets, reference)
+
+
+def check_y_offsets(op: str, offsets: Tensor, y_offsets: Tensor) -> None:
+    check_offsets(op, "y_offsets", y_offsets, offsets)
+    check_dtype(op, "y_offsets", y_offsets, offsets.dtype)
+    check_shape(op, "y_offsets", y_offsets, (offsets.shape[0],))
+
+
+def check_matrix_offsets(
+    op: str, offsets: Tensor, y_offsets: Tensor | None, matrix_offsets: Tensor
+) -> None:
+    """For the operators over `[sum Lx*Ly]`, once offsets are checked (csrc/ops/matrices.h)."""
+    if y_offsets is not None:
+        check_y_offsets(op, offsets, y_offsets)
+    check_dtype(op, "matrix_offsets", matrix_offsets, torch.int64)
+    check_shape(op, "matrix_offsets", matrix_offsets, (offsets.shape[0],))
+    check_device(op, "matrix_offsets", matrix_offsets, offsets)
+
+
+def check_capacity(op: str, argument: str, capacity: int) -> None:
+    if capacity < 0:
+        fail_argument(op, argument, ">= 0", str(capacity))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.lengths import Layout, matrices
 
 
 def _inside(layout: Layout, device: torch.device) -> Tensor:
@@ -46,6 +46,32 @@ def unpad(padded: Tensor, layout: Layout, outside: float = 0.0) -> Tensor:
     row = (layout.seq_of_row(padded.device) < layout.num_seqs).nonzero().squeeze(1)
     values = padded.new_full((layout.total, *padded.shape[2:]), outside)
     return values.index_copy(0, row, padded[_inside(layout, padded.device)])
+
+
+def _matrix_elements(
+    layout: Layout, kv_layout: Layout, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`[B, M, N]`: where each element of a matrix `[L, Lk]` stands, and whether it is there."""
+    begin = matrices(layout, kv_layout, capacity).offsets(device)[:-1]
+    fits = matrices(layout, kv_layout, capacity).offsets(device).diff() > 0
+    len_k = torch.tensor(kv_layout.lengths, dtype=torch.int64, device=device)
+    i = torch.arange(layout.max_len, device=device)[None, :, None]
+    j = torch.arange(kv_layout.max_len, device=device)[None, None, :]
+    there = _inside(layout, device)[:, :, None] & _inside(kv_layout, device)[:, None, :]
+    return begin[:, None, None] + i * len_k[:, None, None] + j, there & fits[:, None, None]
+
+
+def pad_matrices(values: Tensor, layout: Layout, kv_layout: Layout) -> Tensor:
+    """`[sum L*Lk]` -> `[B, M, N]`, zeros beyond each matrix, and for one that does not fit."""
+    capacity = values.shape[0]
+    element, there = _matrix_elements(layout, kv_layout, capacity, values.device)
+    return torch.cat([values, values.new_zeros(1)])[element.where(there, capacity)]
+
+
+def unpad_matrices(padded: Tensor, layout: Layout, kv_layout: Layout, capacity: int) -> Tensor:
+    """`[B, M, N]` -> `[sum L*Lk]` in `capacity` elements; those outside every matrix are 0."""
+    element, there = _matrix_elements(layout, kv_layout, capacity, padded.device)
+    return padded.new_zeros(capacity).index_copy(0, element[there], padded[there])
 
 
 # --- the products

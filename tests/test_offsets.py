@@ -1,0 +1,70 @@
+"""Offsets from offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import jagged_cuda
+from jagged_cuda.testing.lengths import Layout, matrices
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("lengths", [(), (0,), (3, 0, 1, 70_000)])
+def test_matrix_offsets(lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Beyond 2^31 elements too, with any base, and the lengths of two jagged tensors."""
+    offsets = Layout(lengths, base=5).offsets(device, dtype)
+    found = jagged_cuda.matrix_offsets(offsets)
+    assert found.tolist() == Layout(tuple(n * n for n in lengths)).offsets().tolist()
+    assert found.dtype == torch.int64
+    assert found.device == device
+    other = Layout(tuple(n // 2 + 1 for n in lengths), base=1)
+    found = jagged_cuda.matrix_offsets(offsets, other.offsets(device, dtype))
+    sizes = tuple(n * (n // 2 + 1) for n in lengths)
+    assert found.tolist() == Layout(sizes).offsets().tolist()
+
+
+def test_matrix_offsets_of_wrong_offsets(device: torch.device) -> None:
+    """A negative length counts as 0."""
+    assert jagged_cuda.matrix_offsets(torch.tensor([4, 2, 5], device=device)).tolist() == [0, 0, 9]
+
+
+def test_matrix_offsets_compiles(device: torch.device) -> None:
+    compiled = torch.compile(
+        jagged_cuda.matrix_offsets, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for lengths in ((3, 0, 2, 5), (1, 7)):
+        offsets = Layout(lengths).offsets(device)
+        assert torch.equal(compiled(offsets), jagged_cuda.matrix_offsets(offsets))
+
+
+@pytest.mark.cuda
+def test_matrix_offsets_never_synchronises() -> None:
+    offsets = torch.arange(200_001, device="cuda", dtype=torch.int32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = jagged_cuda.matrix_offsets(offsets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, offsets.long())
+
+
+def test_invalid_matrix_offsets() -> None:
+    offsets = torch.tensor([0, 2, 6])
+    for arguments, message in (
+        ((offsets[None],), "offsets must be [B + 1], got [1, 3]"),
+        ((offsets.float(),), "offsets must be int32 or int64, got float32"),
+        ((offsets, offsets[:2]), "y_offsets must be [3], got [2]"),
+        ((offsets, offsets.int()), "y_offsets must be int64, got int32"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            jagged_cuda.matrix_offsets(*arguments)
+        assert str(caught.value) == f"matrix_offsets: {message}"
+
+
+def test_layout_of_matrices() -> None:
+    """Those that do not fit count as outside."""
+    rows, columns = Layout((2, 0, 3, 1)), Layout((3, 5, 2, 1))
+    assert matrices(rows, columns, 13) == Layout((6, 0, 6, 1))
+    assert matrices(rows, columns, 12) == Layout((6, 0, 6, 0))
+    assert matrices(rows, columns, 11) == Layout((6, 0, 0, 0), tail=5)
