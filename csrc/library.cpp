@@ -15,6 +15,14 @@ STABLE_TORCH_LIBRARY(jagged_cuda, m) {
   // x [T, D], y [T, N] -> [B, D, N]
   m.def("jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False) -> Tensor");
 
+  // x [Tx, D], y [Ty, D] -> [total_out], one matrix [Lx, Ly] a sequence
+  m.def("jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
+        " SymInt total_out, bool allow_tf32=False) -> Tensor");
+
+  // a [sum Lx*Ly], y [Ty, N] -> [total, N] with total = Tx; transpose: y [Tx, N], total = Ty
+  m.def("array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
+        " SymInt total, bool transpose=False, bool allow_tf32=False) -> Tensor");
+
   // x [T, ...] -> like x
   m.def("jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor");
   m.def("jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, float scale=1.0) -> Tensor");

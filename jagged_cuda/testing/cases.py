@@ -53,7 +53,9 @@ class Case:
         registered: the arguments of each registered operator behind it, forward first.
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
-        rows: whose rows each argument and output has: "q", "kv" or "seq" (one for each sequence).
+        rows: whose rows each argument and output has: "q", "kv", "seq" (one for each sequence) or
+            "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
+            says how many there are).
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
@@ -313,6 +315,321 @@ JAGGED_JAGGED_BMM = Case(
             "offsets_device",
             lambda d: _jagged_jagged_bmm(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
             "jagged_jagged_bmm: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+    ),
+)
+
+# --- the products with one matrix a sequence
+
+_CAPACITIES = ("exact", "exact", "spare", "short")
+_MATRIX_PROFILES = _PRODUCT_PROFILES | {
+    "large": Profile((16, 100), (200, 500), {"D": (64, 256, 257), "N": (8, 40, 128, 384)})
+}
+
+
+def _terms_of(
+    definition: Callable[[Spec, Tensors], Tensors],
+) -> Callable[[Spec, Tensors, Tensors | None], Tensors]:
+    """Of a product: itself, and its gradients, on absolute values."""
+
+    def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+        leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
+        out = definition(spec, leaves)["out"]
+        found = {"out": out.detach()}
+        if cotangents is not None:
+            gradients = torch.autograd.grad(out, list(leaves.values()), cotangents["out"].abs())
+            found |= {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+        return found
+
+    return terms
+
+
+def _matrix_offsets(sample: Sample) -> Tensor:
+    return jagged_cuda.matrix_offsets(sample.offsets, sample.kv_offsets)
+
+
+# --- jagged_jagged_bmm_jagged_out
+
+
+def _matrices_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    operands = (tensors["x"], tensors["y"], spec.layout, spec.kv)
+    return {"out": reference.jagged_jagged_bmm_jagged_out(*operands, spec.capacity)}
+
+
+def _call_matrices(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    out = ops.jagged_jagged_bmm_jagged_out(
+        tensors["x"], tensors["y"], offsets, y_offsets=kv_offsets, total_out=spec.capacity
+    )
+    return {"out": out}
+
+
+def _jagged_jagged_bmm_jagged_out(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 6, 4),
+        "y": _tensor(device, 6, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "total_out": 36,
+    }
+    return jagged_cuda.jagged_jagged_bmm_jagged_out(**(arguments | changed))
+
+
+JAGGED_JAGGED_BMM_JAGGED_OUT = Case(
+    name="jagged_jagged_bmm_jagged_out",
+    choices={"D": _FEATURES, "cross": (False, True), "capacity": _CAPACITIES},
+    shapes=lambda spec: {
+        "x": (spec.layout.total, spec.choices["D"]),
+        "y": (spec.kv.total, spec.choices["D"]),
+    },
+    rows={"x": "q", "y": "kv", "out": "matrix"},
+    function=_call_matrices,
+    registered=lambda s: {
+        "jagged_jagged_bmm_jagged_out": (
+            *(s.tensors["x"], s.tensors["y"], s.offsets, s.kv_offsets),
+            *(_matrix_offsets(s), s.spec.capacity),
+        )
+    },
+    reference=_matrices_reference,
+    rounded=(lambda spec, t, _: _matrices_reference(spec, t),),
+    terms=_terms_of(_matrices_reference),
+    differentiable=("x", "y"),
+    product=True,
+    autocast="lower_precision",
+    profiles=_MATRIX_PROFILES,
+    huge={"D": 512},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, x=_tensor(d, 6)),
+            "jagged_jagged_bmm_jagged_out: x must be [Tx, D], got [6]",
+        ),
+        Invalid(
+            "y_dim",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 4, 1)),
+            "jagged_jagged_bmm_jagged_out: y must be [Ty, D], got [6, 4, 1]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, x=_tensor(d, 6, 4, dtype=torch.int64)),
+            "jagged_jagged_bmm_jagged_out: x must be float32, float64, float16 or bfloat16,"
+            " got int64",
+        ),
+        Invalid(
+            "y_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 4, dtype=torch.float16)),
+            "jagged_jagged_bmm_jagged_out: y must be float32, got float16",
+        ),
+        Invalid(
+            "y_features",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 5)),
+            "jagged_jagged_bmm_jagged_out: y must be [6, 4], got [6, 5]",
+        ),
+        Invalid(
+            "y_rows_without_offsets",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 7, 4)),
+            "jagged_jagged_bmm_jagged_out: y must be [6, 4] (the rows of x, as y_offsets is None),"
+            " got [7, 4]",
+        ),
+        Invalid(
+            "offsets_dim",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, offsets=_tensor(d, dtype=torch.int64)),
+            "jagged_jagged_bmm_jagged_out: offsets must be [B + 1], got []",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, offsets=_tensor(d, 3)),
+            "jagged_jagged_bmm_jagged_out: offsets must be int32 or int64, got float32",
+        ),
+        Invalid(
+            "y_offsets_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, y_offsets=_offsets(d, 0, 2, 6, dtype=torch.int32)
+            ),
+            "jagged_jagged_bmm_jagged_out: y_offsets must be int64, got int32",
+        ),
+        Invalid(
+            "y_offsets_batch",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y_offsets=_offsets(d, 0, 6)),
+            "jagged_jagged_bmm_jagged_out: y_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "given_y_offsets_batch",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, y_offsets=_offsets(d, 0, 6), matrix_offsets=_offsets(d, 0, 4, 20)
+            ),
+            "jagged_jagged_bmm_jagged_out: y_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "matrix_offsets_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, matrix_offsets=_offsets(d, 0, 4, 20, dtype=torch.int32)
+            ),
+            "jagged_jagged_bmm_jagged_out: matrix_offsets must be int64, got int32",
+        ),
+        Invalid(
+            "matrix_offsets_batch",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, matrix_offsets=_offsets(d, 0, 4)),
+            "jagged_jagged_bmm_jagged_out: matrix_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "total_out",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, total_out=-1),
+            "jagged_jagged_bmm_jagged_out: total_out must be >= 0, got -1",
+        ),
+        Invalid(
+            "y_device",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(torch.device("cpu"), 6, 4)),
+            "jagged_jagged_bmm_jagged_out: y must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "matrix_offsets_device",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, matrix_offsets=_offsets(torch.device("cpu"), 0, 4, 20)
+            ),
+            "jagged_jagged_bmm_jagged_out: matrix_offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+    ),
+)
+
+# --- array_jagged_bmm_jagged_out
+
+
+def _weighted_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    operands = (tensors["a"], tensors["y"], spec.layout, spec.kv)
+    return {"out": reference.array_jagged_bmm_jagged_out(*operands, spec.choices["transpose"])}
+
+
+def _weighted_offsets(
+    spec: Spec, offsets: Tensor, kv_offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The result has the rows of q: with transpose these are the matrices' columns."""
+    if spec.choices["transpose"] and kv_offsets is not None:
+        return kv_offsets, offsets
+    return offsets, kv_offsets
+
+
+def _call_weighted(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    rows, columns = _weighted_offsets(spec, offsets, kv_offsets)
+    out = ops.array_jagged_bmm_jagged_out(
+        tensors["a"],
+        tensors["y"],
+        rows,
+        y_offsets=columns,
+        transpose=spec.choices["transpose"],
+        total=None if kv_offsets is None else spec.layout.total,
+    )
+    return {"out": out}
+
+
+def _registered_weighted(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    spec = sample.spec
+    offsets = _weighted_offsets(spec, sample.offsets, sample.kv_offsets)
+    arguments = (sample.tensors["a"], sample.tensors["y"], *offsets, _matrix_offsets(sample))
+    name = "array_jagged_bmm_jagged_out"
+    return {name: (*arguments, spec.layout.total, spec.choices["transpose"])}
+
+
+def _array_jagged_bmm_jagged_out(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "a": _tensor(device, 36),
+        "y": _tensor(device, 6, 5),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return jagged_cuda.array_jagged_bmm_jagged_out(**(arguments | changed))
+
+
+ARRAY_JAGGED_BMM_JAGGED_OUT = Case(
+    name="array_jagged_bmm_jagged_out",
+    choices={
+        "N": _FEATURES,
+        "cross": (False, True),
+        "capacity": _CAPACITIES,
+        "transpose": (False, True),
+    },
+    shapes=lambda spec: {"a": (spec.capacity,), "y": (spec.kv.total, spec.choices["N"])},
+    rows={"a": "matrix", "y": "kv", "out": "q"},
+    function=_call_weighted,
+    registered=_registered_weighted,
+    reference=_weighted_reference,
+    rounded=(lambda spec, t, _: _weighted_reference(spec, t),),
+    terms=_terms_of(_weighted_reference),
+    differentiable=("a", "y"),
+    product=True,
+    autocast="lower_precision",
+    profiles=_MATRIX_PROFILES,
+    huge={"N": 512},
+    invalid=(
+        Invalid(
+            "a_dim",
+            lambda d: _array_jagged_bmm_jagged_out(d, a=_tensor(d, 6, 6)),
+            "array_jagged_bmm_jagged_out: a must be [sum Lx*Ly], got [6, 6]",
+        ),
+        Invalid(
+            "y_dim",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(d, 6)),
+            "array_jagged_bmm_jagged_out: y must be [Ty, N], got [6]",
+        ),
+        Invalid(
+            "y_dim_transposed",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(d, 6), transpose=True),
+            "array_jagged_bmm_jagged_out: y must be [Tx, N], got [6]",
+        ),
+        Invalid(
+            "a_dtype",
+            lambda d: _array_jagged_bmm_jagged_out(d, a=_tensor(d, 36, dtype=torch.bool)),
+            "array_jagged_bmm_jagged_out: a must be float32, float64, float16 or bfloat16,"
+            " got bool",
+        ),
+        Invalid(
+            "y_dtype",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 5, dtype=torch.bfloat16)),
+            "array_jagged_bmm_jagged_out: y must be float32, got bfloat16",
+        ),
+        Invalid(
+            "offsets_none",
+            lambda d: _array_jagged_bmm_jagged_out(d, offsets=_offsets(d)),
+            "array_jagged_bmm_jagged_out: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "y_offsets_dim",
+            lambda d: _array_jagged_bmm_jagged_out(
+                d, y_offsets=_tensor(d, 3, 1, dtype=torch.int64), total=6
+            ),
+            "array_jagged_bmm_jagged_out: y_offsets must be [B + 1], got [3, 1]",
+        ),
+        Invalid(
+            "matrix_offsets_dtype",
+            lambda d: _array_jagged_bmm_jagged_out(d, matrix_offsets=_tensor(d, 3)),
+            "array_jagged_bmm_jagged_out: matrix_offsets must be int64, got float32",
+        ),
+        Invalid(
+            "matrix_offsets_dim",
+            lambda d: _array_jagged_bmm_jagged_out(d, matrix_offsets=_offsets(d, 0, 0, 0)[None]),
+            "array_jagged_bmm_jagged_out: matrix_offsets must be [3], got [1, 3]",
+        ),
+        Invalid(
+            "total",
+            lambda d: _array_jagged_bmm_jagged_out(d, total=-2),
+            "array_jagged_bmm_jagged_out: total must be >= 0, got -2",
+        ),
+        Invalid(
+            "y_device",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(torch.device("cpu"), 6, 5)),
+            "array_jagged_bmm_jagged_out: y must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: _array_jagged_bmm_jagged_out(
+                d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)
+            ),
+            "array_jagged_bmm_jagged_out: offsets must be on {device}, got on cpu",
             two_devices=True,
         ),
     ),
@@ -745,6 +1062,8 @@ CASES: dict[str, Case] = {
     for case in (
         JAGGED_DENSE_BMM,
         JAGGED_JAGGED_BMM,
+        JAGGED_JAGGED_BMM_JAGGED_OUT,
+        ARRAY_JAGGED_BMM_JAGGED_OUT,
         JAGGED_SOFTMAX,
         JAGGED_FLASH_ATTENTION,
     )

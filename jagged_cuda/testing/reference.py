@@ -87,6 +87,25 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, layout: Layout) -> Tensor:
     return pad(x, layout).transpose(1, 2) @ pad(y, layout)
 
 
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor, y: Tensor, layout: Layout, kv_layout: Layout, capacity: int
+) -> Tensor:
+    """x `[Tx, D]`, y `[Ty, D]` -> `[capacity]`, a matrix `[L, Lk]` a sequence"""
+    scores = pad(x, layout) @ pad(y, kv_layout).transpose(1, 2)
+    return unpad_matrices(scores, layout, kv_layout, capacity)
+
+
+def array_jagged_bmm_jagged_out(
+    a: Tensor, y: Tensor, layout: Layout, kv_layout: Layout, transpose: bool
+) -> Tensor:
+    """a `[sum L*Lk]`, y `[Ty, N]` -> `[Tx, N]`; with transpose the matrices are `[Lk, L]`"""
+    if transpose:
+        weights = pad_matrices(a, kv_layout, layout).transpose(1, 2)
+    else:
+        weights = pad_matrices(a, layout, kv_layout)
+    return unpad(weights @ pad(y, kv_layout), layout)
+
+
 # --- jagged_softmax
 
 
