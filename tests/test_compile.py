@@ -23,7 +23,7 @@ from jagged_cuda.testing.samples import Sample
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 CHOICES: dict[str, Any] = {"D": 8, "N": 11, "trailing": (6,), "dims": (8, 16), "heads": (4, 2)}
 CHOICES |= {"causal": True, "window_size": (-1, -1), "scale": 0.5, "cross": False}
-CHOICES |= {"max_len": False}
+CHOICES |= {"max_len": False, "transpose": True, "capacity": 600}
 # Neither T nor B agrees, and no two sizes are equal, which dynamic shapes would take for one.
 FIRST, SECOND = Layout((5, 0, 9, 3), base=1, tail=2), Layout((4, 21, 2, 0, 6, 1, 7), tail=3)
 
@@ -139,7 +139,8 @@ class Module(torch.nn.Module):
 def exported(case: Case, device: torch.device) -> torch.export.ExportedProgram:
     sample = draw(case, FIRST, device)
     rows, batch = torch.export.Dim("T", min=2), torch.export.Dim("B", min=2)
-    shapes = {name: {0: batch if case.rows[name] == "seq" else rows} for name in sample.tensors}
+    dims = {"q": rows, "kv": rows, "seq": batch, "matrix": torch.export.Dim("E", min=2)}
+    shapes = {name: {0: dims[case.rows[name]]} for name in sample.tensors}
     return torch.export.export(
         Module(case),
         (sample.tensors, sample.offsets),
