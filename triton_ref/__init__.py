@@ -5,14 +5,18 @@ bf16 on a GPU. With TRITON_INTERPRET=1 in the environment before Triton is impor
 CPU tensors in fp32, fp16 and fp64.
 """
 
+from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from .jagged_dense_bmm import jagged_dense_bmm
 from .jagged_flash_attention import jagged_flash_attention
 from .jagged_jagged_bmm import jagged_jagged_bmm
+from .jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 from .jagged_softmax import jagged_softmax
 
 __all__ = [
+    "array_jagged_bmm_jagged_out",
     "jagged_dense_bmm",
     "jagged_flash_attention",
     "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
 ]
