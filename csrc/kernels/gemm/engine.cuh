@@ -29,6 +29,7 @@
 // finite.
 #pragma once
 
+#include "kernels/gemm/shifted.cuh"
 #include "kernels/prim/ptx.cuh"
 
 #include <cstdint>
@@ -83,8 +84,9 @@ struct Config {
 
   // CTAs an SM that the registers must leave room for: as many as sums allow without spills.
   static constexpr int kSums = kFragmentsM * kFragmentsN * 4 * (Math::kCompensated ? 3 : 2);
-  static constexpr int kMinCtas = kSums >= 96 ? 3 : kSums > 16 ? 4 : 5;
+  static constexpr int kMinCtas = (kSums >= 96 ? 3 : kSums > 16 ? 4 : 5) * 128 / kThreads;
 
+  static_assert(kMinCtas >= 1);
   static_assert(kTileM % (16 * kWarpsM) == 0 && kTileN % (8 * kWarpsN) == 0);
   static_assert(kFragmentsN == 1 || kFragmentsN % 2 == 0, "B fragments are loaded two at a time");
   static_assert(kTileK % Math::kStepK == 0 && kStages >= 2);
@@ -114,10 +116,16 @@ struct SharedStorage {
   Stage<Config> stages[Config::kStages];
 };
 
+// The dynamic shared memory of the CTA.
+template <typename Storage>
+__device__ __forceinline__ Storage& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Storage*>(shared_bytes);
+}
+
 template <typename Config>
 __device__ __forceinline__ SharedStorage<Config>& shared_storage() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<SharedStorage<Config>*>(shared_bytes);
+  return shared_memory<SharedStorage<Config>>();
 }
 
 // An operand of one product.
@@ -128,12 +136,57 @@ struct Operand {
   bool vectors;         // data is 16-byte aligned and stride a multiple of 16 bytes
 };
 
+// One whose lines are as a rule not aligned: those of 16-bit elements are read in vectors all the
+// same.
+template <typename Element>
+struct ShiftedOperand : Operand<Element> {
+  Extent tensor;  // around it
+};
+
+template <typename Element>
+constexpr bool is_shifted(const Operand<Element>*) {
+  return false;
+}
+template <typename Element>
+constexpr bool is_shifted(const ShiftedOperand<Element>*) {
+  return sizeof(Element) == 2;
+}
+
 // ---- Loading -----------------------------------------------------------------------------------
+
+// The same as load_tile, of 16-bit elements whose lines are not aligned: all loads of a thread are
+// in flight before the first one is waited for.
+template <int kThreads, int kLines, int kElems, int kLine, typename Element>
+__device__ __forceinline__ void load_shifted_tile(Element* sTile,
+                                                  const ShiftedOperand<Element>& operand,
+                                                  const Element* global, int lines, int elems) {
+  constexpr int kVector = Granules<Element>::kElems, kVectors = kElems / kVector;
+  constexpr int kLineStep = kThreads / kVectors;
+  constexpr int kCopies = (kLines + kLineStep - 1) / kLineStep;
+  static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
+  static_assert(kLines % kLineStep == 0 || kCopies == 1);
+  const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
+  const int exist = max(0, min(kVector, elems - elem));
+  Granules<Element> granules[kCopies];
+#pragma unroll
+  for (int copy = 0; copy < kCopies; ++copy) {
+    const int line = first + copy * kLineStep;
+    granules[copy].load(global + line * operand.stride + elem, line < lines ? exist : 0,
+                        operand.tensor);
+  }
+#pragma unroll
+  for (int copy = 0; copy < kCopies; ++copy) {
+    const int line = first + copy * kLineStep;
+    if (kLines % kLineStep != 0 && line >= kLines) break;
+    *reinterpret_cast<uint4*>(&sTile[line * kLine + elem]) =
+        granules[copy].combine(line < lines ? exist : 0);
+  }
+}
 
 // Copies lines x elems of the tile at `global` into shared memory, and zeros into the rest of it.
 // No more is read than what exists: a copy of 0 bytes does not look at its source.
-template <int kThreads, int kLines, int kElems, int kLine, typename Element>
-__device__ __forceinline__ void load_tile(Element* sTile, const Operand<Element>& operand,
+template <int kThreads, int kLines, int kElems, int kLine, typename Operand, typename Element>
+__device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand,
                                           const Element* global, int lines, int elems) {
   if (operand.vectors) {
     constexpr int kVector = 16 / sizeof(Element), kVectors = kElems / kVector;
@@ -149,6 +202,8 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand<Element>
       ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
       source += kLineStep * operand.stride;
     }
+  } else if constexpr (is_shifted(static_cast<const Operand*>(nullptr))) {
+    load_shifted_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines, elems);
   } else {
     constexpr int kUnroll = sizeof(Element) == 4 ? 1 : 4;  // loads in flight, if not asynchronous
 #pragma unroll kUnroll
@@ -450,11 +505,10 @@ __device__ __forceinline__ void store_tile(const Accumulator<Config>& rAcc,
 // C rows [0, rows) of this tile x columns [begin, end): calls store(rAcc, row, column, n) for each
 // tile of N at n, with the warp's corner (row, column) in the tile. All threads of the CTA call it
 // together.
-template <typename Config, typename Store>
-__device__ __forceinline__ void multiply(SharedStorage<Config>& shared,
-                                         const Operand<typename Config::Element>& a,
-                                         const Operand<typename Config::Element>& b, int rows,
-                                         int64_t begin, int64_t end, int64_t depth, Store store) {
+template <typename Config, typename OperandA, typename OperandB, typename Store>
+__device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const OperandA& a,
+                                         const OperandB& b, int rows, int64_t begin, int64_t end,
+                                         int64_t depth, Store store) {
   constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;
   constexpr int kThreads = Config::kThreads, kStages = Config::kStages;
   const int warp = threadIdx.x / 32;
