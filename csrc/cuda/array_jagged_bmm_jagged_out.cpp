@@ -10,22 +10,23 @@ namespace jagged_cuda {
 namespace {
 
 const char* kernel_name(gemm::Math math, bool transpose) {
-#define JAGGED_NAME(path)                                         \
-  transpose ? "cuda.array_jagged_bmm_jagged_out.transposed." path \
-            : "cuda.array_jagged_bmm_jagged_out." path
   switch (math) {
     case gemm::Math::kBf16:
-      return JAGGED_NAME("mma_sync.bf16");
+      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.bf16"
+                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.bf16";
     case gemm::Math::kFp16:
-      return JAGGED_NAME("mma_sync.fp16");
+      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.fp16"
+                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.fp16";
     case gemm::Math::kTf32:
-      return JAGGED_NAME("mma_sync.tf32");
+      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.tf32"
+                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.tf32";
     case gemm::Math::kFp32:
-      return JAGGED_NAME("mma_sync.fp32");
+      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.fp32"
+                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.fp32";
     case gemm::Math::kFp64:
-      return JAGGED_NAME("fma.fp64");
+      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.fma.fp64"
+                       : "cuda.array_jagged_bmm_jagged_out.fma.fp64";
   }
-#undef JAGGED_NAME
   return "none";
 }
 
