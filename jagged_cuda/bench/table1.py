@@ -158,7 +158,7 @@ def _sll_jagged(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
 
 
 def _sll_offsets(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Lengths and offsets of rows, and of matrices. Lengths on the CPU: it sums those of matrices."""
+    """Lengths and offsets of rows, and of matrices. It sums lengths: on the CPU, without a wait."""
     lengths = torch.tensor(batch.layout.lengths)
     return (lengths, batch.offsets), (lengths**2, batch.matrix_offsets)
 
