@@ -35,6 +35,7 @@ def matrix_offsets(offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
     Jagged Flash Attention", RecSys '24, Table 1.
 
     Example:
+        >>> import torch
         >>> matrix_offsets(torch.tensor([0, 2, 2, 5]))
         tensor([ 0,  4,  4, 13])
     """
