@@ -55,10 +55,10 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 
   int64_t depth = 0;
   const Element* gA = static_cast<const Element*>(params.a);
-  ShiftedOperand<Element> a;  // [rows, depth]
+  UnalignedOperand<Element> a;  // [rows, depth]
   a.tensor = {reinterpret_cast<const char*>(gA),
               reinterpret_cast<const char*>(gA + matrices.capacity)};
-  a.data = gA, a.stride = 0, a.vectors = false;
+  a.data = gA, a.stride = 0, a.vectors = false, a.at_edge = true;
   Operand<Element> y{static_cast<const Element*>(params.y), params.y_stride,
                      params.y_vectors};  // [depth, N]
   if (tile.seq >= 0) {
@@ -71,6 +71,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
       a.stride = pitch;
       a.vectors =
           reinterpret_cast<uintptr_t>(gMatrix) % 16 == 0 && pitch * sizeof(Element) % 16 == 0;
+      const int64_t last = kTranspose ? (depth - 1) * pitch + rows : (rows - 1) * pitch + depth;
+      a.at_edge = a.tensor.is_left_by(a.data, a.data + last);
       y.data += (kTranspose ? matrix.rows.begin : matrix.columns.begin) * params.y_stride;
     }
   }
@@ -96,6 +98,7 @@ cudaError_t launch_array_jagged_bmm_jagged_out(const ArrayJaggedBmmJaggedOutPara
 
 // 64 rows, since sequences are short. N picks the width; wide tiles spare a second walk over A_b.
 // The compensated sums of Fp32 take half as many registers again: no more than 64 columns there.
+// 16-bit elements wait in registers too: eight warps share what four could not hold.
 template <typename Math, Layout kLayoutA>
 cudaError_t launch_tile(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   const auto with = [&](auto tile) {
@@ -106,7 +109,8 @@ cudaError_t launch_tile(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_
   if constexpr (!Math::kCompensated) {
     if (params.columns > 64) return with(Tile<64, 128, 2, 4, 3>{});
   }
-  return with(Tile<64, 64, 2, 2, 3>{});
+  return with(std::conditional_t<sizeof(typename Math::Element) == 2, Tile<64, 64, 4, 2, 3>,
+                                 Tile<64, 64, 2, 2, 3>>{});
 }
 
 template <typename Math>

@@ -136,52 +136,23 @@ struct Operand {
   bool vectors;         // data is 16-byte aligned and stride a multiple of 16 bytes
 };
 
-// One whose lines are as a rule not aligned: those of 16-bit elements are read in vectors all the
-// same.
+// One whose lines are as a rule not aligned.
 template <typename Element>
-struct ShiftedOperand : Operand<Element> {
+struct UnalignedOperand : Operand<Element> {
   Extent tensor;  // around it
+  bool at_edge;   // the 16-byte granules that hold its elements reach out of the tensor
 };
 
 template <typename Element>
-constexpr bool is_shifted(const Operand<Element>*) {
+constexpr bool is_unaligned(const Operand<Element>*) {
   return false;
 }
 template <typename Element>
-constexpr bool is_shifted(const ShiftedOperand<Element>*) {
-  return sizeof(Element) == 2;
+constexpr bool is_unaligned(const UnalignedOperand<Element>*) {
+  return true;
 }
 
 // ---- Loading -----------------------------------------------------------------------------------
-
-// The same as load_tile, of 16-bit elements whose lines are not aligned: all loads of a thread are
-// in flight before the first one is waited for.
-template <int kThreads, int kLines, int kElems, int kLine, typename Element>
-__device__ __forceinline__ void load_shifted_tile(Element* sTile,
-                                                  const ShiftedOperand<Element>& operand,
-                                                  const Element* global, int lines, int elems) {
-  constexpr int kVector = Granules<Element>::kElems, kVectors = kElems / kVector;
-  constexpr int kLineStep = kThreads / kVectors;
-  constexpr int kCopies = (kLines + kLineStep - 1) / kLineStep;
-  static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
-  static_assert(kLines % kLineStep == 0 || kCopies == 1);
-  const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
-  const int exist = max(0, min(kVector, elems - elem));
-  Granules<Element> granules[kCopies];
-#pragma unroll
-  for (int copy = 0; copy < kCopies; ++copy) {
-    const int line = first + copy * kLineStep;
-    granules[copy].load(global + line * operand.stride + elem, line < lines ? exist : 0,
-                        operand.tensor);
-  }
-#pragma unroll
-  for (int copy = 0; copy < kCopies; ++copy) {
-    const int line = first + copy * kLineStep;
-    if (kLines % kLineStep != 0 && line >= kLines) break;
-    *reinterpret_cast<uint4*>(&sTile[line * kLine + elem]) =
-        granules[copy].combine(line < lines ? exist : 0);
-  }
-}
 
 // Copies lines x elems of the tile at `global` into shared memory, and zeros into the rest of it.
 // No more is read than what exists: a copy of 0 bytes does not look at its source.
@@ -202,8 +173,17 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
       ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
       source += kLineStep * operand.stride;
     }
-  } else if constexpr (is_shifted(static_cast<const Operand*>(nullptr))) {
-    load_shifted_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines, elems);
+  } else if constexpr (is_unaligned(static_cast<const Operand*>(nullptr)) && sizeof(Element) == 4) {
+    constexpr int kLineStep = kThreads / kElems;
+    static_assert(kThreads % kElems == 0 && kLines % kLineStep == 0);
+    const int first = threadIdx.x / kElems, elem = threadIdx.x % kElems;
+    const Element* source = global + first * operand.stride + elem;
+#pragma unroll
+    for (int step = 0; step < kLines; step += kLineStep) {
+      const bool exists = first + step < lines && elem < elems;
+      ptx::cp_async_4(&sTile[(first + step) * kLine + elem], source, exists ? 4 : 0);
+      source += kLineStep * operand.stride;
+    }
   } else {
     constexpr int kUnroll = sizeof(Element) == 4 ? 1 : 4;  // loads in flight, if not asynchronous
 #pragma unroll kUnroll
@@ -219,6 +199,71 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
     }
   }
 }
+
+// A tile on its way into shared memory: start() and, once the stage before it has been multiplied,
+// finish(). Copies by cp.async need the first alone.
+template <int kThreads, int kLines, int kElems, int kLine, typename Operand>
+struct TileLoad {
+  template <typename Element>
+  __device__ __forceinline__ void start(Element* sTile, const Operand& operand,
+                                        const Element* global, int lines, int elems) {
+    load_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines, elems);
+  }
+  template <typename Element>
+  __device__ __forceinline__ void finish(Element* sTile) {}
+};
+
+// Unaligned lines of 16-bit elements wait in registers (gemm/shifted.cuh): the products of one
+// stage hide the latency of the next one's loads.
+template <int kThreads, int kLines, int kElems, int kLine, typename Element>
+struct GranulesLoad {
+  static constexpr int kVector = Granules<Element>::kElems, kVectors = kElems / kVector;
+  static constexpr int kLineStep = kThreads / kVectors;
+  static constexpr int kCopies = kLines / kLineStep;
+  static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
+  static_assert(kLines % kLineStep == 0);
+
+  Granules<Element> granules[kCopies];
+  int lines, exist;  // exist < 0: nothing waits
+
+  __device__ __forceinline__ void start(Element* sTile, const UnalignedOperand<Element>& operand,
+                                        const Element* global, int lines_there, int elems) {
+    exist = -1;
+    if (operand.vectors) {
+      load_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines_there, elems);
+      return;
+    }
+    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
+    lines = lines_there - first;
+    exist = max(0, min(kVector, elems - elem));
+    const Element* source = global + first * operand.stride + elem;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      granules[copy].load(source, copy * kLineStep < lines ? exist : 0, operand.at_edge,
+                          operand.tensor);
+      source += kLineStep * operand.stride;
+    }
+  }
+
+  __device__ __forceinline__ void finish(Element* sTile) {
+    if (exist < 0) return;
+    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const int line = copy * kLineStep;
+      *reinterpret_cast<uint4*>(&sTile[(first + line) * kLine + elem]) =
+          granules[copy].combine(line < lines ? exist : 0);
+    }
+    exist = -1;
+  }
+};
+
+template <int kThreads, int kLines, int kElems, int kLine>
+struct TileLoad<kThreads, kLines, kElems, kLine, UnalignedOperand<__half>>
+    : GranulesLoad<kThreads, kLines, kElems, kLine, __half> {};
+template <int kThreads, int kLines, int kElems, int kLine>
+struct TileLoad<kThreads, kLines, kElems, kLine, UnalignedOperand<__nv_bfloat16>>
+    : GranulesLoad<kThreads, kLines, kElems, kLine, __nv_bfloat16> {};
 
 __device__ __forceinline__ int clamp_extent(int64_t left, int tile) {
   return left < tile ? static_cast<int>(left) : tile;
@@ -515,17 +560,17 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
   const int row = warp % Config::kWarpsM * Config::kWarpTileM;
   const int column = warp / Config::kWarpsM * Config::kWarpTileN;
 
+  constexpr bool kAlongK = Config::kLayoutA == Layout::kAlongK;
+  TileLoad<kThreads, Config::kLinesA, kAlongK ? kTileK : kTileM, Config::kLineA, OperandA> load_a;
   int64_t load_n = begin, load_k = 0;
-  const auto load_next = [&](Stage<Config>& stage) {
+  const auto start_next = [&](Stage<Config>& stage) {
     if (load_n < end) {
       const int depth_left = clamp_extent(depth - load_k, kTileK);
       const int columns_left = clamp_extent(end - load_n, kTileN);
-      if constexpr (Config::kLayoutA == Layout::kAlongK) {
-        load_tile<kThreads, kTileM, kTileK, Config::kLineA>(stage.sA, a, a.data + load_k, rows,
-                                                            depth_left);
+      if constexpr (kAlongK) {
+        load_a.start(stage.sA, a, a.data + load_k, rows, depth_left);
       } else {
-        load_tile<kThreads, kTileK, kTileM, Config::kLineA>(stage.sA, a, a.data + load_k * a.stride,
-                                                            depth_left, rows);
+        load_a.start(stage.sA, a, a.data + load_k * a.stride, depth_left, rows);
       }
       if constexpr (Config::kLayoutB == Layout::kAlongK) {
         load_tile<kThreads, kTileN, kTileK, Config::kLineB>(
@@ -541,7 +586,10 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
   };
 
 #pragma unroll 1
-  for (int s = 0; s < kStages - 1; ++s) load_next(shared.stages[s]);
+  for (int s = 0; s < kStages - 1; ++s) {
+    start_next(shared.stages[s]);
+    load_a.finish(shared.stages[s].sA);
+  }
   int current = 0;
   for (int64_t n = begin; n < end; n += kTileN) {
     const bool at_work = row < rows && column < end - n;
@@ -550,11 +598,13 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
     for (int64_t k = 0; k == 0 || k < depth; k += kTileK) {
       ptx::cp_async_wait<kStages - 2>();
       __syncthreads();  // this stage is there for all; the stage before it is free
-      load_next(shared.stages[current == 0 ? kStages - 1 : current - 1]);
+      Stage<Config>& next = shared.stages[current == 0 ? kStages - 1 : current - 1];
+      start_next(next);
       if (at_work) {
         multiply_stage<Config>(rAcc, shared.stages[current], row, column,
                                clamp_extent(depth - k, kTileK));
       }
+      load_a.finish(next.sA);
       current = current == kStages - 1 ? 0 : current + 1;
     }
     if (at_work) store(rAcc, row, column, n);

@@ -3,7 +3,7 @@
 // The lines of a matrix with an odd pitch begin anywhere, and neither cp.async nor a vector load
 // takes such an address. The two granules that hold the elements are loaded whole and shifted
 // together in registers; the second one is the first one of the neighbouring thread, and comes from
-// L1. A granule that reaches out of the tensor is not loaded whole.
+// L1.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,15 @@ namespace jagged_cuda::gemm {
 struct Extent {
   const char* begin;
   const char* end;
+
+  // Whether the granules that hold [first, last) reach out of the tensor.
+  __device__ __forceinline__ bool is_left_by(const void* first, const void* last) const {
+    return reinterpret_cast<uintptr_t>(first) / 16 * 16 < reinterpret_cast<uintptr_t>(begin) ||
+           (reinterpret_cast<uintptr_t>(last) + 15) / 16 * 16 > reinterpret_cast<uintptr_t>(end);
+  }
 };
 
-// The granules of kElems elements from `source` on, of which the first `exist` (at most kElems)
-// lie in the tensor.
+// The granules of kElems elements from one address on.
 template <typename Element>
 struct Granules {
   static_assert(sizeof(Element) == 2);
@@ -26,19 +31,19 @@ struct Granules {
   uint32_t words[8];  // both granules
   int shift;          // elements before the first one
 
-  __device__ __forceinline__ void load(const Element* source, int exist, const Extent& tensor) {
+  // Loads the first `exist` elements, at most kElems. At the edge of a tensor a granule may reach
+  // out of it: then its elements are loaded one by one.
+  __device__ __forceinline__ void load(const Element* source, int exist, bool at_edge,
+                                       const Extent& tensor) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(source);
-    shift = static_cast<int>(address % 16 / 2);
+    shift = static_cast<int>(address) % 16 / 2;
+    const char* granule = reinterpret_cast<const char*>(address - address % 16);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const char* granule = reinterpret_cast<const char*>(address - address % 16) + 16 * half;
       uint4 loaded = make_uint4(0, 0, 0, 0);
-      if (exist > 0 && shift + exist > 8 * half) {
-        if (granule >= tensor.begin && granule + 16 <= tensor.end) {
-          loaded = __ldg(reinterpret_cast<const uint4*>(granule));
-        } else {
-          loaded = load_partly(granule, tensor);
-        }
+      if (half == 0 ? exist > 0 : shift + exist > kElems) {
+        loaded = at_edge ? load_one_by_one(granule + 16 * half, tensor)
+                         : __ldg(reinterpret_cast<const uint4*>(granule) + half);
       }
       words[4 * half] = loaded.x, words[4 * half + 1] = loaded.y;
       words[4 * half + 2] = loaded.z, words[4 * half + 3] = loaded.w;
@@ -56,17 +61,18 @@ struct Granules {
 #pragma unroll
     for (int i = 0; i < 5; ++i) r[i] = shift & 2 ? r[i + 1] : r[i];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      r[i] = __funnelshift_r(r[i], r[i + 1], shift & 1 ? 16 : 0);
-      const uint32_t kept = exist >= 2 * i + 2 ? 0xffffffffu : exist == 2 * i + 1 ? 0xffffu : 0u;
-      r[i] &= kept;
+    for (int i = 0; i < 4; ++i) r[i] = __funnelshift_r(r[i], r[i + 1], shift % 2 * 16);
+    if (exist < kElems) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        r[i] &= exist >= 2 * i + 2 ? 0xffffffffu : exist == 2 * i + 1 ? 0xffffu : 0u;
+      }
     }
     return make_uint4(r[0], r[1], r[2], r[3]);
   }
 
  private:
-  // A granule at the edge of the tensor, element by element.
-  static __device__ __noinline__ uint4 load_partly(const char* granule, const Extent& tensor) {
+  static __device__ __noinline__ uint4 load_one_by_one(const char* granule, const Extent& tensor) {
     uint32_t r[4];
     for (int i = 0; i < 4; ++i) {
       r[i] = 0;
