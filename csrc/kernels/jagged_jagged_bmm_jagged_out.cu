@@ -31,13 +31,11 @@ namespace {
 struct JaggedJaggedBmmJaggedOutLaunch {
   JaggedJaggedBmmJaggedOutParams params;
   int64_t row_tiles;
-  int64_t columns_each;  // of N, for each CTA
 };
 
 // What storing needs and the products do not: kept out of registers.
-template <typename Element>
 struct Target {
-  Element* global;  // the first row of the tile, [rows, pitch]
+  int64_t first;  // element of the result at which the tile, [rows, pitch], begins
   int64_t pitch;
   int rows;
 };
@@ -46,7 +44,7 @@ template <typename Config>
 struct MatrixStorage {
   SharedStorage<Config> ring;
   WarpRows<Config> warps[Config::kThreads / 32];
-  Target<typename Config::Element> target;
+  Target target;
 };
 
 template <typename Config>
@@ -70,13 +68,16 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   if (tile.seq < 0 || tile.row < 0 || tile.row >= tile.rows.len) return;
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
   const int64_t pitch = matrix.columns.len;
-  const int64_t begin = blockIdx.y * launch.columns_each;
-  const int64_t end = min(begin + launch.columns_each, pitch);
+  // The tiles of the sequence's columns are shared by the parts.
+  constexpr int kTileN = Config::kTileN;
+  const int64_t each = gridDim.y == 1 ? pitch : (pitch / kTileN + gridDim.y) / gridDim.y * kTileN;
+  const int64_t begin = blockIdx.y * each;
+  const int64_t end = min(begin + each, pitch);
   if (!matrix.fits || begin >= end) return;
   const int rows = clamp_extent(tile.rows.len - tile.row, kTileM);
   MatrixStorage<Config>& shared = shared_memory<MatrixStorage<Config>>();
   // Read after the first barrier of the engine.
-  if (threadIdx.x == 0) shared.target = {gOut + matrix.begin + tile.row * pitch, pitch, rows};
+  if (threadIdx.x == 0) shared.target = {matrix.begin + tile.row * pitch, pitch, rows};
 
   const Operand<Element> x{
       static_cast<const Element*>(params.x) + (tile.rows.begin + tile.row) * params.x_stride,
@@ -86,10 +87,10 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
       params.y_stride, params.y_vectors};  // [Ly, D]
   multiply<Config>(shared.ring, x, y, rows, begin, end, params.inner,
                    [&](const Accumulator<Config>& rAcc, int row, int column, int64_t n) {
-                     const Target<Element>& target = shared.target;
-                     store_rows<Config>(rAcc, shared.warps[threadIdx.x / 32], target.global + n,
-                                        target.pitch, row, column, target.rows,
-                                        clamp_extent(end - n, Config::kTileN));
+                     const Target& target = shared.target;
+                     store_rows<Config>(rAcc, shared.warps[threadIdx.x / 32],
+                                        gOut + target.first + n, target.pitch, row, column,
+                                        target.rows, clamp_extent(end - n, Config::kTileN));
                    });
 }
 
@@ -100,7 +101,7 @@ cudaError_t launch_tile(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
   const ColumnSplit split = split_columns(params.matrices.columns.total, Config::kTileN, row_tiles);
   const int64_t ctas = row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch<jagged_jagged_bmm_jagged_out_kernel<Config>>(
-      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles, split.columns_each},
+      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles},
       dim3(static_cast<unsigned>(ctas), split.parts), Config::kThreads,
       sizeof(MatrixStorage<Config>), stream);
 }
@@ -145,7 +146,7 @@ cudaError_t launch_fp64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
   const int64_t row_tiles = num_tiles(rows.total, rows.num_seqs, kTileFp64);
   const int64_t ctas = row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch<jagged_jagged_bmm_jagged_out_fp64_kernel>(
-      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles, 0}, dim3(static_cast<unsigned>(ctas)),
+      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles}, dim3(static_cast<unsigned>(ctas)),
       kThreadsFp64, 0, stream);
 }
 
