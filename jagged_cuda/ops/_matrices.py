@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,7 +27,10 @@ def _lengths(offsets: Tensor) -> Tensor:
 
 def read_size(op: str, argument: str, offsets: Tensor) -> int:
     """The last of offsets `[B + 1]`: waits for the GPU, for a size `argument` that is not given."""
-    capturing = offsets.is_cuda and not torch.compiler.is_compiling()
-    if capturing and torch.cuda.is_current_stream_capturing():
+    compiling = torch.compiler.is_compiling()
+    if offsets.is_cuda and not compiling and torch.cuda.is_current_stream_capturing():
         _contract.fail_argument(op, argument, "given while a CUDA graph is captured", "None")
-    return offsets[-1].item()  # type: ignore[return-value]
+    size = cast(int, offsets[-1].item())  # a symbol to a compiler, which int() would fix
+    if compiling:
+        torch._check(size >= 0)
+    return size
