@@ -36,6 +36,28 @@ def test_sizes_are_read_where_they_are_not_given(dtype: torch.dtype, device: tor
     assert WEIGHTED(SCORES(x, x, offsets), x, offsets).shape == x.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_room_without_matrices_is_zero(
+    batch: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Tensors without rows, on one side or on both, and more room than their matrices need."""
+    none, some = (torch.zeros(rows, 3, dtype=dtype, device=device) for rows in (0, 4))
+    empty = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+    full = torch.arange(batch + 1, device=device)
+    for x, y, offsets, y_offsets in (
+        (none, none, empty, None),
+        (none, some, empty, full),
+        (some, none, full, empty),
+    ):
+        found = SCORES(x, y, offsets, y_offsets=y_offsets, total_out=70_000)
+        assert torch.equal(found, torch.zeros(70_000, dtype=dtype, device=device))
+        found = WEIGHTED(found[:0], y, offsets, y_offsets=y_offsets, total=5)
+        assert torch.equal(found, torch.zeros(5, 3, dtype=dtype, device=device))
+        found = WEIGHTED(found.view(-1), x, offsets, y_offsets=y_offsets, transpose=True, total=2)
+        assert torch.equal(found, torch.zeros(2, 3, dtype=dtype, device=device))
+
+
 def test_a_slice_of_the_offsets_names_the_same_matrices(device: torch.device) -> None:
     x, y, offsets, y_offsets = operands(device)
     begins = jagged_cuda.matrix_offsets(offsets, y_offsets)

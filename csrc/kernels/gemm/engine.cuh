@@ -621,7 +621,7 @@ struct ColumnSplit {
 inline ColumnSplit split_columns(int64_t columns, int tile_columns, int64_t row_tiles) {
   constexpr int64_t kWantedCtas = 1024;  // about 8 for each of 132 SMs
   constexpr int64_t kMaxParts = 65535;   // grid.y
-  const int64_t tiles = (columns + tile_columns - 1) / tile_columns;
+  const int64_t tiles = columns > 0 ? (columns + tile_columns - 1) / tile_columns : 1;
   int64_t parts = (kWantedCtas + row_tiles - 1) / (row_tiles > 0 ? row_tiles : 1);
   parts = parts < tiles ? parts : tiles;
   parts = parts < kMaxParts ? parts : kMaxParts;
