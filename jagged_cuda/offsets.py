@@ -1,12 +1,70 @@
-"""Offsets from offsets: plain PyTorch on the offsets' own device, without synchronisation."""
+"""Offsets from lengths and offsets: plain PyTorch on their own device, without waiting for it."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from jagged_cuda.ops import _matrices
+from jagged_cuda.ops import _contract, _matrices
 
-__all__ = ["matrix_offsets"]
+__all__ = ["lengths_from_offsets", "matrix_offsets", "offsets_from_lengths"]
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """Say where each sequence begins, from the lengths of all.
+
+    ``offsets[b] = sum(lengths[:b])``: sequence b is rows ``offsets[b]:offsets[b + 1]``.
+
+    Args:
+        lengths: `[B]` int32 or int64, on any device, contiguous or not.
+
+    Returns:
+        `[B + 1]` of lengths' dtype and device, beginning at 0; the last element is the number of
+        all rows.
+
+    Raises:
+        RuntimeError: a shape or dtype does not fit; the message names the argument.
+
+    Notes:
+        Lengths may be 0; negative ones are not looked for (``JAGGED_CUDA_CHECK`` names decreasing
+        offsets in the operators). The sum has lengths' dtype: with int32 it wraps around beyond
+        2^31 - 1 rows, so pass ``lengths.long()`` there. No gradient. Nothing synchronises.
+
+    Example:
+        >>> offsets_from_lengths(torch.tensor([2, 0, 3]))
+        tensor([0, 2, 2, 5])
+    """
+    op = "offsets_from_lengths"
+    _contract.check_dim(op, "lengths", lengths, 1, "[B]")
+    _contract.check_index(op, "lengths", lengths)
+    return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+
+
+def lengths_from_offsets(offsets: Tensor) -> Tensor:
+    """Say how many rows each sequence has.
+
+    ``lengths[b] = offsets[b + 1] - offsets[b]``.
+
+    Args:
+        offsets: `[B + 1]` int32 or int64, on any device; they may begin anywhere.
+
+    Returns:
+        `[B]` of offsets' dtype and device.
+
+    Raises:
+        RuntimeError: a shape or dtype does not fit; the message names the argument.
+
+    Notes:
+        Decreasing offsets, which are wrong, give negative lengths. No gradient. Nothing
+        synchronises.
+
+    Example:
+        >>> lengths_from_offsets(torch.tensor([4, 6, 6, 9]))
+        tensor([2, 0, 3])
+    """
+    _contract.check_offsets("lengths_from_offsets", "offsets", offsets, offsets)
+    return torch.diff(offsets)
 
 
 def matrix_offsets(offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Offsets from offsets."""
+"""Offsets from lengths and from offsets, and back."""
 
 from __future__ import annotations
 
@@ -60,6 +60,60 @@ def test_invalid_matrix_offsets() -> None:
         with pytest.raises(RuntimeError) as caught:
             jagged_cuda.matrix_offsets(*arguments)
         assert str(caught.value) == f"matrix_offsets: {message}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("lengths", [(), (0,), (3, 0, 1, 70_000)])
+def test_offsets_and_lengths(
+    lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    expected = Layout(lengths).offsets(device, dtype)
+    given = torch.tensor(lengths, dtype=dtype, device=device)
+    found = jagged_cuda.offsets_from_lengths(given)
+    assert found.dtype == dtype and found.device == device
+    assert torch.equal(found, expected)
+    assert torch.equal(jagged_cuda.lengths_from_offsets(expected + 7), given)
+    strided = given.repeat_interleave(2)[::2]
+    assert torch.equal(jagged_cuda.offsets_from_lengths(strided), expected)
+
+
+def test_offsets_wrap_around_as_documented(device: torch.device) -> None:
+    lengths = torch.tensor([2**31 - 1, 1], device=device)
+    assert jagged_cuda.offsets_from_lengths(lengths)[-1] == 2**31
+    assert jagged_cuda.offsets_from_lengths(lengths.int())[-1] == -(2**31)
+
+
+@pytest.mark.parametrize("name", ["offsets_from_lengths", "lengths_from_offsets"])
+def test_offsets_and_lengths_compile(name: str, device: torch.device) -> None:
+    function = getattr(jagged_cuda, name)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (3, 6):
+        given = torch.arange(count, device=device, dtype=torch.int32)
+        assert torch.equal(compiled(given), function(given))
+
+
+@pytest.mark.cuda
+def test_offsets_and_lengths_never_synchronise() -> None:
+    lengths = torch.ones(200_000, device="cuda", dtype=torch.int32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = jagged_cuda.lengths_from_offsets(jagged_cuda.offsets_from_lengths(lengths))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, lengths)
+
+
+def test_invalid_lengths_and_offsets() -> None:
+    lengths = torch.tensor([2, 4])
+    for name, argument, message in (
+        ("offsets_from_lengths", lengths[None], "lengths must be [B], got [1, 2]"),
+        ("offsets_from_lengths", lengths.float(), "lengths must be int32 or int64, got float32"),
+        ("lengths_from_offsets", lengths[:0], "offsets must be [B + 1], got [0]"),
+        ("lengths_from_offsets", lengths.bool(), "offsets must be int32 or int64, got bool"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            getattr(jagged_cuda, name)(argument)
+        assert str(caught.value) == f"{name}: {message}"
 
 
 def test_layout_of_matrices() -> None:

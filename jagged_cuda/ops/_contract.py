@@ -46,6 +46,11 @@ def check_floating(op: str, argument: str, tensor: Tensor) -> None:
         )
 
 
+def check_index(op: str, argument: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64):
+        fail_argument(op, argument, "int32 or int64", dtype_name(tensor.dtype))
+
+
 def check_dtype(op: str, argument: str, tensor: Tensor, expected: torch.dtype) -> None:
     if tensor.dtype != expected:
         fail_argument(op, argument, dtype_name(expected), dtype_name(tensor.dtype))
@@ -64,8 +69,7 @@ def check_like(op: str, argument: str, tensor: Tensor, reference: Tensor) -> Non
 def check_offsets(op: str, argument: str, offsets: Tensor, reference: Tensor) -> None:
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         fail_argument(op, argument, "[B + 1]", shape_text(offsets.shape))
-    if offsets.dtype not in (torch.int32, torch.int64):
-        fail_argument(op, argument, "int32 or int64", dtype_name(offsets.dtype))
+    check_index(op, argument, offsets)
     check_device(op, argument, offsets, reference)
 
 
