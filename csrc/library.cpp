@@ -27,6 +27,15 @@ STABLE_TORCH_LIBRARY(jagged_cuda, m) {
   m.def("jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor");
   m.def("jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, float scale=1.0) -> Tensor");
 
+  // x [T, ...] -> [B, max_len, ...]; x [B, M, ...] -> [total, ...]
+  m.def("jagged_to_padded(Tensor x, Tensor offsets, SymInt max_len, float fill=0.0) -> Tensor");
+  m.def("padded_to_jagged(Tensor x, Tensor offsets, SymInt total) -> Tensor");
+
+  // x [T, ...] -> [B, ...]; x [B, ...] -> [total, ...]
+  m.def("jagged_sum(Tensor x, Tensor offsets) -> Tensor");
+  m.def("jagged_mean(Tensor x, Tensor offsets) -> Tensor");
+  m.def("jagged_broadcast(Tensor x, Tensor offsets, SymInt total) -> Tensor");
+
   // q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv] -> out [Tq, H, Dv], lse [Tq, H]
   m.def("jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
         " int window_right, float scale, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor)");

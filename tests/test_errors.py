@@ -89,7 +89,7 @@ def call_with_offsets(
     spec = case.spec("small", 0)
     layout = Layout((0,) * (offsets.shape[0] - 1), tail=6)
     choices = dict(spec.choices)
-    fixed = {"max_len": False, "capacity": capacity, "transpose": False}
+    fixed = {"max_len": False, "capacity": capacity, "transpose": False, "padded_len": 6}
     choices |= {name: value for name, value in fixed.items() if name in choices}
     spec = dataclasses.replace(
         spec, layout=layout, kv_layout=None, choices=choices, storage={}, poisoned=False

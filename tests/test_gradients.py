@@ -21,7 +21,7 @@ CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
-SIZES |= {"transpose": False, "capacity": "spare"}
+SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": None}
 VARIANTS = {
     "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7},
     "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4}
@@ -89,6 +89,16 @@ def test_gradgradcheck_of_the_products(name: str, variant: str, device: torch.de
     sample = small_sample(case, variant, torch.float64, device, cross=cross)
     function, inputs = function_of(case, sample)
     assert gradgradcheck(function, inputs)
+
+
+ROWS = ["jagged_to_padded", "padded_to_jagged", "jagged_sum", "jagged_mean", "jagged_broadcast"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_gradgradcheck_of_conversions_and_reductions(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    function, inputs = function_of(case, small_sample(case, "plain", torch.float64, device))
+    assert gradgradcheck(lambda x: tuple(t.square() for t in function(x)), inputs)
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if "capacity" in CASES[name].choices])

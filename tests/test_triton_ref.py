@@ -336,6 +336,67 @@ def test_softmax_of_infinities_agrees_with_torch():
     torch.testing.assert_close(out, torch.softmax(x, 0), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "shape"), [([0, 1, 31, 32, 33], (2, 20)), ([1025, 2, 0], ())])
+def test_conversions(lengths, shape, dtype):
+    torch.manual_seed(8)
+    offsets = make_offsets(lengths, 2)
+    x = make_values(offsets, 3, *shape, dtype=dtype)
+    rows, sequences = parts_of(offsets), range(len(lengths))
+    total = len(x)
+    for max_len, fill in ((max(lengths) + 2, -1.5), (20, 0.0)):
+        exists = torch.arange(max_len, device=DEVICE) < offsets.diff()[:, None]
+        exists = exists.reshape(*exists.shape, *[1] * len(shape))
+
+        def to_padded(x, max_len=max_len, fill=fill, exists=exists):
+            missing = x.new_zeros(len(lengths), max(0, max_len - max(lengths)), *shape)
+            padded = torch.cat([pad(x, offsets), missing], 1)[:, :max_len]
+            return torch.where(exists, padded, fill)
+
+        def to_jagged(x, max_len=max_len):
+            missing = x.new_zeros(len(lengths), max(0, max(lengths) - max_len), *shape)
+            return unpad(torch.cat([x, missing], 1)[:, : max(lengths)], offsets, total)
+
+        compare(
+            lambda x, m=max_len, f=fill: triton_ref.jagged_to_padded(x, offsets, m, fill=f),
+            to_padded,
+            (x,),
+            (sequences, rows),
+        )
+        padded = torch.randn(len(lengths), max_len, *shape).to(DEVICE, dtype).requires_grad_()
+        compare(
+            lambda x: triton_ref.padded_to_jagged(x, offsets, total=total),
+            to_jagged,
+            (padded,),
+            (rows, sequences),
+        )
+    assert len(triton_ref.padded_to_jagged(padded, offsets)) == offsets[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "shape"), [([0, 1, 31, 32, 33], (2, 20)), ([1025, 2, 0], ())])
+def test_reductions(lengths, shape, dtype):
+    torch.manual_seed(9)
+    offsets = make_offsets(lengths, 2)
+    x = make_values(offsets, 3, *shape, dtype=dtype)
+    rows, sequences = parts_of(offsets), range(len(lengths))
+    divisor = offsets.diff().clamp(min=1).reshape(-1, *[1] * len(shape))
+    for operator, reference in (
+        (triton_ref.jagged_sum, lambda x: pad(x, offsets).sum(1)),
+        (triton_ref.jagged_mean, lambda x: pad(x, offsets).sum(1) / divisor),
+    ):
+        compare(lambda x, f=operator: f(x, offsets), reference, (x,), (sequences, rows))
+    total = len(x)
+    each = torch.randn(len(lengths), *shape).to(DEVICE, dtype).requires_grad_()
+    compare(
+        lambda x: triton_ref.jagged_broadcast(x, offsets, total=total),
+        lambda x: unpad(x[:, None].expand(-1, max(lengths), *shape), offsets, total),
+        (each,),
+        (rows, sequences),
+    )
+    assert len(triton_ref.jagged_broadcast(each, offsets)) == offsets[-1]
+
+
 @dataclass(frozen=True)
 class Attention:
     lengths: tuple[int, ...]
@@ -611,6 +672,10 @@ def compile_for_hopper():
         z.backward(torch.empty_like(z))
         z = triton_ref.jagged_softmax(values(100, 16), offsets)
         z.backward(torch.empty_like(z))
+        z = triton_ref.jagged_to_padded(values(100, 16), offsets, 70)
+        z.backward(torch.empty_like(z))
+        z = triton_ref.jagged_sum(values(100, 16), offsets)
+        z.backward(torch.empty_like(z))
         q, k, v = values(100, 2, 16), values(100, 1, 16), values(100, 1, 8)
         z = triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True)
         torch.autograd.backward(z, [torch.empty_like(t) for t in z])
@@ -619,6 +684,10 @@ def compile_for_hopper():
         "array_jagged_bmm_jagged_out_kernel",
         "jagged_dense_bmm_kernel",
         "jagged_jagged_bmm_kernel",
+        "jagged_to_padded_kernel",
+        "padded_to_jagged_kernel",
+        "jagged_sum_kernel",
+        "jagged_broadcast_kernel",
         "jagged_softmax_kernel",
         "jagged_softmax_backward_kernel",
         "jagged_flash_attention_kernel",

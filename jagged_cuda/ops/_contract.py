@@ -46,6 +46,23 @@ def check_floating(op: str, argument: str, tensor: Tensor) -> None:
         )
 
 
+def check_copied(op: str, argument: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (*_FLOATING, torch.int32, torch.int64):
+        expected = "float32, float64, float16, bfloat16, int32 or int64"
+        fail_argument(op, argument, expected, dtype_name(tensor.dtype))
+
+
+def check_rows(op: str, argument: str, tensor: Tensor, leading: int, expected: str) -> None:
+    """That so many dimensions come before those of a row."""
+    if tensor.dim() < leading:
+        fail_argument(op, argument, expected, shape_text(tensor.shape))
+
+
+def check_not_negative(op: str, argument: str, value: int) -> None:
+    if value < 0:
+        fail_argument(op, argument, ">= 0", str(value))
+
+
 def check_index(op: str, argument: str, tensor: Tensor) -> None:
     if tensor.dtype not in (torch.int32, torch.int64):
         fail_argument(op, argument, "int32 or int64", dtype_name(tensor.dtype))

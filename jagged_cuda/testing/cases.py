@@ -55,7 +55,7 @@ class Case:
         shapes: of the floating arguments of a spec.
         rows: whose rows each argument and output has: "q", "kv", "seq" (one for each sequence) or
             "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
-            says how many there are).
+            says how many there are), or "total" (those of "q" in as many as that choice says).
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
@@ -66,7 +66,7 @@ class Case:
         product: it multiplies operands, which TF32 may round.
         autocast: the policy under autocast.
         profiles: "small", "edge", "large".
-        huge: choices for which 4.2 million rows have more than 2^31 elements.
+        huge: choices for which 4.2 million rows have more than 2^31 elements, or None.
         invalid: calls that must raise.
     """
 
@@ -81,9 +81,9 @@ class Case:
     terms: Callable[[Spec, Tensors, Tensors | None], Tensors]
     differentiable: tuple[str, ...]
     product: bool
-    autocast: Literal["lower_precision", "float32"]
+    autocast: Literal["lower_precision", "float32", "unchanged"]
     profiles: Mapping[str, Profile]
-    huge: Mapping[str, Any]
+    huge: Mapping[str, Any] | None
     invalid: tuple[Invalid, ...]
 
     def __repr__(self) -> str:
@@ -745,6 +745,324 @@ JAGGED_SOFTMAX = Case(
     ),
 )
 
+# --- conversions and reductions
+
+_TRAILING = ((), (1,), (3,), (8,), (16,), (65,), (2, 3), (1, 1, 7), (0,), (300,))
+_ROW_PROFILES = {
+    "small": Profile((1, 2, 4), (1, 9, 24)),
+    "edge": Profile((1, 3, 6), (33, 65, 300)),
+    "large": Profile((64, 500), (200, 3000), {"trailing": ((8,), (4, 64), (257,))}),
+}
+
+
+def _padded_len(spec: Spec) -> int:
+    """By the choice "padded_len": a number, or what the longest sequence needs, more or less."""
+    chosen = spec.choices["padded_len"]
+    if isinstance(chosen, int):
+        return chosen
+    longest = spec.layout.max_len
+    return {"longest": longest, "spare": longest + 3, "short": longest * 2 // 3}[chosen]
+
+
+def _invalid_offsets(name: str, call: Callable[..., object]) -> tuple[Invalid, ...]:
+    return (
+        Invalid(
+            "offsets_none",
+            lambda d: call(d, offsets=_offsets(d)),
+            f"{name}: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: call(d, offsets=_tensor(d, 3, dtype=torch.float16)),
+            f"{name}: offsets must be int32 or int64, got float16",
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: call(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            f"{name}: offsets must be on {{device}}, got on cpu",
+            two_devices=True,
+        ),
+    )
+
+
+# --- jagged_to_padded
+
+
+def _to_padded_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    fill = spec.choices["fill"]
+    return {
+        "out": reference.jagged_to_padded(tensors["x"], spec.layout, _padded_len(spec), fill),
+    }
+
+
+def _jagged_to_padded(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 6, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "max_len": 3,
+    }
+    return jagged_cuda.jagged_to_padded(**(arguments | changed))
+
+
+JAGGED_TO_PADDED = Case(
+    name="jagged_to_padded",
+    choices={
+        "trailing": _TRAILING,
+        "padded_len": ("longest", "spare", "short", 0),
+        "fill": (0.0, -1.5, 3.0),
+    },
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "seq"},
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.jagged_to_padded(t["x"], offsets, _padded_len(spec), fill=spec.choices["fill"])
+    },
+    registered=lambda s: {
+        "jagged_to_padded": (s.tensors["x"], s.offsets, _padded_len(s.spec), s.spec.choices["fill"])
+    },
+    reference=_to_padded_reference,
+    rounded=(lambda spec, t, _: _to_padded_reference(spec, t),),
+    terms=_terms_of(_to_padded_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,), "padded_len": 128},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_to_padded(d, x=_tensor(d)),
+            "jagged_to_padded: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_to_padded(d, x=_tensor(d, 6, 4, dtype=torch.bool)),
+            "jagged_to_padded: x must be float32, float64, float16, bfloat16, int32 or int64,"
+            " got bool",
+        ),
+        Invalid(
+            "max_len",
+            lambda d: _jagged_to_padded(d, max_len=-1),
+            "jagged_to_padded: max_len must be >= 0, got -1",
+        ),
+        Invalid(
+            "fill_of_ids",
+            lambda d: _jagged_to_padded(d, x=_tensor(d, 6, dtype=torch.int64), fill=0.5),
+            "jagged_to_padded: fill must be an integer that fits into int64, got 0.5",
+        ),
+        *_invalid_offsets("jagged_to_padded", _jagged_to_padded),
+    ),
+)
+
+# --- padded_to_jagged
+
+
+def _to_jagged_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.padded_to_jagged(tensors["x"], spec.rows_layout("total"))}
+
+
+def _padded_to_jagged(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 2, 3, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "total": 6,
+    }
+    return jagged_cuda.padded_to_jagged(**(arguments | changed))
+
+
+PADDED_TO_JAGGED = Case(
+    name="padded_to_jagged",
+    choices={
+        "trailing": _TRAILING,
+        "padded_len": ("longest", "spare", "short", 0),
+        "total": (None,),
+    },
+    shapes=lambda spec: {"x": (spec.layout.num_seqs, _padded_len(spec), *spec.choices["trailing"])},
+    rows={"x": "seq", "out": "total"},
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.padded_to_jagged(t["x"], offsets, total=spec.rows_layout("total").total)
+    },
+    registered=lambda s: {
+        "padded_to_jagged": (s.tensors["x"], s.offsets, s.spec.rows_layout("total").total)
+    },
+    reference=_to_jagged_reference,
+    rounded=(lambda spec, t, _: _to_jagged_reference(spec, t),),
+    terms=_terms_of(_to_jagged_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,), "padded_len": 128},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _padded_to_jagged(d, x=_tensor(d, 2)),
+            "padded_to_jagged: x must be [B, M, ...], got [2]",
+        ),
+        Invalid(
+            "x_batch",
+            lambda d: _padded_to_jagged(d, x=_tensor(d, 3, 3, 4)),
+            "padded_to_jagged: x must be [2, 3, 4], got [3, 3, 4]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _padded_to_jagged(d, x=_tensor(d, 2, 3, dtype=torch.uint8)),
+            "padded_to_jagged: x must be float32, float64, float16, bfloat16, int32 or int64,"
+            " got uint8",
+        ),
+        Invalid(
+            "total",
+            lambda d: _padded_to_jagged(d, total=-3),
+            "padded_to_jagged: total must be >= 0, got -3",
+        ),
+        *_invalid_offsets("padded_to_jagged", _padded_to_jagged),
+    ),
+)
+
+# --- jagged_sum
+
+
+def _jagged_sum(device: torch.device, **changed: Tensor) -> object:
+    arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged_sum(**(arguments | changed))
+
+
+def _sum_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged_sum(tensors["x"], spec.layout)}
+
+
+JAGGED_SUM = Case(
+    name="jagged_sum",
+    choices={"trailing": _TRAILING},
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "seq"},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_sum(t["x"], offsets)},
+    registered=lambda s: {"jagged_sum": (s.tensors["x"], s.offsets)},
+    reference=_sum_reference,
+    rounded=(lambda spec, t, _: _sum_reference(spec, t),),
+    terms=_terms_of(_sum_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,)},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_sum(d, x=_tensor(d)),
+            "jagged_sum: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_sum(d, x=_tensor(d, 6, 4, dtype=torch.int64)),
+            "jagged_sum: x must be float32, float64, float16 or bfloat16, got int64",
+        ),
+        *_invalid_offsets("jagged_sum", _jagged_sum),
+    ),
+)
+
+# --- jagged_mean
+
+
+def _jagged_mean(device: torch.device, **changed: Tensor) -> object:
+    arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged_mean(**(arguments | changed))
+
+
+def _mean_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged_mean(tensors["x"], spec.layout)}
+
+
+JAGGED_MEAN = Case(
+    name="jagged_mean",
+    choices={"trailing": _TRAILING},
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "seq"},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_mean(t["x"], offsets)},
+    registered=lambda s: {"jagged_mean": (s.tensors["x"], s.offsets)},
+    reference=_mean_reference,
+    rounded=(lambda spec, t, _: _mean_reference(spec, t),),
+    terms=_terms_of(_mean_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,)},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_mean(d, x=_tensor(d)),
+            "jagged_mean: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_mean(d, x=_tensor(d, 6, 4, dtype=torch.int32)),
+            "jagged_mean: x must be float32, float64, float16 or bfloat16, got int32",
+        ),
+        *_invalid_offsets("jagged_mean", _jagged_mean),
+    ),
+)
+
+# --- jagged_broadcast
+
+
+def _broadcast_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged_broadcast(tensors["x"], spec.rows_layout("total"))}
+
+
+def _jagged_broadcast(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 2, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "total": 6,
+    }
+    return jagged_cuda.jagged_broadcast(**(arguments | changed))
+
+
+JAGGED_BROADCAST = Case(
+    name="jagged_broadcast",
+    choices={"trailing": _TRAILING, "total": (None,)},
+    shapes=lambda spec: {"x": (spec.layout.num_seqs, *spec.choices["trailing"])},
+    rows={"x": "seq", "out": "total"},
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.jagged_broadcast(t["x"], offsets, total=spec.rows_layout("total").total)
+    },
+    registered=lambda s: {
+        "jagged_broadcast": (s.tensors["x"], s.offsets, s.spec.rows_layout("total").total)
+    },
+    reference=_broadcast_reference,
+    rounded=(lambda spec, t, _: _broadcast_reference(spec, t),),
+    terms=_terms_of(_broadcast_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,)},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_broadcast(d, x=_tensor(d)),
+            "jagged_broadcast: x must be [B, ...], got []",
+        ),
+        Invalid(
+            "x_batch",
+            lambda d: _jagged_broadcast(d, x=_tensor(d, 3, 4)),
+            "jagged_broadcast: x must be [2, 4], got [3, 4]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_broadcast(d, x=_tensor(d, 2, 4, dtype=torch.int8)),
+            "jagged_broadcast: x must be float32, float64, float16, bfloat16, int32 or int64,"
+            " got int8",
+        ),
+        Invalid(
+            "total",
+            lambda d: _jagged_broadcast(d, total=-1),
+            "jagged_broadcast: total must be >= 0, got -1",
+        ),
+        *_invalid_offsets("jagged_broadcast", _jagged_broadcast),
+    ),
+)
+
 # --- jagged_flash_attention
 
 
@@ -1065,6 +1383,11 @@ CASES: dict[str, Case] = {
         JAGGED_JAGGED_BMM_JAGGED_OUT,
         ARRAY_JAGGED_BMM_JAGGED_OUT,
         JAGGED_SOFTMAX,
+        JAGGED_TO_PADDED,
+        PADDED_TO_JAGGED,
+        JAGGED_SUM,
+        JAGGED_MEAN,
+        JAGGED_BROADCAST,
         JAGGED_FLASH_ATTENTION,
     )
 }

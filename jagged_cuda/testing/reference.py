@@ -161,6 +161,41 @@ def jagged_softmax_terms(
     return unpad(out_terms, layout), unpad(grad_terms, layout)
 
 
+# --- conversions and reductions
+
+
+def jagged_to_padded(x: Tensor, layout: Layout, max_len: int, fill: float) -> Tensor:
+    """x `[T, ...]` -> `[B, max_len, ...]`"""
+    lengths = torch.tensor(layout.lengths, dtype=torch.int64, device=x.device)
+    i = torch.arange(max_len, device=x.device)
+    row = layout.offsets(x.device)[:-1, None] + i
+    filled = torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])
+    return filled[row.where(i < lengths[:, None], layout.total)]
+
+
+def padded_to_jagged(x: Tensor, layout: Layout) -> Tensor:
+    """x `[B, M, ...]` -> `[T, ...]`"""
+    missing = max(0, layout.max_len - x.shape[1])
+    beyond = x.new_zeros((x.shape[0], missing, *x.shape[2:]))
+    return unpad(torch.cat([x, beyond], 1)[:, : layout.max_len], layout)
+
+
+def jagged_sum(x: Tensor, layout: Layout) -> Tensor:
+    """x `[T, ...]` -> `[B, ...]`"""
+    return pad(x, layout).sum(1)
+
+
+def jagged_mean(x: Tensor, layout: Layout) -> Tensor:
+    """x `[T, ...]` -> `[B, ...]`"""
+    lengths = torch.tensor(layout.lengths, dtype=x.dtype, device=x.device).clamp(min=1)
+    return jagged_sum(x, layout) / lengths.reshape(-1, *(1,) * (x.dim() - 1))
+
+
+def jagged_broadcast(x: Tensor, layout: Layout) -> Tensor:
+    """x `[B, ...]` -> `[T, ...]`"""
+    return unpad(x[:, None].expand(-1, layout.max_len, *x.shape[1:]), layout)
+
+
 # --- jagged_flash_attention
 
 

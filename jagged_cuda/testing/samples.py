@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,8 +53,13 @@ class Spec:
     def rows_layout(self, rows: str) -> Layout:
         """The layout of a tensor by what its rows are.
 
-        Rows of "q", of "kv", one a sequence ("seq"), or elements of its matrix ("matrix").
+        Rows of "q", of "kv", one a sequence ("seq"), or elements of its matrix ("matrix"); "total"
+        are those of "q" in a tensor of so many rows as the choice "total" says.
         """
+        if rows == "total":
+            room = self.choices["total"]
+            spare = 0 if room is None else room - self.layout.total
+            return replace(self.layout, tail=self.layout.tail + spare)
         if rows == "matrix":
             return matrices(self.layout, self.kv, self.capacity)
         return {"q": self.layout, "kv": self.kv, "seq": Layout((1,) * self.layout.num_seqs)}[rows]
