@@ -27,6 +27,12 @@ STABLE_TORCH_LIBRARY(jagged_cuda, m) {
   m.def("jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor");
   m.def("jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, float scale=1.0) -> Tensor");
 
+  // a [sum Lx*Ly] -> like a, over columns (dim -1) or rows (-2)
+  m.def("jagged2_softmax(Tensor a, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets, int dim=-1,"
+        " float scale=1.0) -> Tensor");
+  m.def("jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, Tensor? y_offsets,"
+        " Tensor matrix_offsets, int dim=-1, float scale=1.0) -> Tensor");
+
   // x [T, ...] -> [B, max_len, ...]; x [B, M, ...] -> [total, ...]
   m.def("jagged_to_padded(Tensor x, Tensor offsets, SymInt max_len, float fill=0.0) -> Tensor");
   m.def("padded_to_jagged(Tensor x, Tensor offsets, SymInt total) -> Tensor");

@@ -77,6 +77,11 @@ BAD_OFFSETS = [
 ]
 
 
+# Operators over matrices alone, where no tensor says how many rows there are.
+ROWS_UNKNOWN = {"jagged2_softmax"}
+DECREASING = {values for values, message in BAD_OFFSETS if "number of rows" not in message}
+
+
 def call_with_offsets(
     name: str,
     offsets: torch.Tensor,
@@ -119,6 +124,8 @@ def test_checks_name_the_first_bad_index(
     checks: None,
     device: torch.device,
 ) -> None:
+    if case.name in ROWS_UNKNOWN and values not in DECREASING:
+        return
     offsets = torch.tensor(values, dtype=dtype, device=device)
     with pytest.raises(RuntimeError) as caught:
         call_with_offsets(case.name, offsets)
@@ -188,6 +195,8 @@ def test_checks_look_at_matrices(
 def test_checks_look_at_y_offsets(
     name: str, values: tuple[int, ...], message: str, checks: None, device: torch.device
 ) -> None:
+    if name in ROWS_UNKNOWN and values not in DECREASING:
+        return
     y_offsets = torch.tensor(values, device=device)
     offsets = torch.full_like(y_offsets, 6)
     with pytest.raises(RuntimeError) as caught:

@@ -23,9 +23,10 @@ CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
 SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": None}
 VARIANTS = {
-    "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7},
+    "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7}
+    | {"dim": -1},
     "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4}
-    | {"transpose": True},
+    | {"transpose": True, "dim": -2},
     "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None},
 }
 LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), tail=1)
@@ -36,7 +37,7 @@ def small_sample(
 ) -> Sample:
     spec = case.spec("small", 0)
     choices = dict(spec.choices) | SIZES | VARIANTS[variant]
-    if case.name == "jagged_softmax" and choices["scale"] is None:
+    if case.name.endswith("softmax") and choices["scale"] is None:
         choices["scale"] = 1.0
     spec = dataclasses.replace(
         spec,
@@ -112,7 +113,7 @@ def test_gradients_where_a_matrix_does_not_fit(name: str, device: torch.device) 
     assert gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("name", ["jagged_softmax", "jagged_flash_attention"])
+@pytest.mark.parametrize("name", ["jagged_softmax", "jagged2_softmax", "jagged_flash_attention"])
 def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
     """It raises; a silent zero would be wrong."""
     case = CASES[name]

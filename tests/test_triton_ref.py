@@ -336,6 +336,38 @@ def test_softmax_of_infinities_agrees_with_torch():
     torch.testing.assert_close(out, torch.softmax(x, 0), equal_nan=True)
 
 
+def matrix_softmax(a, offsets, y_offsets, dim, scale):
+    lengths, y_lengths = offsets.diff().tolist(), y_offsets.diff().tolist()
+    sizes = [m * n for m, n in zip(lengths, y_lengths, strict=True)]
+    pieces = [
+        torch.softmax(piece.reshape(m, n) * scale, dim).reshape(-1)
+        for piece, m, n in zip(a[: sum(sizes)].split(sizes), lengths, y_lengths, strict=True)
+    ]
+    return torch.cat([*pieces, a.new_zeros(len(a) - sum(sizes))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(
+    ("lengths", "scale"),
+    [(([0, 1, 31, 33], None), 1.0), (([33, 2, 0, 40], [3, 70, 5, 0]), -0.5), (([6], [9]), 40.0)],
+)
+def test_softmax_of_matrices(lengths, scale, dim, dtype):
+    torch.manual_seed(10)
+    offsets = make_offsets(lengths[0], 3, torch.int32)
+    y_offsets = None if lengths[1] is None else make_offsets(lengths[1], 1, torch.int32)
+    columns = offsets if y_offsets is None else y_offsets
+    sizes = (offsets.diff() * columns.diff()).tolist()
+    a = make_values(make_offsets(sizes), 7, dtype=dtype)
+    matrices = parts_of(make_offsets(sizes))
+    compare(
+        lambda a: triton_ref.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=dim, scale=scale),
+        lambda a: matrix_softmax(a, offsets, columns, dim, scale),
+        (a,),
+        (matrices, matrices),
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("lengths", "shape"), [([0, 1, 31, 32, 33], (2, 20)), ([1025, 2, 0], ())])
 def test_conversions(lengths, shape, dtype):
@@ -672,6 +704,9 @@ def compile_for_hopper():
         z.backward(torch.empty_like(z))
         z = triton_ref.jagged_softmax(values(100, 16), offsets)
         z.backward(torch.empty_like(z))
+        for dim in (-1, -2):
+            z = triton_ref.jagged2_softmax(values(6800), offsets, matrix_offsets=offsets, dim=dim)
+            z.backward(torch.empty_like(z))
         z = triton_ref.jagged_to_padded(values(100, 16), offsets, 70)
         z.backward(torch.empty_like(z))
         z = triton_ref.jagged_sum(values(100, 16), offsets)
@@ -684,6 +719,8 @@ def compile_for_hopper():
         "array_jagged_bmm_jagged_out_kernel",
         "jagged_dense_bmm_kernel",
         "jagged_jagged_bmm_kernel",
+        "jagged2_softmax_kernel",
+        "jagged2_softmax_backward_kernel",
         "jagged_to_padded_kernel",
         "padded_to_jagged_kernel",
         "jagged_sum_kernel",

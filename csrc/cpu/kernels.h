@@ -156,6 +156,11 @@ struct SoftmaxItem {
   int64_t column_begin, columns;  // at most kSoftmaxColumns
 };
 
+// Lines of `len` elements one after another, with a softmax each.
+struct SoftmaxLinesItem {
+  int64_t begin, lines, len;
+};
+
 constexpr int64_t kSoftmaxColumns = 128;
 // Elements that are read at a time; a sequence of no more is read once.
 constexpr int64_t kSoftmaxBlock = 32768;
@@ -355,6 +360,8 @@ struct Kernels {
   // A part of a long sequence: results from the statistics of the sequence.
   void (*softmax_write)(const SoftmaxParams&, const SoftmaxItem&, const void* max, const void* sum,
                         void* scratch);
+  // Lines of the tensors as vectors: statistics and results.
+  void (*softmax_lines)(const SoftmaxParams&, const SoftmaxLinesItem&, void* scratch);
   // The sums of an item's columns to `sums` [columns] (accumulators), or, if that is null, over
   // `divisor` to `out` [columns].
   void (*sum_rows)(const SumParams&, const SumItem&, void* sums, void* out, double divisor,

@@ -745,24 +745,6 @@ JAGGED_SOFTMAX = Case(
     ),
 )
 
-# --- conversions and reductions
-
-_TRAILING = ((), (1,), (3,), (8,), (16,), (65,), (2, 3), (1, 1, 7), (0,), (300,))
-_ROW_PROFILES = {
-    "small": Profile((1, 2, 4), (1, 9, 24)),
-    "edge": Profile((1, 3, 6), (33, 65, 300)),
-    "large": Profile((64, 500), (200, 3000), {"trailing": ((8,), (4, 64), (257,))}),
-}
-
-
-def _padded_len(spec: Spec) -> int:
-    """By the choice "padded_len": a number, or what the longest sequence needs, more or less."""
-    chosen = spec.choices["padded_len"]
-    if isinstance(chosen, int):
-        return chosen
-    longest = spec.layout.max_len
-    return {"longest": longest, "spare": longest + 3, "short": longest * 2 // 3}[chosen]
-
 
 def _invalid_offsets(name: str, call: Callable[..., object]) -> tuple[Invalid, ...]:
     return (
@@ -783,6 +765,151 @@ def _invalid_offsets(name: str, call: Callable[..., object]) -> tuple[Invalid, .
             two_devices=True,
         ),
     )
+
+
+# --- jagged2_softmax
+
+
+def _jagged2_options(spec: Spec) -> tuple[Any, ...]:
+    return spec.layout, spec.kv, spec.choices["dim"], _softmax_scale(spec)
+
+
+def _jagged2_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged2_softmax(tensors["a"], *_jagged2_options(spec))}
+
+
+def _jagged2_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    options = _jagged2_options(spec)
+    return {"out": reference.jagged2_softmax_rounded(tensors["a"], *options, storage)}
+
+
+def _jagged2_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    grad_out = None if cotangents is None else cotangents["out"]
+    options = _jagged2_options(spec)
+    out, grad_a = reference.jagged2_softmax_terms(tensors["a"], grad_out, *options)
+    return {"out": out} if grad_a is None else {"out": out, "grad_a": grad_a}
+
+
+def _call_jagged2(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    options = {"dim": spec.choices["dim"], "scale": _softmax_scale(spec)}
+    return {"out": ops.jagged2_softmax(tensors["a"], offsets, y_offsets=kv_offsets, **options)}
+
+
+def _registered_jagged2(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    a = sample.tensors["a"]
+    options = (sample.spec.choices["dim"], _softmax_scale(sample.spec))
+    arguments = (sample.offsets, sample.kv_offsets, _matrix_offsets(sample), *options)
+    out = torch.ops.jagged_cuda.jagged2_softmax(a.detach(), *arguments)
+    return {
+        "jagged2_softmax": (a, *arguments),
+        "jagged2_softmax_backward": (torch.randn_like(out), out, *arguments),
+    }
+
+
+def _jagged2_softmax(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {"a": _tensor(device, 36), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged2_softmax(**(arguments | changed))
+
+
+def _jagged2_softmax_backward(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "grad_out": _tensor(device, 36),
+        "out": _tensor(device, 36),
+        "offsets": _offsets(device, 0, 2, 6),
+        "y_offsets": None,
+        "matrix_offsets": _offsets(device, 0, 4, 20),
+    }
+    return torch.ops.jagged_cuda.jagged2_softmax_backward(**(arguments | changed))
+
+
+JAGGED2_SOFTMAX = Case(
+    name="jagged2_softmax",
+    choices={
+        "dim": (-1, -2),
+        "scale": (1.0, 1.0, 0.125, 6.0, -1.5, 0.0),
+        "cross": (False, True),
+        "capacity": _CAPACITIES,
+    },
+    shapes=lambda spec: {"a": (spec.capacity,)},
+    rows={"a": "matrix", "out": "matrix"},
+    function=_call_jagged2,
+    registered=_registered_jagged2,
+    reference=_jagged2_reference,
+    rounded=(_jagged2_rounded,),
+    terms=_jagged2_terms,
+    differentiable=("a",),
+    product=False,
+    autocast="float32",
+    profiles={
+        "small": Profile((1, 2, 4), (1, 9, 24)),
+        "edge": Profile((1, 3, 6), (33, 65, 300)),
+        "large": Profile((16, 100), (200, 700)),
+    },
+    huge=None,
+    invalid=(
+        Invalid(
+            "a_dim",
+            lambda d: _jagged2_softmax(d, a=_tensor(d, 6, 6)),
+            "jagged2_softmax: a must be [sum Lx*Ly], got [6, 6]",
+        ),
+        Invalid(
+            "a_dtype",
+            lambda d: _jagged2_softmax(d, a=_tensor(d, 36, dtype=torch.int32)),
+            "jagged2_softmax: a must be float32, float64, float16 or bfloat16, got int32",
+        ),
+        Invalid(
+            "dim",
+            lambda d: _jagged2_softmax(d, dim=1),
+            "jagged2_softmax: dim must be -1 or -2, got 1",
+        ),
+        Invalid(
+            "y_offsets_batch",
+            lambda d: _jagged2_softmax(d, y_offsets=_offsets(d, 0, 6)),
+            "jagged2_softmax: y_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "matrix_offsets_dtype",
+            lambda d: _jagged2_softmax(d, matrix_offsets=_tensor(d, 3)),
+            "jagged2_softmax: matrix_offsets must be int64, got float32",
+        ),
+        Invalid(
+            "matrix_offsets_dim",
+            lambda d: _jagged2_softmax(d, matrix_offsets=_offsets(d, 0, 0)),
+            "jagged2_softmax: matrix_offsets must be [3], got [2]",
+        ),
+        *_invalid_offsets("jagged2_softmax", _jagged2_softmax),
+        Invalid(
+            "backward_grad_out_shape",
+            lambda d: _jagged2_softmax_backward(d, grad_out=_tensor(d, 35)),
+            "jagged2_softmax_backward: grad_out must be [36], got [35]",
+        ),
+        Invalid(
+            "backward_grad_out_dtype",
+            lambda d: _jagged2_softmax_backward(d, grad_out=_tensor(d, 36, dtype=torch.half)),
+            "jagged2_softmax_backward: grad_out must be float32, got float16",
+        ),
+    ),
+)
+
+# --- conversions and reductions
+
+_TRAILING = ((), (1,), (3,), (8,), (16,), (65,), (2, 3), (1, 1, 7), (0,), (300,))
+_ROW_PROFILES = {
+    "small": Profile((1, 2, 4), (1, 9, 24)),
+    "edge": Profile((1, 3, 6), (33, 65, 300)),
+    "large": Profile((64, 500), (200, 3000), {"trailing": ((8,), (4, 64), (257,))}),
+}
+
+
+def _padded_len(spec: Spec) -> int:
+    """By the choice "padded_len": a number, or what the longest sequence needs, more or less."""
+    chosen = spec.choices["padded_len"]
+    if isinstance(chosen, int):
+        return chosen
+    longest = spec.layout.max_len
+    return {"longest": longest, "spare": longest + 3, "short": longest * 2 // 3}[chosen]
 
 
 # --- jagged_to_padded
@@ -1383,6 +1510,7 @@ CASES: dict[str, Case] = {
         JAGGED_JAGGED_BMM_JAGGED_OUT,
         ARRAY_JAGGED_BMM_JAGGED_OUT,
         JAGGED_SOFTMAX,
+        JAGGED2_SOFTMAX,
         JAGGED_TO_PADDED,
         PADDED_TO_JAGGED,
         JAGGED_SUM,

@@ -125,40 +125,84 @@ def _masked_softmax(logits: Tensor, mask: Tensor, dim: int) -> Tensor:
 
 
 class _RoundedSoftmax(torch.autograd.Function):
-    """Softmax over the rows whose backward reads the rounded result, as PyTorch's own does."""
+    """Masked softmax of padded values whose backward reads the rounded result, as torch's does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
-        out = jagged_softmax(x, layout, scale).to(storage).to(x.dtype)
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor, dim: int, scale: float, storage: torch.dtype
+    ) -> Tensor:
+        out = _masked_softmax(scale * x, mask, dim).to(storage).to(x.dtype)
         ctx.save_for_backward(out)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.dim, ctx.scale = dim, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
-        out, grad_out = pad(out, ctx.layout), pad(grad_out, ctx.layout)
-        delta = (out * grad_out).sum(1, keepdim=True)
-        return unpad(ctx.scale * out * (grad_out - delta), ctx.layout), None, None, None
+        delta = (out * grad_out).sum(ctx.dim, keepdim=True)
+        return ctx.scale * out * (grad_out - delta), None, None, None, None
+
+
+def _softmax_terms(
+    x: Tensor, out: Tensor, grad_out: Tensor | None, dim: int, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Of out and of dx, padded. An error e of the logits is one of out of
+    ``out * (e + sum(out * e))``."""
+    logits = (scale * x).abs()
+    out_terms = out * (1 + logits + (out * logits).sum(dim, keepdim=True))
+    if grad_out is None:
+        return out_terms, None
+    delta_terms = (out_terms * grad_out.abs()).sum(dim, keepdim=True)
+    return out_terms, abs(scale) * (out_terms * grad_out.abs() + out * delta_terms)
 
 
 def jagged_softmax_rounded(x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
-    return _RoundedSoftmax.apply(x, layout, scale, storage)
+    inside = _inside(layout, x.device)
+    inside = inside.reshape(*inside.shape, *(1,) * (x.dim() - 1))
+    return unpad(_RoundedSoftmax.apply(pad(x, layout), inside, 1, scale, storage), layout)
 
 
 def jagged_softmax_terms(
     x: Tensor, grad_out: Tensor | None, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Of out and of dx. An error e of the logits is one of out of ``out * (e + sum(out * e))``."""
     out = pad(jagged_softmax(x, layout, scale), layout)
-    logits = (scale * pad(x, layout)).abs()
-    out_terms = out * (1 + logits + (out * logits).sum(1, keepdim=True))
-    if grad_out is None:
-        return unpad(out_terms, layout), None
-    grad_out = pad(grad_out, layout).abs()
-    delta_terms = (out_terms * grad_out).sum(1, keepdim=True)
-    grad_terms = abs(scale) * (out_terms * grad_out + out * delta_terms)
-    return unpad(out_terms, layout), unpad(grad_terms, layout)
+    padded_grad = None if grad_out is None else pad(grad_out, layout)
+    out_terms, grad_terms = _softmax_terms(pad(x, layout), out, padded_grad, 1, scale)
+    return unpad(out_terms, layout), None if grad_terms is None else unpad(grad_terms, layout)
+
+
+# --- jagged2_softmax
+
+
+def jagged2_softmax(a: Tensor, layout: Layout, kv_layout: Layout, dim: int, scale: float) -> Tensor:
+    """a `[sum L*Lk]` -> like a"""
+    _, there = _matrix_elements(layout, kv_layout, a.shape[0], a.device)
+    out = _masked_softmax(scale * pad_matrices(a, layout, kv_layout), there, dim)
+    return unpad_matrices(out, layout, kv_layout, a.shape[0])
+
+
+def jagged2_softmax_rounded(
+    a: Tensor, layout: Layout, kv_layout: Layout, dim: int, scale: float, storage: torch.dtype
+) -> Tensor:
+    _, there = _matrix_elements(layout, kv_layout, a.shape[0], a.device)
+    padded = pad_matrices(a, layout, kv_layout)
+    out = _RoundedSoftmax.apply(padded, there, dim, scale, storage)
+    return unpad_matrices(out, layout, kv_layout, a.shape[0])
+
+
+def jagged2_softmax_terms(
+    a: Tensor, grad_out: Tensor | None, layout: Layout, kv_layout: Layout, dim: int, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    def padded(values: Tensor) -> Tensor:
+        return pad_matrices(values, layout, kv_layout)
+
+    def unpadded(values: Tensor) -> Tensor:
+        return unpad_matrices(values, layout, kv_layout, a.shape[0])
+
+    out = padded(jagged2_softmax(a, layout, kv_layout, dim, scale))
+    padded_grad = None if grad_out is None else padded(grad_out)
+    out_terms, grad_terms = _softmax_terms(padded(a), out, padded_grad, dim, scale)
+    return unpadded(out_terms), None if grad_terms is None else unpadded(grad_terms)
 
 
 # --- conversions and reductions

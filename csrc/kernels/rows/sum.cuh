@@ -31,7 +31,7 @@ namespace jagged_cuda::rows {
 
 constexpr int kSumThreads = 128;
 constexpr int kSumWarps = kSumThreads / 32;
-constexpr int kSumCtas = 5;   // an SM, that the registers must leave room for
+constexpr int kSumCtas = 4;   // an SM, that the registers must leave room for
 constexpr int kSumItems = 8;  // vectors that a lane has in flight
 constexpr int kPartialThreads = 256;
 constexpr int kPartialWarps = kPartialThreads / 32;
