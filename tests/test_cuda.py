@@ -31,6 +31,7 @@ CUDA = "cuda"
 PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
 PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
 PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
+PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
 PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -84,6 +85,29 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             f"cuda.jagged_softmax_backward.{name}",
         )
         for name, dtype in (_DTYPES | {"fp32": torch.float32, "fp64": torch.float64}).items()
+    ),
+    *(
+        (
+            "jagged2_softmax",
+            dtype,
+            False,
+            {"dim": dim},
+            f"cuda.jagged2_softmax.{path}",
+            f"cuda.jagged2_softmax_backward.{path}",
+        )
+        for dim, path in ((-1, "columns"), (-2, "rows"))
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    *(
+        (name, dtype, False, {}, f"cuda.{name}", f"cuda.{gradient}")
+        for name, gradient in (
+            ("jagged_to_padded", "padded_to_jagged"),
+            ("padded_to_jagged", "jagged_to_padded"),
+            ("jagged_sum", "jagged_broadcast"),
+            ("jagged_mean", "jagged_broadcast"),
+            ("jagged_broadcast", "jagged_sum"),
+        )
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
         (
@@ -154,7 +178,8 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
     PATHS,
     ids=[
         f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}"
-        f"-{choices.get('dims', '')}{'transpose' if choices.get('transpose') else ''}"
+        f"-{choices.get('dims', choices.get('dim', ''))}"
+        f"{'transpose' if choices.get('transpose') else ''}"
         for name, dtype, tf32, choices, *_ in PATHS
     ],
 )
@@ -390,13 +415,21 @@ def memory_left(size_bytes: int) -> Iterator[None]:
 
 # 64 MiB for each tensor, more than the allocator keeps for small ones.
 BIG = Layout((1024,) * 2**7)
+MANY = Layout((1,) * 2**17)
+# The layouts with which a result, or a gradient, is large where it is one row a sequence.
+LAYOUT_OF_RESULT = {
+    "jagged_sum": MANY,
+    "jagged_mean": MANY,
+    "jagged_jagged_bmm": Layout((1,) * 500),
+}
+LAYOUT_OF_GRADIENT = {"jagged_broadcast": MANY, "jagged_dense_bmm": Layout((100,) * 500)}
 BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
 
 
 @CASE
 @pytest.mark.parametrize("storage", ["contiguous", "expanded"])
 def test_out_of_memory_forward(case: Case, storage: str) -> None:
-    layout = Layout((1,) * 500) if case.name == "jagged_jagged_bmm" else BIG
+    layout = LAYOUT_OF_RESULT.get(case.name, BIG)
     sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
     if storage == "expanded":
         first = next(iter(sample.tensors))
@@ -411,7 +444,7 @@ def test_out_of_memory_forward(case: Case, storage: str) -> None:
 
 @CASE
 def test_out_of_memory_backward(case: Case) -> None:
-    layout = Layout((100,) * 500) if case.name == "jagged_dense_bmm" else BIG
+    layout = LAYOUT_OF_GRADIENT.get(case.name, BIG)
     sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
@@ -451,7 +484,8 @@ def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch
 def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))
-    judge(case, spec_of(Layout(lengths, base=1), D=8, N=8, dims=(16, 16)), dtype, CUDA)
+    spec = spec_of(Layout(lengths, base=1), D=8, N=8, dims=(16, 16), padded_len=4)
+    judge(case, spec, dtype, CUDA)
 
 
 def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> None:
@@ -473,12 +507,15 @@ def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> No
     )
 
 
-@CASE
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES.values() if case.huge is not None],
+    ids=[name for name, case in CASES.items() if case.huge is not None],
+)
 def test_more_than_2_to_the_31_elements(case: Case) -> None:
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
     spec = spec_of(layout, poisoned=False, **case.huge)
     shapes = case.shapes(spec)
-    assert max(torch.Size(shape).numel() for shape in shapes.values()) > 2**31
     # Made in place, quickly and in bf16: normal values take too many copies of this size.
     tensors = {
         name: torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
@@ -495,6 +532,7 @@ def test_more_than_2_to_the_31_elements(case: Case) -> None:
             for n, t in outputs.items()
         },
     )
+    assert max(t.numel() for t in (*tensors.values(), *found.values())) > 2**31
     last_sequences(case, sample, found, count=5)
     del tensors, sample, found
     torch.cuda.empty_cache()
