@@ -145,6 +145,22 @@ def _padded_softmax(batch: Batch) -> Callable[..., Tensor]:
     return lambda x: x.masked_fill(outside, -torch.inf).softmax(1)
 
 
+def _ours_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
+    return lambda a: jagged_cuda.jagged2_softmax(
+        a, batch.offsets, matrix_offsets=batch.matrix_offsets, dim=dim
+    )
+
+
+def _jagged2_definition(batch: Batch, dim: int) -> Callable[..., Tensor]:
+    return lambda a: reference.jagged2_softmax(a, batch.layout, batch.layout, dim, 1.0)
+
+
+def _padded_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
+    # Columns [B, 1, N] or rows [B, M, 1] that are not there.
+    outside = ~peers.inside(batch.layout, batch.x.device).unsqueeze(1 if dim == -1 else 2)
+    return lambda a: a.masked_fill(outside, -torch.inf).softmax(dim)
+
+
 def _sll_dense(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
     function = peers.sll("triton_jagged_bmm").jagged_dense_bmm
     max_len = batch.layout.max_len
@@ -180,6 +196,32 @@ def _sll_weighted(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
 def _sll_softmax(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
     function = peers.sll("triton_jagged_softmax").jagged_softmax
     return lambda x: function(x, batch.offsets, batch.layout.max_len, use_fbgemm_kernel=False)
+
+
+def _sll_jagged2(batch: Batch, allow_tf32: bool, dim: int) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_softmax").jagged2_softmax
+    options = (batch.offsets, batch.matrix_offsets, batch.layout.max_len, dim == -2)
+    return lambda a: function(a, *options)
+
+
+def _jagged2(name: str, dim: int) -> Operator:
+    return Operator(
+        name=name,
+        inputs=lambda batch: (batch.a,),
+        jagged_inputs=(True,),
+        jagged_result=True,
+        ours=lambda batch: _ours_jagged2(batch, dim),
+        definition=lambda batch: _jagged2_definition(batch, dim),
+        padded=lambda batch: _padded_jagged2(batch, dim),
+        sll=lambda batch, allow_tf32: _sll_jagged2(batch, allow_tf32, dim),
+        forward_elems=lambda batch: 2 * batch.a.numel(),
+        backward_elems=lambda batch: (3 * batch.a.numel(),),
+        flops=None,
+        goal_us={"fp32": 44, "bf16": 24},
+        recorded_us={"fp32": {"padded": 110, "sll": 152}, "bf16": {"padded": 91, "sll": 144}}
+        if dim == -1
+        else {},
+    )
 
 
 OPERATORS = (
@@ -251,6 +293,8 @@ OPERATORS = (
         goal_us={"tf32": 101, "fp32": 1.8 * 101, "bf16": 52},
         recorded_us={"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
     ),
+    _jagged2("jagged2_softmax", -1),
+    _jagged2("jagged2_softmax_rows", -2),
     Operator(
         name="jagged_softmax",
         inputs=lambda batch: (batch.y_jagged,),
