@@ -15,9 +15,32 @@ STABLE_TORCH_LIBRARY(jagged_cuda, m) {
   // x [T, D], y [T, N] -> [B, D, N]
   m.def("jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False) -> Tensor");
 
+  // x [Tx, D], y [Ty, D] -> [total_out], one matrix [Lx, Ly] a sequence
+  m.def("jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
+        " SymInt total_out, bool allow_tf32=False) -> Tensor");
+
+  // a [sum Lx*Ly], y [Ty, N] -> [total, N] with total = Tx; transpose: y [Tx, N], total = Ty
+  m.def("array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
+        " SymInt total, bool transpose=False, bool allow_tf32=False) -> Tensor");
+
   // x [T, ...] -> like x
   m.def("jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor");
   m.def("jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, float scale=1.0) -> Tensor");
+
+  // a [sum Lx*Ly] -> like a, over columns (dim -1) or rows (-2)
+  m.def("jagged2_softmax(Tensor a, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets, int dim=-1,"
+        " float scale=1.0) -> Tensor");
+  m.def("jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, Tensor? y_offsets,"
+        " Tensor matrix_offsets, int dim=-1, float scale=1.0) -> Tensor");
+
+  // x [T, ...] -> [B, max_len, ...]; x [B, M, ...] -> [total, ...]
+  m.def("jagged_to_padded(Tensor x, Tensor offsets, SymInt max_len, float fill=0.0) -> Tensor");
+  m.def("padded_to_jagged(Tensor x, Tensor offsets, SymInt total) -> Tensor");
+
+  // x [T, ...] -> [B, ...]; x [B, ...] -> [total, ...]
+  m.def("jagged_sum(Tensor x, Tensor offsets) -> Tensor");
+  m.def("jagged_mean(Tensor x, Tensor offsets) -> Tensor");
+  m.def("jagged_broadcast(Tensor x, Tensor offsets, SymInt total) -> Tensor");
 
   // q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv] -> out [Tq, H, Dv], lse [Tq, H]
   m.def("jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"

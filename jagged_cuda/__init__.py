@@ -11,10 +11,12 @@ from jagged_cuda._version import __version__
 
 _load.load_libraries()
 
-from jagged_cuda import ops  # noqa: E402 - operators register on libraries that are loaded
+# Operators register on libraries that are loaded.
+from jagged_cuda import offsets, ops  # noqa: E402
+from jagged_cuda.offsets import *  # noqa: E402, F403
 from jagged_cuda.ops import *  # noqa: E402, F403
 
-__all__ = ["__version__", "set_checks", *ops.__all__]
+__all__ = ["__version__", "set_checks", *offsets.__all__, *ops.__all__]
 
 
 def set_checks(enabled: bool) -> None:

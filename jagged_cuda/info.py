@@ -116,7 +116,7 @@ def main() -> None:
     for device, dtypes in devices:
         print(f"\nkernel paths on {device} (forward; the last of backward)")
         for operator, dtype, path in kernel_paths(device, dtypes):
-            print(f"  {operator:<24} {dtype:<9} {path}")
+            print(f"  {operator:<28} {dtype:<9} {path}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_table1_reports_each_operator_both_passes_and_peers(
     keys = [(row["case"], row["pass"], row["precision"]) for row in found["rows"]]
     assert keys == [
         (operator, pass_name, "fp32")
-        for operator in ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax")
+        for operator in table1.CASES
         for pass_name in ("forward", "backward")
     ]
     for row in found["rows"]:
@@ -67,8 +67,8 @@ def test_table1_reports_each_operator_both_passes_and_peers(
         assert {f"{OURS} / floor", f"{OURS} / copy"} <= set(row["ratios"])
     table = capsys.readouterr().out
     assert "Table 1 of the paper" in table and "note: sll needs a GPU" in table
-    lines = [line for line in table.splitlines() if line.startswith("jagged_")]
-    assert len(lines) == 6 and all("absent" in line for line in lines)
+    lines = [line for line in table.splitlines() if line.startswith(table1.CASES)]
+    assert len(lines) == 2 * len(table1.CASES) and all("absent" in line for line in lines)
 
 
 def test_attention_times_both_passes_with_and_without_max_len(
@@ -259,12 +259,19 @@ def test_lengths_are_those_of_the_record() -> None:
 
 def test_bytes_and_operations() -> None:
     batch = table1.draw_batch(torch.device("cpu"), torch.float32, quick=False)
-    dense, jagged, softmax = table1.OPERATORS
+    operators = {operator.name: operator for operator in table1.OPERATORS}
+    dense, jagged = operators["jagged_dense_bmm"], operators["jagged_jagged_bmm"]
+    softmax = operators["jagged_softmax"]
     # The floors of the record in microseconds, at 3.03 TB/s.
     assert 4 * dense.forward_elems(batch) / 3.03e6 == pytest.approx(38.8, abs=0.1)
     assert dense.forward_elems(batch) == jagged.forward_elems(batch)
     assert 4 * softmax.forward_elems(batch) / 3.03e6 == pytest.approx(2.2, abs=0.05)
+    for name in ("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out"):
+        assert 4 * operators[name].forward_elems(batch) / 3.03e6 == pytest.approx(88.3, abs=0.5)
     assert sum(softmax.backward_elems(batch)) == 3 * batch.y_jagged.numel()
+    assert 4 * operators["jagged2_softmax"].forward_elems(batch) / 3.03e6 == pytest.approx(
+        36.9, abs=0.5
+    )
     layout = Layout((4096,) * 8)
     with torch.device("meta"):
         q = torch.empty(layout.total, 16, 128, dtype=torch.bfloat16)

@@ -23,7 +23,8 @@ from jagged_cuda.testing.samples import Sample
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 CHOICES: dict[str, Any] = {"D": 8, "N": 11, "trailing": (6,), "dims": (8, 16), "heads": (4, 2)}
 CHOICES |= {"causal": True, "window_size": (-1, -1), "scale": 0.5, "cross": False}
-CHOICES |= {"max_len": False}
+CHOICES |= {"max_len": False, "transpose": True, "capacity": 600}
+CHOICES |= {"padded_len": 13, "total": 51, "dim": -2}
 # Neither T nor B agrees, and no two sizes are equal, which dynamic shapes would take for one.
 FIRST, SECOND = Layout((5, 0, 9, 3), base=1, tail=2), Layout((4, 21, 2, 0, 6, 1, 7), tail=3)
 
@@ -121,10 +122,10 @@ def test_compile_obeys_the_precision_setting(case: Case) -> None:
                 sample.tensors, sample.offsets
             )
             (node,) = [n for n in graphs[-1].graph.nodes if case.name in str(n.target)]
-            seen.append(node.args[-1])
+            seen.append(node.args[-1] if case.product else True)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert seen == ([False, True] if case.product else [CHOICES["scale"]] * 2)
+    assert seen == ([False, True] if case.product else [True, True])
 
 
 class Module(torch.nn.Module):
@@ -139,7 +140,8 @@ class Module(torch.nn.Module):
 def exported(case: Case, device: torch.device) -> torch.export.ExportedProgram:
     sample = draw(case, FIRST, device)
     rows, batch = torch.export.Dim("T", min=2), torch.export.Dim("B", min=2)
-    shapes = {name: {0: batch if case.rows[name] == "seq" else rows} for name in sample.tensors}
+    dims = {"q": rows, "kv": rows, "seq": batch, "matrix": torch.export.Dim("E", min=2)}
+    shapes = {name: {0: dims[case.rows[name]]} for name in sample.tensors}
     return torch.export.export(
         Module(case),
         (sample.tensors, sample.offsets),
@@ -188,14 +190,15 @@ def test_aot_inductor_package(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_autocast(case: Case, dtype: torch.dtype, compiled: bool, device: torch.device) -> None:
-    """Products and attention run in the autocast dtype, softmax in float32; gradients as inputs."""
+    """Products and attention run in the autocast dtype, softmax in float32, copies and sums in that
+    of their input; gradients are like inputs."""
     torch._dynamo.reset()
     sample = draw(case, FIRST, device)
     function = function_of(case)
     if compiled:
         function = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     leaves = leaves_of(sample)
-    if case.autocast == "float32":
+    if case.autocast != "lower_precision":
         leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in leaves.items()}
     with torch.autocast(device.type, dtype=dtype):
         found = function(leaves, sample.offsets)

@@ -30,7 +30,8 @@ DTYPE = pytest.mark.parametrize(
 CUDA = "cuda"
 PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
 PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
-PLAIN |= {"max_len": False}
+PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
+PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
 PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -38,7 +39,28 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
+_MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
+    *(
+        (name, dtype, tf32, choices, f"{first}.{path}", f"{last}.{path}")
+        for name, choices, first, last in (
+            ("jagged_jagged_bmm_jagged_out", {}, _MATRICES, f"{_WEIGHTED}.transposed"),
+            ("array_jagged_bmm_jagged_out", {}, _WEIGHTED, f"{_WEIGHTED}.transposed"),
+            (
+                "array_jagged_bmm_jagged_out",
+                {"transpose": True},
+                f"{_WEIGHTED}.transposed",
+                _WEIGHTED,
+            ),
+        )
+        for dtype, tf32, path in (
+            (torch.float32, False, "mma_sync.fp32"),
+            (torch.float32, True, "mma_sync.tf32"),
+            (torch.float64, False, "fma.fp64"),
+            (torch.float16, True, "mma_sync.fp16"),
+            (torch.bfloat16, False, "mma_sync.bf16"),
+        )
+    ),
     *(
         (name, dtype, tf32, {}, f"{first}.{path}", f"{_JAGGED if dense else _DENSE}.{path}")
         for name, first, dense in (
@@ -63,6 +85,29 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             f"cuda.jagged_softmax_backward.{name}",
         )
         for name, dtype in (_DTYPES | {"fp32": torch.float32, "fp64": torch.float64}).items()
+    ),
+    *(
+        (
+            "jagged2_softmax",
+            dtype,
+            False,
+            {"dim": dim},
+            f"cuda.jagged2_softmax.{path}",
+            f"cuda.jagged2_softmax_backward.{path}",
+        )
+        for dim, path in ((-1, "columns"), (-2, "rows"))
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    *(
+        (name, dtype, False, {}, f"cuda.{name}", f"cuda.{gradient}")
+        for name, gradient in (
+            ("jagged_to_padded", "padded_to_jagged"),
+            ("padded_to_jagged", "jagged_to_padded"),
+            ("jagged_sum", "jagged_broadcast"),
+            ("jagged_mean", "jagged_broadcast"),
+            ("jagged_broadcast", "jagged_sum"),
+        )
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
         (
@@ -132,7 +177,9 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
     ("name", "dtype", "allow_tf32", "choices", "forward", "backward"),
     PATHS,
     ids=[
-        f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}-{choices.get('dims', '')}"
+        f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}"
+        f"-{choices.get('dims', choices.get('dim', ''))}"
+        f"{'transpose' if choices.get('transpose') else ''}"
         for name, dtype, tf32, choices, *_ in PATHS
     ],
 )
@@ -220,7 +267,10 @@ def test_tf32_agrees_within_its_rounding(case: Case, profile: str, tf32: None) -
         judge(case, case.spec(profile, seed), torch.float32, CUDA)
 
 
-@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+PRODUCTS = [name for name, case in CASES.items() if name.endswith(("_bmm", "_jagged_out"))]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_tf32_is_taken_only_where_it_is_allowed(name: str, request: pytest.FixtureRequest) -> None:
     """The same inputs: the precise result is within the precise limit, the other one is not."""
     case = CASES[name]
@@ -235,7 +285,7 @@ def test_tf32_is_taken_only_where_it_is_allowed(name: str, request: pytest.Fixtu
         check(case, sample, rounded, None)
 
 
-@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
     case = CASES[name]
     sample = case.sample(spec_of(LAYOUT), torch.float32, CUDA)
@@ -279,7 +329,8 @@ def test_never_synchronises(case: Case, dtype: torch.dtype) -> None:
 @DTYPE
 def test_graph_replays_with_other_lengths(case: Case, dtype: torch.dtype) -> None:
     """Captured once, forward and backward; replayed with lengths of the same T and B."""
-    captured = spec_of(Layout((40, 0, 100, 7, 3), base=2, tail=8), poisoned=False)
+    # Room for one sequence of all 160 rows.
+    captured = spec_of(Layout((40, 0, 100, 7, 3), base=2, tail=8), poisoned=False, capacity=160**2)
     sample = case.sample(captured, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     static = dataclasses.replace(sample, tensors=leaves)
@@ -374,14 +425,22 @@ def memory_left(size_bytes: int) -> Iterator[None]:
 
 
 # 64 MiB for each tensor, more than the allocator keeps for small ones.
-BIG = Layout((2**17,))
+BIG = Layout((1024,) * 2**7)
+MANY = Layout((1,) * 2**17)
+# The layouts with which a result, or a gradient, is large where it is one row a sequence.
+LAYOUT_OF_RESULT = {
+    "jagged_sum": MANY,
+    "jagged_mean": MANY,
+    "jagged_jagged_bmm": Layout((1,) * 500),
+}
+LAYOUT_OF_GRADIENT = {"jagged_broadcast": MANY, "jagged_dense_bmm": Layout((100,) * 500)}
 BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
 
 
 @CASE
 @pytest.mark.parametrize("storage", ["contiguous", "expanded"])
 def test_out_of_memory_forward(case: Case, storage: str) -> None:
-    layout = Layout((1,) * 500) if case.name == "jagged_jagged_bmm" else BIG
+    layout = LAYOUT_OF_RESULT.get(case.name, BIG)
     sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
     if storage == "expanded":
         first = next(iter(sample.tensors))
@@ -396,7 +455,7 @@ def test_out_of_memory_forward(case: Case, storage: str) -> None:
 
 @CASE
 def test_out_of_memory_backward(case: Case) -> None:
-    layout = Layout((100,) * 500) if case.name == "jagged_dense_bmm" else BIG
+    layout = LAYOUT_OF_GRADIENT.get(case.name, BIG)
     sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
@@ -436,7 +495,8 @@ def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch
 def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))
-    judge(case, spec_of(Layout(lengths, base=1), D=8, N=8, dims=(16, 16)), dtype, CUDA)
+    spec = spec_of(Layout(lengths, base=1), D=8, N=8, dims=(16, 16), padded_len=4)
+    judge(case, spec, dtype, CUDA)
 
 
 def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> None:
@@ -445,7 +505,7 @@ def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> No
     part = dataclasses.replace(spec, layout=Layout(spec.layout.lengths[-count:]))
 
     def tail(name: str, values: torch.Tensor) -> torch.Tensor:
-        kept = count if case.rows[name.removeprefix("grad_")] == "seq" else part.layout.total
+        kept = part.rows_layout(case.rows[name.removeprefix("grad_")]).total
         return values[-kept:]
 
     tensors = {name: tail(name, t) for name, t in sample.tensors.items()}
@@ -458,16 +518,49 @@ def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> No
     )
 
 
-@CASE
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES.values() if case.huge is not None],
+    ids=[name for name, case in CASES.items() if case.huge is not None],
+)
 def test_more_than_2_to_the_31_elements(case: Case) -> None:
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
     spec = spec_of(layout, poisoned=False, **case.huge)
     shapes = case.shapes(spec)
-    assert max(torch.Size(shape).numel() for shape in shapes.values()) > 2**31
     # Made in place, quickly and in bf16: normal values take too many copies of this size.
     tensors = {
         name: torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
         for name, shape in shapes.items()
+    }
+    sample = Sample(spec, tensors, layout.offsets(CUDA), None)
+    gc.collect()
+    found = run(
+        case,
+        sample,
+        calls(case),
+        lambda outputs: {
+            n: torch.ones((), dtype=t.dtype, device=CUDA).expand(t.shape)
+            for n, t in outputs.items()
+        },
+    )
+    assert max(t.numel() for t in (*tensors.values(), *found.values())) > 2**31
+    last_sequences(case, sample, found, count=5)
+    del tensors, sample, found
+    torch.cuda.empty_cache()
+
+
+MATRICES = [name for name, case in CASES.items() if "matrix" in case.rows.values()]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_more_than_2_to_the_31_elements_of_matrices(name: str) -> None:
+    case = CASES[name]
+    layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
+    spec = spec_of(layout, poisoned=False, D=8, N=8)
+    assert spec.capacity > 2**31
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
+        for name, shape in case.shapes(spec).items()
     }
     sample = Sample(spec, tensors, layout.offsets(CUDA), None)
     gc.collect()

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -76,26 +77,31 @@ BAD_OFFSETS = [
 ]
 
 
+# Operators over matrices alone, where no tensor says how many rows there are.
+ROWS_UNKNOWN = {"jagged2_softmax"}
+DECREASING = {values for values, message in BAD_OFFSETS if "number of rows" not in message}
+
+
 def call_with_offsets(
     name: str,
     offsets: torch.Tensor,
     kv_offsets: torch.Tensor | None = None,
-    max_len: int | None = None,
+    capacity: int = 36,
+    **given: Any,
 ) -> None:
-    """Call an operator on tensors of six rows, whatever the offsets say."""
+    """Call an operator on tensors of six rows, whatever the offsets say, with `given` arguments."""
     case = CASES[name]
     spec = case.spec("small", 0)
     layout = Layout((0,) * (offsets.shape[0] - 1), tail=6)
-    choices = dict(spec.choices) | ({"max_len": False} if "max_len" in spec.choices else {})
+    choices = dict(spec.choices)
+    fixed = {"max_len": False, "capacity": capacity, "transpose": False, "padded_len": 6}
+    choices |= {name: value for name, value in fixed.items() if name in choices}
     spec = dataclasses.replace(
         spec, layout=layout, kv_layout=None, choices=choices, storage={}, poisoned=False
     )
     tensors = case.sample(spec, torch.float32, offsets.device).tensors
-    ops = jagged_cuda
-    if max_len is not None:
-        ops = SimpleNamespace(**vars(jagged_cuda))
-        function = getattr(jagged_cuda, name)
-        setattr(ops, name, lambda *a, **k: function(*a, **(k | {"max_len": max_len})))
+    function = getattr(jagged_cuda, name)
+    ops = SimpleNamespace(**{name: lambda *a, **k: function(*a, **(k | given))})
     case.function(ops, spec, tensors, offsets, kv_offsets)
 
 
@@ -118,6 +124,8 @@ def test_checks_name_the_first_bad_index(
     checks: None,
     device: torch.device,
 ) -> None:
+    if case.name in ROWS_UNKNOWN and values not in DECREASING:
+        return
     offsets = torch.tensor(values, dtype=dtype, device=device)
     with pytest.raises(RuntimeError) as caught:
         call_with_offsets(case.name, offsets)
@@ -143,6 +151,57 @@ def test_checks_hold_sequences_to_max_len(checks: None, device: torch.device) ->
         call_with_offsets("jagged_flash_attention", offsets, max_len=3)
     expected = "sequence 1 of offsets must have at most max_len = 3 rows, got 4"
     assert str(caught.value) == f"jagged_flash_attention: {expected}"
+
+
+MATRICES = [name for name, case in CASES.items() if "matrix" in case.rows.values()]
+SHORT_OF = {"jagged_jagged_bmm_jagged_out": "total_out"}
+# (matrix_offsets over sequences of 2 and 4 rows, elements, what is wrong with them)
+BAD_MATRIX_OFFSETS = [
+    ((-1, 3, 19), 36, "matrix_offsets[0] must be >= 0, got -1"),
+    ((0, 5, 21), 36, "matrix_offsets[1] must be matrix_offsets[0] + 2 * 2 = 4, got 5"),
+    ((3, 7, 0), 36, "matrix_offsets[2] must be matrix_offsets[1] + 4 * 4 = 23, got 0"),
+    (
+        (0, 4, 20),
+        19,
+        "{short} must be at least 20 elements (the matrix of sequence 1 ends there), got 19",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("values", "capacity", "message"), BAD_MATRIX_OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_checks_look_at_matrices(
+    name: str,
+    values: tuple[int, ...],
+    capacity: int,
+    message: str,
+    dtype: torch.dtype,
+    checks: None,
+    device: torch.device,
+) -> None:
+    offsets = torch.tensor((0, 2, 6), dtype=dtype, device=device)
+    given = {"matrix_offsets": torch.tensor(values, device=device)}
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets(name, offsets, capacity=capacity, **given)
+    assert str(caught.value) == f"{name}: {message.format(short=SHORT_OF.get(name, 'a'))}"
+    # Without a row there is nothing to fit.
+    offsets = torch.tensor((2, 2), dtype=dtype, device=device)
+    call_with_offsets(name, offsets, capacity=0, matrix_offsets=torch.tensor([7, 7], device=device))
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("values", "message"), BAD_OFFSETS)
+def test_checks_look_at_y_offsets(
+    name: str, values: tuple[int, ...], message: str, checks: None, device: torch.device
+) -> None:
+    if name in ROWS_UNKNOWN and values not in DECREASING:
+        return
+    y_offsets = torch.tensor(values, device=device)
+    offsets = torch.full_like(y_offsets, 6)
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets(name, offsets, y_offsets=y_offsets)
+    assert str(caught.value) == f"{name}: {message.format(name='y_offsets')}"
 
 
 @CASE

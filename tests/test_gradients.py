@@ -21,9 +21,12 @@ CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
+SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": None}
 VARIANTS = {
-    "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7},
-    "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4},
+    "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7}
+    | {"dim": -1},
+    "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4}
+    | {"transpose": True, "dim": -2},
     "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None},
 }
 LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), tail=1)
@@ -34,7 +37,7 @@ def small_sample(
 ) -> Sample:
     spec = case.spec("small", 0)
     choices = dict(spec.choices) | SIZES | VARIANTS[variant]
-    if case.name == "jagged_softmax" and choices["scale"] is None:
+    if case.name.endswith("softmax") and choices["scale"] is None:
         choices["scale"] = 1.0
     spec = dataclasses.replace(
         spec,
@@ -76,14 +79,41 @@ def test_gradcheck(case: Case, variant: str, cross: bool, device: torch.device) 
     assert gradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
-def test_gradgradcheck_of_the_products(name: str, device: torch.device) -> None:
+PRODUCTS = [name for name, case in CASES.items() if name.endswith(("_bmm", "_jagged_out"))]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("variant", ["plain", "grouped_causal"])
+def test_gradgradcheck_of_the_products(name: str, variant: str, device: torch.device) -> None:
     case = CASES[name]
-    function, inputs = function_of(case, small_sample(case, "plain", torch.float64, device))
+    cross = "cross" in case.choices
+    sample = small_sample(case, variant, torch.float64, device, cross=cross)
+    function, inputs = function_of(case, sample)
     assert gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("name", ["jagged_softmax", "jagged_flash_attention"])
+ROWS = ["jagged_to_padded", "padded_to_jagged", "jagged_sum", "jagged_mean", "jagged_broadcast"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_gradgradcheck_of_conversions_and_reductions(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    function, inputs = function_of(case, small_sample(case, "plain", torch.float64, device))
+    assert gradgradcheck(lambda x: tuple(t.square() for t in function(x)), inputs)
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if "capacity" in CASES[name].choices])
+def test_gradients_where_a_matrix_does_not_fit(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    sample = small_sample(case, "plain", torch.float64, device, cross=True)
+    choices = dict(sample.spec.choices) | {"capacity": "short"}
+    sample = case.sample(dataclasses.replace(sample.spec, choices=choices), torch.float64, device)
+    function, inputs = function_of(case, sample)
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["jagged_softmax", "jagged2_softmax", "jagged_flash_attention"])
 def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
     """It raises; a silent zero would be wrong."""
     case = CASES[name]

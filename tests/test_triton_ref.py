@@ -81,6 +81,34 @@ def padded_jagged_bmm(x, y, offsets):
     return pad(x, offsets).transpose(1, 2) @ pad(y, offsets)
 
 
+def matrices_of(padded, offsets, y_offsets):
+    """[B, M, N] -> the matrices [Lx, Ly] one after another"""
+    pieces = [
+        matrix[:rows, :columns].reshape(-1)
+        for matrix, rows, columns in zip(
+            padded, offsets.diff().tolist(), y_offsets.diff().tolist(), strict=True
+        )
+    ]
+    return torch.cat([padded.new_zeros(0), *pieces])
+
+
+def padded_matrices(x, y, offsets, y_offsets):
+    return matrices_of(pad(x, offsets) @ pad(y, y_offsets).transpose(1, 2), offsets, y_offsets)
+
+
+def padded_weighted(a, y, offsets, y_offsets, total, transpose):
+    lengths, y_lengths = offsets.diff().tolist(), y_offsets.diff().tolist()
+    pieces = a.split([m * n for m, n in zip(lengths, y_lengths, strict=True)])
+    result = []
+    begins = (y_offsets, offsets) if not transpose else (offsets, y_offsets)
+    for i, piece in enumerate(pieces):
+        weights = piece.reshape(lengths[i], y_lengths[i])
+        rows = y[begins[0][i] : begins[0][i + 1]]
+        result.append((weights.t() if transpose else weights) @ rows)
+    before, after = int(begins[1][0]), total - int(begins[1][-1])
+    return torch.cat([y.new_zeros(before, y.shape[1]), *result, y.new_zeros(after, y.shape[1])])
+
+
 def padded_softmax(x, offsets, scale=1.0):
     _, exists = padded_rows(offsets)
     exists = exists.reshape(*exists.shape, *[1] * (x.dim() - 1))
@@ -221,6 +249,52 @@ def test_products(case, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [((0, 5, 33, 1), (7, 1, 65, 0)), ((64, 63, 0), None)], ids=str)
+def test_products_with_matrices(lengths, dtype):
+    torch.manual_seed(9)
+    offsets = make_offsets(lengths[0], 3, torch.int32)
+    y_offsets = None if lengths[1] is None else make_offsets(lengths[1], 1, torch.int32)
+    columns = offsets if y_offsets is None else y_offsets
+    x, y = make_values(offsets, 2, 33, dtype=dtype), make_values(columns, 2, 33, dtype=dtype)
+    sizes = (offsets.diff() * columns.diff()).tolist()
+    rows, y_rows, matrices = parts_of(offsets), parts_of(columns), parts_of(make_offsets(sizes))
+    compare(
+        lambda x, y: triton_ref.jagged_jagged_bmm_jagged_out(x, y, offsets, y_offsets=y_offsets),
+        lambda x, y: padded_matrices(x, y, offsets, columns),
+        (x, y),
+        (matrices, rows, y_rows),
+    )
+    a = torch.randn(sum(sizes)).to(DEVICE, dtype).requires_grad_()
+    for transpose, operand, parts in ((False, y, (rows, y_rows)), (True, x, (y_rows, rows))):
+        total = len(y) if transpose else len(x)
+        compare(
+            lambda a, y, transpose=transpose, total=total: triton_ref.array_jagged_bmm_jagged_out(
+                a, y, offsets, y_offsets=y_offsets, transpose=transpose, total=total
+            ),
+            lambda a, y, transpose=transpose, total=total: padded_weighted(
+                a, y, offsets, columns, total, transpose
+            ),
+            (a, operand),
+            (parts[0], matrices, parts[1]),
+        )
+
+
+def test_matrices_that_do_not_fit_are_zero():
+    offsets = make_offsets([2, 3], 1)
+    x = torch.ones(7, 4, device=DEVICE, requires_grad=True)
+    z = triton_ref.jagged_jagged_bmm_jagged_out(x, x, offsets, total_out=12)
+    assert z.tolist() == [4.0] * 4 + [0.0] * 8
+    (grad,) = torch.autograd.grad(z.sum(), x)
+    assert grad[:, 0].tolist() == [0.0] + [4.0] * 2 + [0.0] * 4
+    found = triton_ref.array_jagged_bmm_jagged_out(z.detach() + 1, x, offsets)
+    assert found[:, 0].tolist() == [0.0] + [10.0] * 2 + [0.0] * 4
+    found = triton_ref.jagged_jagged_bmm_jagged_out(
+        x, x, offsets, matrix_offsets=torch.tensor([3, 7, 16], device=DEVICE), total_out=18
+    )
+    assert found.tolist() == [0.0] * 3 + [4.0] * 13 + [0.0] * 2
+
+
 def test_products_differentiate_twice():
     torch.manual_seed(2)
     offsets = make_offsets([3, 0, 2], 1)
@@ -260,6 +334,99 @@ def test_softmax_of_infinities_agrees_with_torch():
     x = torch.tensor([[-float("inf")] * 3, [1.0, -float("inf"), float("inf")]], device=DEVICE)
     out = triton_ref.jagged_softmax(x, make_offsets([2]))
     torch.testing.assert_close(out, torch.softmax(x, 0), equal_nan=True)
+
+
+def matrix_softmax(a, offsets, y_offsets, dim, scale):
+    lengths, y_lengths = offsets.diff().tolist(), y_offsets.diff().tolist()
+    sizes = [m * n for m, n in zip(lengths, y_lengths, strict=True)]
+    pieces = [
+        torch.softmax(piece.reshape(m, n) * scale, dim).reshape(-1)
+        for piece, m, n in zip(a[: sum(sizes)].split(sizes), lengths, y_lengths, strict=True)
+    ]
+    return torch.cat([*pieces, a.new_zeros(len(a) - sum(sizes))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(
+    ("lengths", "scale"),
+    [(([0, 1, 31, 33], None), 1.0), (([33, 2, 0, 40], [3, 70, 5, 0]), -0.5), (([6], [9]), 40.0)],
+)
+def test_softmax_of_matrices(lengths, scale, dim, dtype):
+    torch.manual_seed(10)
+    offsets = make_offsets(lengths[0], 3, torch.int32)
+    y_offsets = None if lengths[1] is None else make_offsets(lengths[1], 1, torch.int32)
+    columns = offsets if y_offsets is None else y_offsets
+    sizes = (offsets.diff() * columns.diff()).tolist()
+    a = make_values(make_offsets(sizes), 7, dtype=dtype)
+    matrices = parts_of(make_offsets(sizes))
+    compare(
+        lambda a: triton_ref.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=dim, scale=scale),
+        lambda a: matrix_softmax(a, offsets, columns, dim, scale),
+        (a,),
+        (matrices, matrices),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "shape"), [([0, 1, 31, 32, 33], (2, 20)), ([1025, 2, 0], ())])
+def test_conversions(lengths, shape, dtype):
+    torch.manual_seed(8)
+    offsets = make_offsets(lengths, 2)
+    x = make_values(offsets, 3, *shape, dtype=dtype)
+    rows, sequences = parts_of(offsets), range(len(lengths))
+    total = len(x)
+    for max_len, fill in ((max(lengths) + 2, -1.5), (20, 0.0)):
+        exists = torch.arange(max_len, device=DEVICE) < offsets.diff()[:, None]
+        exists = exists.reshape(*exists.shape, *[1] * len(shape))
+
+        def to_padded(x, max_len=max_len, fill=fill, exists=exists):
+            missing = x.new_zeros(len(lengths), max(0, max_len - max(lengths)), *shape)
+            padded = torch.cat([pad(x, offsets), missing], 1)[:, :max_len]
+            return torch.where(exists, padded, fill)
+
+        def to_jagged(x, max_len=max_len):
+            missing = x.new_zeros(len(lengths), max(0, max(lengths) - max_len), *shape)
+            return unpad(torch.cat([x, missing], 1)[:, : max(lengths)], offsets, total)
+
+        compare(
+            lambda x, m=max_len, f=fill: triton_ref.jagged_to_padded(x, offsets, m, fill=f),
+            to_padded,
+            (x,),
+            (sequences, rows),
+        )
+        padded = torch.randn(len(lengths), max_len, *shape).to(DEVICE, dtype).requires_grad_()
+        compare(
+            lambda x: triton_ref.padded_to_jagged(x, offsets, total=total),
+            to_jagged,
+            (padded,),
+            (rows, sequences),
+        )
+    assert len(triton_ref.padded_to_jagged(padded, offsets)) == offsets[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "shape"), [([0, 1, 31, 32, 33], (2, 20)), ([1025, 2, 0], ())])
+def test_reductions(lengths, shape, dtype):
+    torch.manual_seed(9)
+    offsets = make_offsets(lengths, 2)
+    x = make_values(offsets, 3, *shape, dtype=dtype)
+    rows, sequences = parts_of(offsets), range(len(lengths))
+    divisor = offsets.diff().clamp(min=1).reshape(-1, *[1] * len(shape))
+    for operator, reference in (
+        (triton_ref.jagged_sum, lambda x: pad(x, offsets).sum(1)),
+        (triton_ref.jagged_mean, lambda x: pad(x, offsets).sum(1) / divisor),
+    ):
+        compare(lambda x, f=operator: f(x, offsets), reference, (x,), (sequences, rows))
+    total = len(x)
+    each = torch.randn(len(lengths), *shape).to(DEVICE, dtype).requires_grad_()
+    compare(
+        lambda x: triton_ref.jagged_broadcast(x, offsets, total=total),
+        lambda x: unpad(x[:, None].expand(-1, max(lengths), *shape), offsets, total),
+        (each,),
+        (rows, sequences),
+    )
+    assert len(triton_ref.jagged_broadcast(each, offsets)) == offsets[-1]
 
 
 @dataclass(frozen=True)
@@ -526,14 +693,38 @@ def compile_for_hopper():
 
         z = triton_ref.jagged_dense_bmm(values(100, 16), values(2, 16, 8), offsets)
         z.backward(torch.empty_like(z))
+        matrices = {"matrix_offsets": offsets, "total_out": 6800}
+        z = triton_ref.jagged_jagged_bmm_jagged_out(
+            values(100, 16), values(100, 16), offsets, **matrices
+        )
+        z.backward(torch.empty_like(z))
+        z = triton_ref.array_jagged_bmm_jagged_out(
+            values(6800), values(100, 16), offsets, matrix_offsets=offsets
+        )
+        z.backward(torch.empty_like(z))
         z = triton_ref.jagged_softmax(values(100, 16), offsets)
+        z.backward(torch.empty_like(z))
+        for dim in (-1, -2):
+            z = triton_ref.jagged2_softmax(values(6800), offsets, matrix_offsets=offsets, dim=dim)
+            z.backward(torch.empty_like(z))
+        z = triton_ref.jagged_to_padded(values(100, 16), offsets, 70)
+        z.backward(torch.empty_like(z))
+        z = triton_ref.jagged_sum(values(100, 16), offsets)
         z.backward(torch.empty_like(z))
         q, k, v = values(100, 2, 16), values(100, 1, 16), values(100, 1, 8)
         z = triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True)
         torch.autograd.backward(z, [torch.empty_like(t) for t in z])
     expected = {
+        "jagged_jagged_bmm_jagged_out_kernel",
+        "array_jagged_bmm_jagged_out_kernel",
         "jagged_dense_bmm_kernel",
         "jagged_jagged_bmm_kernel",
+        "jagged2_softmax_kernel",
+        "jagged2_softmax_backward_kernel",
+        "jagged_to_padded_kernel",
+        "padded_to_jagged_kernel",
+        "jagged_sum_kernel",
+        "jagged_broadcast_kernel",
         "jagged_softmax_kernel",
         "jagged_softmax_backward_kernel",
         "jagged_flash_attention_kernel",

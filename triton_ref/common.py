@@ -57,6 +57,15 @@ def find_tile(p_offsets, i_tile, num_seqs, total, TILE: tl.constexpr):
     return i_bound - 1, bound + (i_tile - (bound // TILE + i_bound)) * TILE
 
 
+@triton.jit
+def load_matrix(p_matrix_offsets, i_seq, num_seqs, num_elements, capacity):
+    """Where the matrix of sequence i_seq begins, and whether there is one that fits."""
+    m_seq = (i_seq >= 0) & (i_seq < num_seqs)
+    begin = tl.load(p_matrix_offsets + i_seq, mask=m_seq, other=0)
+    fits = (begin >= 0) & (begin <= capacity) & (num_elements <= capacity - begin)
+    return begin, m_seq & fits
+
+
 def num_tiles(total: int, num_seqs: int, tile: int) -> int:
     """How many tiles cover every row of a jagged tensor, whatever its lengths."""
     return total // tile + num_seqs + 2
@@ -76,7 +85,7 @@ def input_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def check(op: str, condition: bool, argument: str, expected: str, got: object) -> None:
+def check(op: str, condition: bool, argument: str, expected: object, got: object) -> None:
     if not condition:
         raise RuntimeError(f"{op}: {argument} must be {expected}, got {got}")
 
@@ -98,3 +107,29 @@ def check_offsets(op: str, offsets: torch.Tensor, x: torch.Tensor, name: str = "
     check(op, integer, name, "int32 or int64", offsets.dtype)
     check(op, offsets.dim() == 1 and len(offsets) > 0, name, "[B + 1]", list(offsets.shape))
     check(op, offsets.device == x.device, name, f"on {x.device}", offsets.device)
+
+
+def check_matrices(
+    op: str,
+    offsets: torch.Tensor,
+    y_offsets: torch.Tensor | None,
+    matrix_offsets: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The offsets of the matrices' rows, of their columns, and of the matrices, contiguous.
+
+    Matrices begin at the running sum of Lx*Ly unless matrix_offsets say where.
+    """
+    y_offsets = offsets if y_offsets is None else y_offsets
+    check_offsets(op, y_offsets, offsets, "y_offsets")
+    shape = [len(offsets)]
+    check(op, len(y_offsets) == len(offsets), "y_offsets", shape, list(y_offsets.shape))
+    if matrix_offsets is None:
+        lengths = [bounds.long().diff().clamp(min=0) for bounds in (offsets, y_offsets)]
+        begins = (lengths[0] * lengths[1]).cumsum(0)
+        matrix_offsets = torch.cat([begins.new_zeros(1), begins])
+    check(op, matrix_offsets.dtype == torch.int64, "matrix_offsets", "int64", matrix_offsets.dtype)
+    fits = list(matrix_offsets.shape) == shape
+    check(op, fits, "matrix_offsets", shape, list(matrix_offsets.shape))
+    same_device = matrix_offsets.device == offsets.device
+    check(op, same_device, "matrix_offsets", f"on {offsets.device}", matrix_offsets.device)
+    return offsets.contiguous(), y_offsets.contiguous(), matrix_offsets.contiguous()

@@ -156,6 +156,11 @@ struct SoftmaxItem {
   int64_t column_begin, columns;  // at most kSoftmaxColumns
 };
 
+// Lines of `len` elements one after another, with a softmax each.
+struct SoftmaxLinesItem {
+  int64_t begin, lines, len;
+};
+
 constexpr int64_t kSoftmaxColumns = 128;
 // Elements that are read at a time; a sequence of no more is read once.
 constexpr int64_t kSoftmaxBlock = 32768;
@@ -182,6 +187,35 @@ struct SoftmaxBuffers {
     column_max = arena.take<T>(kSoftmaxColumns);
     column_sum = arena.take<T>(kSoftmaxColumns);
     grad = params.backward ? arena.take<T>(kSoftmaxBlock) : nullptr;
+  }
+};
+
+// ---- jagged_sum and jagged_mean over rows, each column alone
+
+struct SumParams {
+  Element element;
+  const void* x;  // [T, columns]
+  int64_t x_row_stride;
+  int64_t columns;
+};
+
+struct SumItem {
+  int64_t begin, rows;            // at most kSumRows
+  int64_t column_begin, columns;  // at most kSumColumns
+};
+
+// Sums of so many rows are exact enough, and parts of a long sequence are worth a thread.
+constexpr int64_t kSumRows = 1024;
+constexpr int64_t kSumColumns = 1024, kSumLanes = 64;
+
+template <class T>
+struct SumBuffers {
+  T* sums;  // [kSumColumns]
+  T* row;   // [kSumColumns]
+
+  SumBuffers(Arena& arena, const SumParams&) {
+    sums = arena.take<T>(kSumColumns);
+    row = arena.take<T>(kSumColumns);
   }
 };
 
@@ -326,6 +360,15 @@ struct Kernels {
   // A part of a long sequence: results from the statistics of the sequence.
   void (*softmax_write)(const SoftmaxParams&, const SoftmaxItem&, const void* max, const void* sum,
                         void* scratch);
+  // Lines of the tensors as vectors: statistics and results.
+  void (*softmax_lines)(const SoftmaxParams&, const SoftmaxLinesItem&, void* scratch);
+  // The sums of an item's columns to `sums` [columns] (accumulators), or, if that is null, over
+  // `divisor` to `out` [columns].
+  void (*sum_rows)(const SumParams&, const SumItem&, void* sums, void* out, double divisor,
+                   void* scratch);
+  // Sums [parts, columns] of all parts, added in order, over `divisor` to `out` [columns].
+  void (*store_sums)(const SumParams&, void* sums, int64_t parts, int64_t columns, double divisor,
+                     void* out);
   void (*attention_forward)(const AttentionParams&, const AttentionItem&, void* scratch);
   void (*attention_backward)(const AttentionBackwardSize&, const AttentionItem&, void* scratch);
 };

@@ -6,15 +6,17 @@
 #include "cpu/simd/product.inl"
 #include "cpu/kernels/bmm.inl"
 #include "cpu/kernels/softmax.inl"
+#include "cpu/kernels/softmax_lines.inl"
+#include "cpu/kernels/sum.inl"
 #include "cpu/kernels/attention.inl"
 
 // Constants: the tables of instruction sets that the machine lacks are looked at too, but no code
 // of theirs runs.
 template <class T>
 constexpr Kernels make_kernels() {
-  return {dense_bmm<T>,     jagged_bmm<T>,         sum_parts<T>,
-          softmax<T>,       softmax_statistics<T>, softmax_combine<T>,
-          softmax_write<T>, attention_forward<T>,  attention_backward<T>};
+  return {dense_bmm<T>,          jagged_bmm<T>,      sum_parts<T>,         softmax<T>,
+          softmax_statistics<T>, softmax_combine<T>, softmax_write<T>,     softmax_lines<T>,
+          sum_rows<T>,           store_sums<T>,      attention_forward<T>, attention_backward<T>};
 }
 
 constexpr KernelTable make_table(const char* name) {

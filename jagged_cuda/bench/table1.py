@@ -15,7 +15,7 @@ from jagged_cuda.bench.candidate import Candidate
 from jagged_cuda.bench.session import OURS, Row, Session
 from jagged_cuda.bench.shapes import Precision
 from jagged_cuda.testing import reference
-from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.lengths import Layout, matrices
 
 PEERS = ("padded", "sll")
 DEFAULT_PEERS = PEERS
@@ -23,7 +23,7 @@ DEFAULT_PEERS = PEERS
 
 @dataclass(frozen=True)
 class Batch:
-    """The operands of the three operators, drawn from a seed."""
+    """The operands of the operators, drawn from a seed."""
 
     layout: Layout
     dim: int
@@ -32,6 +32,9 @@ class Batch:
     x: Tensor  # [T, D]
     y_dense: Tensor  # [B, D, N]
     y_jagged: Tensor  # [T, N]
+    y_wide: Tensor  # [T, D]
+    a: Tensor  # [sum L*L]
+    matrix_offsets: Tensor
 
     def shape(self) -> dict[str, int]:
         sizes = {"B": self.layout.num_seqs, "T": self.layout.total, "max_len": self.layout.max_len}
@@ -46,14 +49,18 @@ def draw_batch(device: torch.device, dtype: torch.dtype, quick: bool) -> Batch:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
+    offsets = layout.offsets(device)
     return Batch(
         layout,
         dim,
         columns,
-        layout.offsets(device),
+        offsets,
         draw(layout.total, dim),
         draw(layout.num_seqs, dim, columns),
         draw(layout.total, columns),
+        draw(layout.total, dim),
+        draw(sum(length**2 for length in layout.lengths)),
+        jagged_cuda.matrix_offsets(offsets),
     )
 
 
@@ -63,7 +70,8 @@ class Operator:
 
     Args:
         inputs: what it is differentiated by.
-        jagged_inputs: which of them are jagged: the padded form takes those padded.
+        jagged_inputs: which of them are jagged, or matrices of sequences in one vector: the padded
+            form takes those padded.
         jagged_result: whether the result is: the padded form's is padded then.
         ours, definition, padded, sll: take a batch, return the function of the inputs.
         backward_elems: the elements that each kernel of the backward must move.
@@ -96,6 +104,14 @@ def _product_flops(batch: Batch) -> float:
     return 2.0 * batch.layout.total * batch.dim * batch.columns
 
 
+def _matrix_elems(batch: Batch) -> int:
+    return 2 * batch.x.numel() + batch.a.numel()
+
+
+def _matrix_flops(batch: Batch) -> float:
+    return 2.0 * batch.a.numel() * batch.dim
+
+
 def _softmax_elems(batch: Batch, tensors: int) -> int:
     return tensors * batch.layout.total * batch.columns
 
@@ -108,6 +124,18 @@ def _ours_jagged(batch: Batch) -> Callable[..., Tensor]:
     return lambda x, y: jagged_cuda.jagged_jagged_bmm(x, y, batch.offsets)
 
 
+def _ours_matrices(batch: Batch) -> Callable[..., Tensor]:
+    return lambda x, y: jagged_cuda.jagged_jagged_bmm_jagged_out(
+        x, y, batch.offsets, matrix_offsets=batch.matrix_offsets, total_out=batch.a.numel()
+    )
+
+
+def _ours_weighted(batch: Batch) -> Callable[..., Tensor]:
+    return lambda a, y: jagged_cuda.array_jagged_bmm_jagged_out(
+        a, y, batch.offsets, matrix_offsets=batch.matrix_offsets
+    )
+
+
 def _ours_softmax(batch: Batch) -> Callable[..., Tensor]:
     return lambda x: jagged_cuda.jagged_softmax(x, batch.offsets)
 
@@ -115,6 +143,22 @@ def _ours_softmax(batch: Batch) -> Callable[..., Tensor]:
 def _padded_softmax(batch: Batch) -> Callable[..., Tensor]:
     outside = ~peers.inside(batch.layout, batch.x.device)[:, :, None]
     return lambda x: x.masked_fill(outside, -torch.inf).softmax(1)
+
+
+def _ours_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
+    return lambda a: jagged_cuda.jagged2_softmax(
+        a, batch.offsets, matrix_offsets=batch.matrix_offsets, dim=dim
+    )
+
+
+def _jagged2_definition(batch: Batch, dim: int) -> Callable[..., Tensor]:
+    return lambda a: reference.jagged2_softmax(a, batch.layout, batch.layout, dim, 1.0)
+
+
+def _padded_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
+    # Columns [B, 1, N] or rows [B, M, 1] that are not there.
+    outside = ~peers.inside(batch.layout, batch.x.device).unsqueeze(1 if dim == -1 else 2)
+    return lambda a: a.masked_fill(outside, -torch.inf).softmax(dim)
 
 
 def _sll_dense(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
@@ -129,9 +173,55 @@ def _sll_jagged(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
     return lambda x, y: function(x, y, batch.offsets, max_len, allow_tf32, use_fbgemm_kernel=False)
 
 
+def _sll_offsets(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Lengths and offsets of rows, and of matrices. It sums lengths: on the CPU, without a wait."""
+    lengths = torch.tensor(batch.layout.lengths)
+    return (lengths, batch.offsets), (lengths**2, batch.matrix_offsets)
+
+
+def _sll_matrices(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_bmm_jagged_out").jagged_jagged_bmm_jagged_out
+    rows, matrices = _sll_offsets(batch)
+    max_len = batch.layout.max_len
+    return lambda x, y: function(x, y, *rows, *rows, *matrices, max_len, allow_tf32)
+
+
+def _sll_weighted(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_bmm_jagged_out").array_jagged_bmm_jagged_out
+    rows, matrices = _sll_offsets(batch)
+    max_len = batch.layout.max_len
+    return lambda a, y: function(a, y, *matrices, *rows, *rows, max_len, allow_tf32)
+
+
 def _sll_softmax(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
     function = peers.sll("triton_jagged_softmax").jagged_softmax
     return lambda x: function(x, batch.offsets, batch.layout.max_len, use_fbgemm_kernel=False)
+
+
+def _sll_jagged2(batch: Batch, allow_tf32: bool, dim: int) -> Callable[..., Tensor]:
+    function = peers.sll("triton_jagged_softmax").jagged2_softmax
+    options = (batch.offsets, batch.matrix_offsets, batch.layout.max_len, dim == -2)
+    return lambda a: function(a, *options)
+
+
+def _jagged2(name: str, dim: int) -> Operator:
+    return Operator(
+        name=name,
+        inputs=lambda batch: (batch.a,),
+        jagged_inputs=(True,),
+        jagged_result=True,
+        ours=lambda batch: _ours_jagged2(batch, dim),
+        definition=lambda batch: _jagged2_definition(batch, dim),
+        padded=lambda batch: _padded_jagged2(batch, dim),
+        sll=lambda batch, allow_tf32: _sll_jagged2(batch, allow_tf32, dim),
+        forward_elems=lambda batch: 2 * batch.a.numel(),
+        backward_elems=lambda batch: (3 * batch.a.numel(),),
+        flops=None,
+        goal_us={"fp32": 44, "bf16": 24},
+        recorded_us={"fp32": {"padded": 110, "sll": 152}, "bf16": {"padded": 91, "sll": 144}}
+        if dim == -1
+        else {},
+    )
 
 
 OPERATORS = (
@@ -165,6 +255,46 @@ OPERATORS = (
         goal_us={"tf32": 46, "fp32": 1.4 * 46, "bf16": 25},
         recorded_us={"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
     ),
+    Operator(
+        name="jagged_jagged_bmm_jagged_out",
+        inputs=lambda batch: (batch.x, batch.y_wide),
+        jagged_inputs=(True, True),
+        jagged_result=True,
+        ours=_ours_matrices,
+        definition=lambda batch: (
+            lambda x, y: reference.jagged_jagged_bmm_jagged_out(
+                x, y, batch.layout, batch.layout, batch.a.numel()
+            )
+        ),
+        padded=lambda batch: lambda x, y: torch.bmm(x, y.transpose(1, 2)),
+        sll=_sll_matrices,
+        forward_elems=_matrix_elems,
+        backward_elems=lambda batch: (_matrix_elems(batch),) * 2,
+        flops=_matrix_flops,
+        goal_us={"tf32": 101, "fp32": 1.8 * 101, "bf16": 52},
+        recorded_us={"tf32": {"padded": 202, "sll": 227}, "bf16": {"padded": 101, "sll": 154}},
+    ),
+    Operator(
+        name="array_jagged_bmm_jagged_out",
+        inputs=lambda batch: (batch.a, batch.y_wide),
+        jagged_inputs=(True, True),
+        jagged_result=True,
+        ours=_ours_weighted,
+        definition=lambda batch: (
+            lambda a, y: reference.array_jagged_bmm_jagged_out(
+                a, y, batch.layout, batch.layout, False
+            )
+        ),
+        padded=lambda batch: torch.bmm,
+        sll=_sll_weighted,
+        forward_elems=_matrix_elems,
+        backward_elems=lambda batch: (_matrix_elems(batch),) * 2,
+        flops=_matrix_flops,
+        goal_us={"tf32": 101, "fp32": 1.8 * 101, "bf16": 52},
+        recorded_us={"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
+    ),
+    _jagged2("jagged2_softmax", -1),
+    _jagged2("jagged2_softmax_rows", -2),
     Operator(
         name="jagged_softmax",
         inputs=lambda batch: (batch.y_jagged,),
@@ -200,6 +330,17 @@ def run(session: Session) -> None:
                 _run_operator(session, operator, batch, precision)
 
 
+def _layout_of(tensor: Tensor, layout: Layout) -> Layout:
+    """Of rows, or of the matrices of sequences, which have one dimension."""
+    return layout if tensor.dim() > 1 else matrices(layout, layout, tensor.shape[0])
+
+
+def _pad(tensor: Tensor, layout: Layout) -> Tensor:
+    if tensor.dim() > 1:
+        return reference.pad(tensor, layout)
+    return reference.pad_matrices(tensor, layout, layout)
+
+
 def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
     layout, device = batch.layout, session.device
     inputs = operator.inputs(batch)
@@ -210,12 +351,14 @@ def _run_operator(session: Session, operator: Operator, batch: Batch, precision:
     exact = exact.detach()
 
     def check_out(out: Tensor, slack: float) -> None:
-        checking.require_jagged("result", out, exact, layout, slack * precision.limit)
+        limit = slack * precision.limit
+        checking.require_jagged("result", out, exact, _layout_of(exact, layout), limit)
 
     def check_gradients(gradients: Sequence[Tensor]) -> None:
         for index, (found, expected) in enumerate(zip(gradients, exact_gradients, strict=True)):
             name, min_rows = f"gradient {index}", checking.MIN_ROWS_OF_GRADIENTS
-            checking.require_jagged(name, found, expected, layout, precision.limit, min_rows)
+            rows = _layout_of(expected, layout)
+            checking.require_jagged(name, found, expected, rows, precision.limit, min_rows)
 
     flops = None if operator.flops is None else operator.flops(batch)
 
@@ -256,18 +399,20 @@ def _padded(
 ) -> Candidate:
     layout = batch.layout
     padded = tuple(
-        reference.pad(tensor, layout) if jagged else tensor
+        _pad(tensor, layout) if jagged else tensor
         for tensor, jagged in zip(inputs, operator.jagged_inputs, strict=True)
     )
     function = operator.padded(batch)
     if not operator.jagged_result:
         return Candidate(function, padded, grad_out)
-    return Candidate(
-        function,
-        padded,
-        reference.pad(grad_out, layout),
-        lambda result: reference.unpad(result, layout),
-    )
+    if grad_out.dim() > 1:
+        unpad = functools.partial(reference.unpad, layout=layout)
+    else:
+        elems = grad_out.shape[0]
+        unpad = functools.partial(
+            reference.unpad_matrices, layout=layout, kv_layout=layout, capacity=elems
+        )
+    return Candidate(function, padded, _pad(grad_out, layout), unpad)
 
 
 def _sll(

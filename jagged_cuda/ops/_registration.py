@@ -21,7 +21,7 @@ def register(
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    autocast: Literal["lower_precision", "float32"] | None = None,
+    autocast: Literal["lower_precision", "float32", "unchanged"] = "unchanged",
 ) -> None:
     """Register what torch.ops.jagged_cuda.<name> needs beside its kernels.
 
@@ -31,14 +31,14 @@ def register(
         setup_context, backward: its autograd formula. None for operators without one: then it is
             an error to differentiate them (autograd would only warn, and give wrong gradients).
         autocast: "lower_precision" casts floating tensors to torch.get_autocast_dtype, "float32"
-            to float32.
+            to float32, "unchanged" casts nothing.
     """
     qualified_name = f"jagged_cuda::{name}"
     torch.library.register_fake(qualified_name, fake)
     torch.library.register_autograd(
         qualified_name, backward or _no_gradient(name), setup_context=setup_context
     )
-    if autocast is not None:
+    if autocast != "unchanged":
         for device_type in _AUTOCAST_KEYS:
             _register_autocast(name, device_type, autocast)
 

@@ -53,7 +53,9 @@ class Case:
         registered: the arguments of each registered operator behind it, forward first.
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
-        rows: whose rows each argument and output has: "q", "kv" or "seq" (one for each sequence).
+        rows: whose rows each argument and output has: "q", "kv", "seq" (one for each sequence) or
+            "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
+            says how many there are), or "total" (those of "q" in as many as that choice says).
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
@@ -64,7 +66,7 @@ class Case:
         product: it multiplies operands, which TF32 may round.
         autocast: the policy under autocast.
         profiles: "small", "edge", "large".
-        huge: choices for which 4.2 million rows have more than 2^31 elements.
+        huge: choices for which 4.2 million rows have more than 2^31 elements, or None.
         invalid: calls that must raise.
     """
 
@@ -79,9 +81,9 @@ class Case:
     terms: Callable[[Spec, Tensors, Tensors | None], Tensors]
     differentiable: tuple[str, ...]
     product: bool
-    autocast: Literal["lower_precision", "float32"]
+    autocast: Literal["lower_precision", "float32", "unchanged"]
     profiles: Mapping[str, Profile]
-    huge: Mapping[str, Any]
+    huge: Mapping[str, Any] | None
     invalid: tuple[Invalid, ...]
 
     def __repr__(self) -> str:
@@ -318,6 +320,321 @@ JAGGED_JAGGED_BMM = Case(
     ),
 )
 
+# --- the products with one matrix a sequence
+
+_CAPACITIES = ("exact", "exact", "spare", "short")
+_MATRIX_PROFILES = _PRODUCT_PROFILES | {
+    "large": Profile((16, 100), (200, 500), {"D": (64, 256, 257), "N": (8, 40, 128, 384)})
+}
+
+
+def _terms_of(
+    definition: Callable[[Spec, Tensors], Tensors],
+) -> Callable[[Spec, Tensors, Tensors | None], Tensors]:
+    """Of a product: itself, and its gradients, on absolute values."""
+
+    def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+        leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
+        out = definition(spec, leaves)["out"]
+        found = {"out": out.detach()}
+        if cotangents is not None:
+            gradients = torch.autograd.grad(out, list(leaves.values()), cotangents["out"].abs())
+            found |= {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+        return found
+
+    return terms
+
+
+def _matrix_offsets(sample: Sample) -> Tensor:
+    return jagged_cuda.matrix_offsets(sample.offsets, sample.kv_offsets)
+
+
+# --- jagged_jagged_bmm_jagged_out
+
+
+def _matrices_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    operands = (tensors["x"], tensors["y"], spec.layout, spec.kv)
+    return {"out": reference.jagged_jagged_bmm_jagged_out(*operands, spec.capacity)}
+
+
+def _call_matrices(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    out = ops.jagged_jagged_bmm_jagged_out(
+        tensors["x"], tensors["y"], offsets, y_offsets=kv_offsets, total_out=spec.capacity
+    )
+    return {"out": out}
+
+
+def _jagged_jagged_bmm_jagged_out(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 6, 4),
+        "y": _tensor(device, 6, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "total_out": 36,
+    }
+    return jagged_cuda.jagged_jagged_bmm_jagged_out(**(arguments | changed))
+
+
+JAGGED_JAGGED_BMM_JAGGED_OUT = Case(
+    name="jagged_jagged_bmm_jagged_out",
+    choices={"D": _FEATURES, "cross": (False, True), "capacity": _CAPACITIES},
+    shapes=lambda spec: {
+        "x": (spec.layout.total, spec.choices["D"]),
+        "y": (spec.kv.total, spec.choices["D"]),
+    },
+    rows={"x": "q", "y": "kv", "out": "matrix"},
+    function=_call_matrices,
+    registered=lambda s: {
+        "jagged_jagged_bmm_jagged_out": (
+            *(s.tensors["x"], s.tensors["y"], s.offsets, s.kv_offsets),
+            *(_matrix_offsets(s), s.spec.capacity),
+        )
+    },
+    reference=_matrices_reference,
+    rounded=(lambda spec, t, _: _matrices_reference(spec, t),),
+    terms=_terms_of(_matrices_reference),
+    differentiable=("x", "y"),
+    product=True,
+    autocast="lower_precision",
+    profiles=_MATRIX_PROFILES,
+    huge={"D": 512},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, x=_tensor(d, 6)),
+            "jagged_jagged_bmm_jagged_out: x must be [Tx, D], got [6]",
+        ),
+        Invalid(
+            "y_dim",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 4, 1)),
+            "jagged_jagged_bmm_jagged_out: y must be [Ty, D], got [6, 4, 1]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, x=_tensor(d, 6, 4, dtype=torch.int64)),
+            "jagged_jagged_bmm_jagged_out: x must be float32, float64, float16 or bfloat16,"
+            " got int64",
+        ),
+        Invalid(
+            "y_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 4, dtype=torch.float16)),
+            "jagged_jagged_bmm_jagged_out: y must be float32, got float16",
+        ),
+        Invalid(
+            "y_features",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 5)),
+            "jagged_jagged_bmm_jagged_out: y must be [6, 4], got [6, 5]",
+        ),
+        Invalid(
+            "y_rows_without_offsets",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(d, 7, 4)),
+            "jagged_jagged_bmm_jagged_out: y must be [6, 4] (the rows of x, as y_offsets is None),"
+            " got [7, 4]",
+        ),
+        Invalid(
+            "offsets_dim",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, offsets=_tensor(d, dtype=torch.int64)),
+            "jagged_jagged_bmm_jagged_out: offsets must be [B + 1], got []",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, offsets=_tensor(d, 3)),
+            "jagged_jagged_bmm_jagged_out: offsets must be int32 or int64, got float32",
+        ),
+        Invalid(
+            "y_offsets_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, y_offsets=_offsets(d, 0, 2, 6, dtype=torch.int32)
+            ),
+            "jagged_jagged_bmm_jagged_out: y_offsets must be int64, got int32",
+        ),
+        Invalid(
+            "y_offsets_batch",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y_offsets=_offsets(d, 0, 6)),
+            "jagged_jagged_bmm_jagged_out: y_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "given_y_offsets_batch",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, y_offsets=_offsets(d, 0, 6), matrix_offsets=_offsets(d, 0, 4, 20)
+            ),
+            "jagged_jagged_bmm_jagged_out: y_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "matrix_offsets_dtype",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, matrix_offsets=_offsets(d, 0, 4, 20, dtype=torch.int32)
+            ),
+            "jagged_jagged_bmm_jagged_out: matrix_offsets must be int64, got int32",
+        ),
+        Invalid(
+            "matrix_offsets_batch",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, matrix_offsets=_offsets(d, 0, 4)),
+            "jagged_jagged_bmm_jagged_out: matrix_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "total_out",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, total_out=-1),
+            "jagged_jagged_bmm_jagged_out: total_out must be >= 0, got -1",
+        ),
+        Invalid(
+            "y_device",
+            lambda d: _jagged_jagged_bmm_jagged_out(d, y=_tensor(torch.device("cpu"), 6, 4)),
+            "jagged_jagged_bmm_jagged_out: y must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "matrix_offsets_device",
+            lambda d: _jagged_jagged_bmm_jagged_out(
+                d, matrix_offsets=_offsets(torch.device("cpu"), 0, 4, 20)
+            ),
+            "jagged_jagged_bmm_jagged_out: matrix_offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+    ),
+)
+
+# --- array_jagged_bmm_jagged_out
+
+
+def _weighted_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    operands = (tensors["a"], tensors["y"], spec.layout, spec.kv)
+    return {"out": reference.array_jagged_bmm_jagged_out(*operands, spec.choices["transpose"])}
+
+
+def _weighted_offsets(
+    spec: Spec, offsets: Tensor, kv_offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The result has the rows of q: with transpose these are the matrices' columns."""
+    if spec.choices["transpose"] and kv_offsets is not None:
+        return kv_offsets, offsets
+    return offsets, kv_offsets
+
+
+def _call_weighted(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    rows, columns = _weighted_offsets(spec, offsets, kv_offsets)
+    out = ops.array_jagged_bmm_jagged_out(
+        tensors["a"],
+        tensors["y"],
+        rows,
+        y_offsets=columns,
+        transpose=spec.choices["transpose"],
+        total=None if kv_offsets is None else spec.layout.total,
+    )
+    return {"out": out}
+
+
+def _registered_weighted(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    spec = sample.spec
+    offsets = _weighted_offsets(spec, sample.offsets, sample.kv_offsets)
+    arguments = (sample.tensors["a"], sample.tensors["y"], *offsets, _matrix_offsets(sample))
+    name = "array_jagged_bmm_jagged_out"
+    return {name: (*arguments, spec.layout.total, spec.choices["transpose"])}
+
+
+def _array_jagged_bmm_jagged_out(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "a": _tensor(device, 36),
+        "y": _tensor(device, 6, 5),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return jagged_cuda.array_jagged_bmm_jagged_out(**(arguments | changed))
+
+
+ARRAY_JAGGED_BMM_JAGGED_OUT = Case(
+    name="array_jagged_bmm_jagged_out",
+    choices={
+        "N": _FEATURES,
+        "cross": (False, True),
+        "capacity": _CAPACITIES,
+        "transpose": (False, True),
+    },
+    shapes=lambda spec: {"a": (spec.capacity,), "y": (spec.kv.total, spec.choices["N"])},
+    rows={"a": "matrix", "y": "kv", "out": "q"},
+    function=_call_weighted,
+    registered=_registered_weighted,
+    reference=_weighted_reference,
+    rounded=(lambda spec, t, _: _weighted_reference(spec, t),),
+    terms=_terms_of(_weighted_reference),
+    differentiable=("a", "y"),
+    product=True,
+    autocast="lower_precision",
+    profiles=_MATRIX_PROFILES,
+    huge={"N": 512},
+    invalid=(
+        Invalid(
+            "a_dim",
+            lambda d: _array_jagged_bmm_jagged_out(d, a=_tensor(d, 6, 6)),
+            "array_jagged_bmm_jagged_out: a must be [sum Lx*Ly], got [6, 6]",
+        ),
+        Invalid(
+            "y_dim",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(d, 6)),
+            "array_jagged_bmm_jagged_out: y must be [Ty, N], got [6]",
+        ),
+        Invalid(
+            "y_dim_transposed",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(d, 6), transpose=True),
+            "array_jagged_bmm_jagged_out: y must be [Tx, N], got [6]",
+        ),
+        Invalid(
+            "a_dtype",
+            lambda d: _array_jagged_bmm_jagged_out(d, a=_tensor(d, 36, dtype=torch.bool)),
+            "array_jagged_bmm_jagged_out: a must be float32, float64, float16 or bfloat16,"
+            " got bool",
+        ),
+        Invalid(
+            "y_dtype",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(d, 6, 5, dtype=torch.bfloat16)),
+            "array_jagged_bmm_jagged_out: y must be float32, got bfloat16",
+        ),
+        Invalid(
+            "offsets_none",
+            lambda d: _array_jagged_bmm_jagged_out(d, offsets=_offsets(d)),
+            "array_jagged_bmm_jagged_out: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "y_offsets_dim",
+            lambda d: _array_jagged_bmm_jagged_out(
+                d, y_offsets=_tensor(d, 3, 1, dtype=torch.int64), total=6
+            ),
+            "array_jagged_bmm_jagged_out: y_offsets must be [B + 1], got [3, 1]",
+        ),
+        Invalid(
+            "matrix_offsets_dtype",
+            lambda d: _array_jagged_bmm_jagged_out(d, matrix_offsets=_tensor(d, 3)),
+            "array_jagged_bmm_jagged_out: matrix_offsets must be int64, got float32",
+        ),
+        Invalid(
+            "matrix_offsets_dim",
+            lambda d: _array_jagged_bmm_jagged_out(d, matrix_offsets=_offsets(d, 0, 0, 0)[None]),
+            "array_jagged_bmm_jagged_out: matrix_offsets must be [3], got [1, 3]",
+        ),
+        Invalid(
+            "total",
+            lambda d: _array_jagged_bmm_jagged_out(d, total=-2),
+            "array_jagged_bmm_jagged_out: total must be >= 0, got -2",
+        ),
+        Invalid(
+            "y_device",
+            lambda d: _array_jagged_bmm_jagged_out(d, y=_tensor(torch.device("cpu"), 6, 5)),
+            "array_jagged_bmm_jagged_out: y must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: _array_jagged_bmm_jagged_out(
+                d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)
+            ),
+            "array_jagged_bmm_jagged_out: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+    ),
+)
+
 # --- jagged_softmax
 
 
@@ -425,6 +742,451 @@ JAGGED_SOFTMAX = Case(
             lambda d: _jagged_softmax_backward(d, grad_out=_tensor(d, 6, 4, dtype=torch.half)),
             "jagged_softmax_backward: grad_out must be float32, got float16",
         ),
+    ),
+)
+
+
+def _invalid_offsets(name: str, call: Callable[..., object]) -> tuple[Invalid, ...]:
+    return (
+        Invalid(
+            "offsets_none",
+            lambda d: call(d, offsets=_offsets(d)),
+            f"{name}: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: call(d, offsets=_tensor(d, 3, dtype=torch.float16)),
+            f"{name}: offsets must be int32 or int64, got float16",
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: call(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            f"{name}: offsets must be on {{device}}, got on cpu",
+            two_devices=True,
+        ),
+    )
+
+
+# --- jagged2_softmax
+
+
+def _jagged2_options(spec: Spec) -> tuple[Any, ...]:
+    return spec.layout, spec.kv, spec.choices["dim"], _softmax_scale(spec)
+
+
+def _jagged2_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged2_softmax(tensors["a"], *_jagged2_options(spec))}
+
+
+def _jagged2_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    options = _jagged2_options(spec)
+    return {"out": reference.jagged2_softmax_rounded(tensors["a"], *options, storage)}
+
+
+def _jagged2_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    grad_out = None if cotangents is None else cotangents["out"]
+    options = _jagged2_options(spec)
+    out, grad_a = reference.jagged2_softmax_terms(tensors["a"], grad_out, *options)
+    return {"out": out} if grad_a is None else {"out": out, "grad_a": grad_a}
+
+
+def _call_jagged2(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    options = {"dim": spec.choices["dim"], "scale": _softmax_scale(spec)}
+    return {"out": ops.jagged2_softmax(tensors["a"], offsets, y_offsets=kv_offsets, **options)}
+
+
+def _registered_jagged2(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    a = sample.tensors["a"]
+    options = (sample.spec.choices["dim"], _softmax_scale(sample.spec))
+    arguments = (sample.offsets, sample.kv_offsets, _matrix_offsets(sample), *options)
+    out = torch.ops.jagged_cuda.jagged2_softmax(a.detach(), *arguments)
+    return {
+        "jagged2_softmax": (a, *arguments),
+        "jagged2_softmax_backward": (torch.randn_like(out), out, *arguments),
+    }
+
+
+def _jagged2_softmax(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {"a": _tensor(device, 36), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged2_softmax(**(arguments | changed))
+
+
+def _jagged2_softmax_backward(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "grad_out": _tensor(device, 36),
+        "out": _tensor(device, 36),
+        "offsets": _offsets(device, 0, 2, 6),
+        "y_offsets": None,
+        "matrix_offsets": _offsets(device, 0, 4, 20),
+    }
+    return torch.ops.jagged_cuda.jagged2_softmax_backward(**(arguments | changed))
+
+
+JAGGED2_SOFTMAX = Case(
+    name="jagged2_softmax",
+    choices={
+        "dim": (-1, -2),
+        "scale": (1.0, 1.0, 0.125, 6.0, -1.5, 0.0),
+        "cross": (False, True),
+        "capacity": _CAPACITIES,
+    },
+    shapes=lambda spec: {"a": (spec.capacity,)},
+    rows={"a": "matrix", "out": "matrix"},
+    function=_call_jagged2,
+    registered=_registered_jagged2,
+    reference=_jagged2_reference,
+    rounded=(_jagged2_rounded,),
+    terms=_jagged2_terms,
+    differentiable=("a",),
+    product=False,
+    autocast="float32",
+    profiles={
+        "small": Profile((1, 2, 4), (1, 9, 24)),
+        "edge": Profile((1, 3, 6), (33, 65, 300)),
+        "large": Profile((16, 100), (200, 700)),
+    },
+    huge=None,
+    invalid=(
+        Invalid(
+            "a_dim",
+            lambda d: _jagged2_softmax(d, a=_tensor(d, 6, 6)),
+            "jagged2_softmax: a must be [sum Lx*Ly], got [6, 6]",
+        ),
+        Invalid(
+            "a_dtype",
+            lambda d: _jagged2_softmax(d, a=_tensor(d, 36, dtype=torch.int32)),
+            "jagged2_softmax: a must be float32, float64, float16 or bfloat16, got int32",
+        ),
+        Invalid(
+            "dim",
+            lambda d: _jagged2_softmax(d, dim=1),
+            "jagged2_softmax: dim must be -1 or -2, got 1",
+        ),
+        Invalid(
+            "y_offsets_batch",
+            lambda d: _jagged2_softmax(d, y_offsets=_offsets(d, 0, 6)),
+            "jagged2_softmax: y_offsets must be [3], got [2]",
+        ),
+        Invalid(
+            "matrix_offsets_dtype",
+            lambda d: _jagged2_softmax(d, matrix_offsets=_tensor(d, 3)),
+            "jagged2_softmax: matrix_offsets must be int64, got float32",
+        ),
+        Invalid(
+            "matrix_offsets_dim",
+            lambda d: _jagged2_softmax(d, matrix_offsets=_offsets(d, 0, 0)),
+            "jagged2_softmax: matrix_offsets must be [3], got [2]",
+        ),
+        *_invalid_offsets("jagged2_softmax", _jagged2_softmax),
+        Invalid(
+            "backward_grad_out_shape",
+            lambda d: _jagged2_softmax_backward(d, grad_out=_tensor(d, 35)),
+            "jagged2_softmax_backward: grad_out must be [36], got [35]",
+        ),
+        Invalid(
+            "backward_grad_out_dtype",
+            lambda d: _jagged2_softmax_backward(d, grad_out=_tensor(d, 36, dtype=torch.half)),
+            "jagged2_softmax_backward: grad_out must be float32, got float16",
+        ),
+    ),
+)
+
+# --- conversions and reductions
+
+_TRAILING = ((), (1,), (3,), (8,), (16,), (65,), (2, 3), (1, 1, 7), (0,), (300,))
+_ROW_PROFILES = {
+    "small": Profile((1, 2, 4), (1, 9, 24)),
+    "edge": Profile((1, 3, 6), (33, 65, 300)),
+    "large": Profile((64, 500), (200, 3000), {"trailing": ((8,), (4, 64), (257,))}),
+}
+
+
+def _padded_len(spec: Spec) -> int:
+    """By the choice "padded_len": a number, or what the longest sequence needs, more or less."""
+    chosen = spec.choices["padded_len"]
+    if isinstance(chosen, int):
+        return chosen
+    longest = spec.layout.max_len
+    return {"longest": longest, "spare": longest + 3, "short": longest * 2 // 3}[chosen]
+
+
+# --- jagged_to_padded
+
+
+def _to_padded_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    fill = spec.choices["fill"]
+    return {
+        "out": reference.jagged_to_padded(tensors["x"], spec.layout, _padded_len(spec), fill),
+    }
+
+
+def _jagged_to_padded(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 6, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "max_len": 3,
+    }
+    return jagged_cuda.jagged_to_padded(**(arguments | changed))
+
+
+JAGGED_TO_PADDED = Case(
+    name="jagged_to_padded",
+    choices={
+        "trailing": _TRAILING,
+        "padded_len": ("longest", "spare", "short", 0),
+        "fill": (0.0, -1.5, 3.0),
+    },
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "seq"},
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.jagged_to_padded(t["x"], offsets, _padded_len(spec), fill=spec.choices["fill"])
+    },
+    registered=lambda s: {
+        "jagged_to_padded": (s.tensors["x"], s.offsets, _padded_len(s.spec), s.spec.choices["fill"])
+    },
+    reference=_to_padded_reference,
+    rounded=(lambda spec, t, _: _to_padded_reference(spec, t),),
+    terms=_terms_of(_to_padded_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,), "padded_len": 128},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_to_padded(d, x=_tensor(d)),
+            "jagged_to_padded: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_to_padded(d, x=_tensor(d, 6, 4, dtype=torch.bool)),
+            "jagged_to_padded: x must be float32, float64, float16, bfloat16, int32 or int64,"
+            " got bool",
+        ),
+        Invalid(
+            "max_len",
+            lambda d: _jagged_to_padded(d, max_len=-1),
+            "jagged_to_padded: max_len must be >= 0, got -1",
+        ),
+        Invalid(
+            "fill_of_ids",
+            lambda d: _jagged_to_padded(d, x=_tensor(d, 6, dtype=torch.int64), fill=0.5),
+            "jagged_to_padded: fill must be an integer that fits into int64, got 0.5",
+        ),
+        *_invalid_offsets("jagged_to_padded", _jagged_to_padded),
+    ),
+)
+
+# --- padded_to_jagged
+
+
+def _to_jagged_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.padded_to_jagged(tensors["x"], spec.rows_layout("total"))}
+
+
+def _padded_to_jagged(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 2, 3, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "total": 6,
+    }
+    return jagged_cuda.padded_to_jagged(**(arguments | changed))
+
+
+PADDED_TO_JAGGED = Case(
+    name="padded_to_jagged",
+    choices={
+        "trailing": _TRAILING,
+        "padded_len": ("longest", "spare", "short", 0),
+        "total": (None,),
+    },
+    shapes=lambda spec: {"x": (spec.layout.num_seqs, _padded_len(spec), *spec.choices["trailing"])},
+    rows={"x": "seq", "out": "total"},
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.padded_to_jagged(t["x"], offsets, total=spec.rows_layout("total").total)
+    },
+    registered=lambda s: {
+        "padded_to_jagged": (s.tensors["x"], s.offsets, s.spec.rows_layout("total").total)
+    },
+    reference=_to_jagged_reference,
+    rounded=(lambda spec, t, _: _to_jagged_reference(spec, t),),
+    terms=_terms_of(_to_jagged_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,), "padded_len": 128},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _padded_to_jagged(d, x=_tensor(d, 2)),
+            "padded_to_jagged: x must be [B, M, ...], got [2]",
+        ),
+        Invalid(
+            "x_batch",
+            lambda d: _padded_to_jagged(d, x=_tensor(d, 3, 3, 4)),
+            "padded_to_jagged: x must be [2, 3, 4], got [3, 3, 4]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _padded_to_jagged(d, x=_tensor(d, 2, 3, dtype=torch.uint8)),
+            "padded_to_jagged: x must be float32, float64, float16, bfloat16, int32 or int64,"
+            " got uint8",
+        ),
+        Invalid(
+            "total",
+            lambda d: _padded_to_jagged(d, total=-3),
+            "padded_to_jagged: total must be >= 0, got -3",
+        ),
+        *_invalid_offsets("padded_to_jagged", _padded_to_jagged),
+    ),
+)
+
+# --- jagged_sum
+
+
+def _jagged_sum(device: torch.device, **changed: Tensor) -> object:
+    arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged_sum(**(arguments | changed))
+
+
+def _sum_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged_sum(tensors["x"], spec.layout)}
+
+
+JAGGED_SUM = Case(
+    name="jagged_sum",
+    choices={"trailing": _TRAILING},
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "seq"},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_sum(t["x"], offsets)},
+    registered=lambda s: {"jagged_sum": (s.tensors["x"], s.offsets)},
+    reference=_sum_reference,
+    rounded=(lambda spec, t, _: _sum_reference(spec, t),),
+    terms=_terms_of(_sum_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,)},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_sum(d, x=_tensor(d)),
+            "jagged_sum: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_sum(d, x=_tensor(d, 6, 4, dtype=torch.int64)),
+            "jagged_sum: x must be float32, float64, float16 or bfloat16, got int64",
+        ),
+        *_invalid_offsets("jagged_sum", _jagged_sum),
+    ),
+)
+
+# --- jagged_mean
+
+
+def _jagged_mean(device: torch.device, **changed: Tensor) -> object:
+    arguments = {"x": _tensor(device, 6, 4), "offsets": _offsets(device, 0, 2, 6)}
+    return jagged_cuda.jagged_mean(**(arguments | changed))
+
+
+def _mean_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged_mean(tensors["x"], spec.layout)}
+
+
+JAGGED_MEAN = Case(
+    name="jagged_mean",
+    choices={"trailing": _TRAILING},
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": "seq"},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_mean(t["x"], offsets)},
+    registered=lambda s: {"jagged_mean": (s.tensors["x"], s.offsets)},
+    reference=_mean_reference,
+    rounded=(lambda spec, t, _: _mean_reference(spec, t),),
+    terms=_terms_of(_mean_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,)},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_mean(d, x=_tensor(d)),
+            "jagged_mean: x must be [T, ...], got []",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_mean(d, x=_tensor(d, 6, 4, dtype=torch.int32)),
+            "jagged_mean: x must be float32, float64, float16 or bfloat16, got int32",
+        ),
+        *_invalid_offsets("jagged_mean", _jagged_mean),
+    ),
+)
+
+# --- jagged_broadcast
+
+
+def _broadcast_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return {"out": reference.jagged_broadcast(tensors["x"], spec.rows_layout("total"))}
+
+
+def _jagged_broadcast(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "x": _tensor(device, 2, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "total": 6,
+    }
+    return jagged_cuda.jagged_broadcast(**(arguments | changed))
+
+
+JAGGED_BROADCAST = Case(
+    name="jagged_broadcast",
+    choices={"trailing": _TRAILING, "total": (None,)},
+    shapes=lambda spec: {"x": (spec.layout.num_seqs, *spec.choices["trailing"])},
+    rows={"x": "seq", "out": "total"},
+    function=lambda ops, spec, t, offsets, _: {
+        "out": ops.jagged_broadcast(t["x"], offsets, total=spec.rows_layout("total").total)
+    },
+    registered=lambda s: {
+        "jagged_broadcast": (s.tensors["x"], s.offsets, s.spec.rows_layout("total").total)
+    },
+    reference=_broadcast_reference,
+    rounded=(lambda spec, t, _: _broadcast_reference(spec, t),),
+    terms=_terms_of(_broadcast_reference),
+    differentiable=("x",),
+    product=False,
+    autocast="unchanged",
+    profiles=_ROW_PROFILES,
+    huge={"trailing": (512,)},
+    invalid=(
+        Invalid(
+            "x_dim",
+            lambda d: _jagged_broadcast(d, x=_tensor(d)),
+            "jagged_broadcast: x must be [B, ...], got []",
+        ),
+        Invalid(
+            "x_batch",
+            lambda d: _jagged_broadcast(d, x=_tensor(d, 3, 4)),
+            "jagged_broadcast: x must be [2, 4], got [3, 4]",
+        ),
+        Invalid(
+            "x_dtype",
+            lambda d: _jagged_broadcast(d, x=_tensor(d, 2, 4, dtype=torch.int8)),
+            "jagged_broadcast: x must be float32, float64, float16, bfloat16, int32 or int64,"
+            " got int8",
+        ),
+        Invalid(
+            "total",
+            lambda d: _jagged_broadcast(d, total=-1),
+            "jagged_broadcast: total must be >= 0, got -1",
+        ),
+        *_invalid_offsets("jagged_broadcast", _jagged_broadcast),
     ),
 )
 
@@ -745,7 +1507,15 @@ CASES: dict[str, Case] = {
     for case in (
         JAGGED_DENSE_BMM,
         JAGGED_JAGGED_BMM,
+        JAGGED_JAGGED_BMM_JAGGED_OUT,
+        ARRAY_JAGGED_BMM_JAGGED_OUT,
         JAGGED_SOFTMAX,
+        JAGGED2_SOFTMAX,
+        JAGGED_TO_PADDED,
+        PADDED_TO_JAGGED,
+        JAGGED_SUM,
+        JAGGED_MEAN,
+        JAGGED_BROADCAST,
         JAGGED_FLASH_ATTENTION,
     )
 }

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +71,14 @@ def corrupt(rng: random.Random, offsets: Tensor, total: int) -> Tensor:
     return wrong.to(offsets.device)
 
 
+def with_wrong_matrix_offsets(rng: random.Random, case: Case, sample: Sample) -> Any:
+    """jagged_cuda, whose function of this case is given the beginnings of matrices, wrong ones."""
+    right = jagged_cuda.matrix_offsets(sample.offsets, sample.kv_offsets)
+    wrong = corrupt(rng, right, sample.spec.capacity)
+    function = functools.partial(getattr(jagged_cuda, case.name), matrix_offsets=wrong)
+    return SimpleNamespace(**{case.name: function})
+
+
 def call_with_wrong_offsets(case: Case, seed: int, dtype: torch.dtype, device: str) -> None:
     """Raise AssertionError if the operator was seen out of bounds."""
     rng = random.Random(f"{case.name} {seed}")
@@ -82,13 +93,18 @@ def call_with_wrong_offsets(case: Case, seed: int, dtype: torch.dtype, device: s
     if kv_offsets is not None and rng.random() < 0.7:
         kv_offsets = corrupt(rng, kv_offsets, spec.kv.total)
     sample = Sample(spec, tensors, offsets, kv_offsets)
+    ops: Any = jagged_cuda
+    if "matrix" in case.rows.values() and rng.random() < 0.6:
+        if rng.random() < 0.5:  # nothing else is wrong
+            sample = dataclasses.replace(sample, offsets=drawn.offsets, kv_offsets=drawn.kv_offsets)
+        ops = with_wrong_matrix_offsets(rng, case, sample)
 
     def cotangents(outputs: Tensors) -> Tensors:
         drawn = draw_cotangents(outputs, spec, case.rows)
         return {name: guarded.place(t.clamp(-1, 1)) for name, t in drawn.items()}
 
     torch.use_deterministic_algorithms(seed % 2 == 0)
-    found = run(case, sample, lambda s: case.call(jagged_cuda, s), cotangents)
+    found = run(case, sample, lambda s: case.call(ops, s), cotangents)
     if device != "cpu":
         torch.cuda.synchronize()
     assert guarded.intact(), f"{case.name}, seed {seed}: wrote outside a tensor"

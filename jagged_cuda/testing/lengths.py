@@ -49,6 +49,19 @@ class Layout:
         return owners.repeat_interleave(counts).to(device)
 
 
+def matrices(rows: Layout, columns: Layout, capacity: int) -> Layout:
+    """Where the matrices of sequences lie in a vector of `capacity` elements, one a "row".
+
+    Matrix b is `[rows.lengths[b], columns.lengths[b]]`, row by row. One that does not fit counts
+    as empty, and its elements as outside.
+    """
+    sizes, end = [], 0
+    for height, width in zip(rows.lengths, columns.lengths, strict=True):
+        end += height * width
+        sizes.append(height * width if end <= capacity else 0)
+    return Layout(tuple(sizes), tail=capacity - sum(sizes))
+
+
 def _uniform(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
     return [rng.randint(1, max_len) for _ in range(num_seqs)]
 

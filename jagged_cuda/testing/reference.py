@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.lengths import Layout, matrices
 
 
 def _inside(layout: Layout, device: torch.device) -> Tensor:
@@ -48,6 +48,32 @@ def unpad(padded: Tensor, layout: Layout, outside: float = 0.0) -> Tensor:
     return values.index_copy(0, row, padded[_inside(layout, padded.device)])
 
 
+def _matrix_elements(
+    layout: Layout, kv_layout: Layout, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`[B, M, N]`: where each element of a matrix `[L, Lk]` stands, and whether it is there."""
+    begin = matrices(layout, kv_layout, capacity).offsets(device)[:-1]
+    fits = matrices(layout, kv_layout, capacity).offsets(device).diff() > 0
+    len_k = torch.tensor(kv_layout.lengths, dtype=torch.int64, device=device)
+    i = torch.arange(layout.max_len, device=device)[None, :, None]
+    j = torch.arange(kv_layout.max_len, device=device)[None, None, :]
+    there = _inside(layout, device)[:, :, None] & _inside(kv_layout, device)[:, None, :]
+    return begin[:, None, None] + i * len_k[:, None, None] + j, there & fits[:, None, None]
+
+
+def pad_matrices(values: Tensor, layout: Layout, kv_layout: Layout) -> Tensor:
+    """`[sum L*Lk]` -> `[B, M, N]`, zeros beyond each matrix, and for one that does not fit."""
+    capacity = values.shape[0]
+    element, there = _matrix_elements(layout, kv_layout, capacity, values.device)
+    return torch.cat([values, values.new_zeros(1)])[element.where(there, capacity)]
+
+
+def unpad_matrices(padded: Tensor, layout: Layout, kv_layout: Layout, capacity: int) -> Tensor:
+    """`[B, M, N]` -> `[sum L*Lk]` in `capacity` elements; those outside every matrix are 0."""
+    element, there = _matrix_elements(layout, kv_layout, capacity, padded.device)
+    return padded.new_zeros(capacity).index_copy(0, element[there], padded[there])
+
+
 # --- the products
 
 
@@ -59,6 +85,25 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, layout: Layout) -> Tensor:
 def jagged_jagged_bmm(x: Tensor, y: Tensor, layout: Layout) -> Tensor:
     """x `[T, D]`, y `[T, N]` -> `[B, D, N]`"""
     return pad(x, layout).transpose(1, 2) @ pad(y, layout)
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor, y: Tensor, layout: Layout, kv_layout: Layout, capacity: int
+) -> Tensor:
+    """x `[Tx, D]`, y `[Ty, D]` -> `[capacity]`, a matrix `[L, Lk]` a sequence"""
+    scores = pad(x, layout) @ pad(y, kv_layout).transpose(1, 2)
+    return unpad_matrices(scores, layout, kv_layout, capacity)
+
+
+def array_jagged_bmm_jagged_out(
+    a: Tensor, y: Tensor, layout: Layout, kv_layout: Layout, transpose: bool
+) -> Tensor:
+    """a `[sum L*Lk]`, y `[Ty, N]` -> `[Tx, N]`; with transpose the matrices are `[Lk, L]`"""
+    if transpose:
+        weights = pad_matrices(a, kv_layout, layout).transpose(1, 2)
+    else:
+        weights = pad_matrices(a, layout, kv_layout)
+    return unpad(weights @ pad(y, kv_layout), layout)
 
 
 # --- jagged_softmax
@@ -80,40 +125,119 @@ def _masked_softmax(logits: Tensor, mask: Tensor, dim: int) -> Tensor:
 
 
 class _RoundedSoftmax(torch.autograd.Function):
-    """Softmax over the rows whose backward reads the rounded result, as PyTorch's own does."""
+    """Masked softmax of padded values whose backward reads the rounded result, as torch's does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
-        out = jagged_softmax(x, layout, scale).to(storage).to(x.dtype)
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor, dim: int, scale: float, storage: torch.dtype
+    ) -> Tensor:
+        out = _masked_softmax(scale * x, mask, dim).to(storage).to(x.dtype)
         ctx.save_for_backward(out)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.dim, ctx.scale = dim, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
-        out, grad_out = pad(out, ctx.layout), pad(grad_out, ctx.layout)
-        delta = (out * grad_out).sum(1, keepdim=True)
-        return unpad(ctx.scale * out * (grad_out - delta), ctx.layout), None, None, None
+        delta = (out * grad_out).sum(ctx.dim, keepdim=True)
+        return ctx.scale * out * (grad_out - delta), None, None, None, None
+
+
+def _softmax_terms(
+    x: Tensor, out: Tensor, grad_out: Tensor | None, dim: int, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Of out and of dx, padded. An error e of the logits is one of out of
+    ``out * (e + sum(out * e))``."""
+    logits = (scale * x).abs()
+    out_terms = out * (1 + logits + (out * logits).sum(dim, keepdim=True))
+    if grad_out is None:
+        return out_terms, None
+    delta_terms = (out_terms * grad_out.abs()).sum(dim, keepdim=True)
+    return out_terms, abs(scale) * (out_terms * grad_out.abs() + out * delta_terms)
 
 
 def jagged_softmax_rounded(x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
-    return _RoundedSoftmax.apply(x, layout, scale, storage)
+    inside = _inside(layout, x.device)
+    inside = inside.reshape(*inside.shape, *(1,) * (x.dim() - 1))
+    return unpad(_RoundedSoftmax.apply(pad(x, layout), inside, 1, scale, storage), layout)
 
 
 def jagged_softmax_terms(
     x: Tensor, grad_out: Tensor | None, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Of out and of dx. An error e of the logits is one of out of ``out * (e + sum(out * e))``."""
     out = pad(jagged_softmax(x, layout, scale), layout)
-    logits = (scale * pad(x, layout)).abs()
-    out_terms = out * (1 + logits + (out * logits).sum(1, keepdim=True))
-    if grad_out is None:
-        return unpad(out_terms, layout), None
-    grad_out = pad(grad_out, layout).abs()
-    delta_terms = (out_terms * grad_out).sum(1, keepdim=True)
-    grad_terms = abs(scale) * (out_terms * grad_out + out * delta_terms)
-    return unpad(out_terms, layout), unpad(grad_terms, layout)
+    padded_grad = None if grad_out is None else pad(grad_out, layout)
+    out_terms, grad_terms = _softmax_terms(pad(x, layout), out, padded_grad, 1, scale)
+    return unpad(out_terms, layout), None if grad_terms is None else unpad(grad_terms, layout)
+
+
+# --- jagged2_softmax
+
+
+def jagged2_softmax(a: Tensor, layout: Layout, kv_layout: Layout, dim: int, scale: float) -> Tensor:
+    """a `[sum L*Lk]` -> like a"""
+    _, there = _matrix_elements(layout, kv_layout, a.shape[0], a.device)
+    out = _masked_softmax(scale * pad_matrices(a, layout, kv_layout), there, dim)
+    return unpad_matrices(out, layout, kv_layout, a.shape[0])
+
+
+def jagged2_softmax_rounded(
+    a: Tensor, layout: Layout, kv_layout: Layout, dim: int, scale: float, storage: torch.dtype
+) -> Tensor:
+    _, there = _matrix_elements(layout, kv_layout, a.shape[0], a.device)
+    padded = pad_matrices(a, layout, kv_layout)
+    out = _RoundedSoftmax.apply(padded, there, dim, scale, storage)
+    return unpad_matrices(out, layout, kv_layout, a.shape[0])
+
+
+def jagged2_softmax_terms(
+    a: Tensor, grad_out: Tensor | None, layout: Layout, kv_layout: Layout, dim: int, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    def padded(values: Tensor) -> Tensor:
+        return pad_matrices(values, layout, kv_layout)
+
+    def unpadded(values: Tensor) -> Tensor:
+        return unpad_matrices(values, layout, kv_layout, a.shape[0])
+
+    out = padded(jagged2_softmax(a, layout, kv_layout, dim, scale))
+    padded_grad = None if grad_out is None else padded(grad_out)
+    out_terms, grad_terms = _softmax_terms(padded(a), out, padded_grad, dim, scale)
+    return unpadded(out_terms), None if grad_terms is None else unpadded(grad_terms)
+
+
+# --- conversions and reductions
+
+
+def jagged_to_padded(x: Tensor, layout: Layout, max_len: int, fill: float) -> Tensor:
+    """x `[T, ...]` -> `[B, max_len, ...]`"""
+    lengths = torch.tensor(layout.lengths, dtype=torch.int64, device=x.device)
+    i = torch.arange(max_len, device=x.device)
+    row = layout.offsets(x.device)[:-1, None] + i
+    filled = torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])
+    return filled[row.where(i < lengths[:, None], layout.total)]
+
+
+def padded_to_jagged(x: Tensor, layout: Layout) -> Tensor:
+    """x `[B, M, ...]` -> `[T, ...]`"""
+    missing = max(0, layout.max_len - x.shape[1])
+    beyond = x.new_zeros((x.shape[0], missing, *x.shape[2:]))
+    return unpad(torch.cat([x, beyond], 1)[:, : layout.max_len], layout)
+
+
+def jagged_sum(x: Tensor, layout: Layout) -> Tensor:
+    """x `[T, ...]` -> `[B, ...]`"""
+    return pad(x, layout).sum(1)
+
+
+def jagged_mean(x: Tensor, layout: Layout) -> Tensor:
+    """x `[T, ...]` -> `[B, ...]`"""
+    lengths = torch.tensor(layout.lengths, dtype=x.dtype, device=x.device).clamp(min=1)
+    return jagged_sum(x, layout) / lengths.reshape(-1, *(1,) * (x.dim() - 1))
+
+
+def jagged_broadcast(x: Tensor, layout: Layout) -> Tensor:
+    """x `[B, ...]` -> `[T, ...]`"""
+    return unpad(x[:, None].expand(-1, layout.max_len, *x.shape[1:]), layout)
 
 
 # --- jagged_flash_attention

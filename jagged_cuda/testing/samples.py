@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.lengths import Layout, matrices
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,29 @@ class Spec:
     def kv(self) -> Layout:
         return self.layout if self.kv_layout is None else self.kv_layout
 
+    @property
+    def capacity(self) -> int:
+        """Elements of a vector with one matrix `[L, Lk]` a sequence, by the choice "capacity".
+
+        "exact" is as many as there are, "spare" some more, "short" too few for the last ones.
+        """
+        elems = sum(x * y for x, y in zip(self.layout.lengths, self.kv.lengths, strict=True))
+        named = {"exact": elems, "spare": elems + 37, "short": elems * 2 // 3}
+        capacity = self.choices["capacity"]
+        return capacity if isinstance(capacity, int) else named[capacity]
+
     def rows_layout(self, rows: str) -> Layout:
-        """The layout of a tensor with the rows of "q", of "kv", or one a sequence ("seq")."""
+        """The layout of a tensor by what its rows are.
+
+        Rows of "q", of "kv", one a sequence ("seq"), or elements of its matrix ("matrix"); "total"
+        are those of "q" in a tensor of so many rows as the choice "total" says.
+        """
+        if rows == "total":
+            room = self.choices["total"]
+            spare = 0 if room is None else room - self.layout.total
+            return replace(self.layout, tail=self.layout.tail + spare)
+        if rows == "matrix":
+            return matrices(self.layout, self.kv, self.capacity)
         return {"q": self.layout, "kv": self.kv, "seq": Layout((1,) * self.layout.num_seqs)}[rows]
 
 

@@ -29,6 +29,7 @@
 // finite.
 #pragma once
 
+#include "kernels/gemm/shifted.cuh"
 #include "kernels/prim/ptx.cuh"
 
 #include <cstdint>
@@ -83,8 +84,9 @@ struct Config {
 
   // CTAs an SM that the registers must leave room for: as many as sums allow without spills.
   static constexpr int kSums = kFragmentsM * kFragmentsN * 4 * (Math::kCompensated ? 3 : 2);
-  static constexpr int kMinCtas = kSums >= 96 ? 3 : kSums > 16 ? 4 : 5;
+  static constexpr int kMinCtas = (kSums >= 96 ? 3 : kSums > 16 ? 4 : 5) * 128 / kThreads;
 
+  static_assert(kMinCtas >= 1);
   static_assert(kTileM % (16 * kWarpsM) == 0 && kTileN % (8 * kWarpsN) == 0);
   static_assert(kFragmentsN == 1 || kFragmentsN % 2 == 0, "B fragments are loaded two at a time");
   static_assert(kTileK % Math::kStepK == 0 && kStages >= 2);
@@ -114,10 +116,16 @@ struct SharedStorage {
   Stage<Config> stages[Config::kStages];
 };
 
+// The dynamic shared memory of the CTA.
+template <typename Storage>
+__device__ __forceinline__ Storage& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Storage*>(shared_bytes);
+}
+
 template <typename Config>
 __device__ __forceinline__ SharedStorage<Config>& shared_storage() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<SharedStorage<Config>*>(shared_bytes);
+  return shared_memory<SharedStorage<Config>>();
 }
 
 // An operand of one product.
@@ -128,12 +136,28 @@ struct Operand {
   bool vectors;         // data is 16-byte aligned and stride a multiple of 16 bytes
 };
 
+// One whose lines are as a rule not aligned.
+template <typename Element>
+struct UnalignedOperand : Operand<Element> {
+  Extent tensor;  // around it
+  bool at_edge;   // the 16-byte granules that hold its elements reach out of the tensor
+};
+
+template <typename Element>
+constexpr bool is_unaligned(const Operand<Element>*) {
+  return false;
+}
+template <typename Element>
+constexpr bool is_unaligned(const UnalignedOperand<Element>*) {
+  return true;
+}
+
 // ---- Loading -----------------------------------------------------------------------------------
 
 // Copies lines x elems of the tile at `global` into shared memory, and zeros into the rest of it.
 // No more is read than what exists: a copy of 0 bytes does not look at its source.
-template <int kThreads, int kLines, int kElems, int kLine, typename Element>
-__device__ __forceinline__ void load_tile(Element* sTile, const Operand<Element>& operand,
+template <int kThreads, int kLines, int kElems, int kLine, typename Operand, typename Element>
+__device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand,
                                           const Element* global, int lines, int elems) {
   if (operand.vectors) {
     constexpr int kVector = 16 / sizeof(Element), kVectors = kElems / kVector;
@@ -147,6 +171,17 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand<Element>
       const int line = first + step;
       if (kLines % kLineStep != 0 && line >= kLines) break;
       ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
+      source += kLineStep * operand.stride;
+    }
+  } else if constexpr (is_unaligned(static_cast<const Operand*>(nullptr)) && sizeof(Element) == 4) {
+    constexpr int kLineStep = kThreads / kElems;
+    static_assert(kThreads % kElems == 0 && kLines % kLineStep == 0);
+    const int first = threadIdx.x / kElems, elem = threadIdx.x % kElems;
+    const Element* source = global + first * operand.stride + elem;
+#pragma unroll
+    for (int step = 0; step < kLines; step += kLineStep) {
+      const bool exists = first + step < lines && elem < elems;
+      ptx::cp_async_4(&sTile[(first + step) * kLine + elem], source, exists ? 4 : 0);
       source += kLineStep * operand.stride;
     }
   } else {
@@ -164,6 +199,71 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand<Element>
     }
   }
 }
+
+// A tile on its way into shared memory: start() and, once the stage before it has been multiplied,
+// finish(). Copies by cp.async need the first alone.
+template <int kThreads, int kLines, int kElems, int kLine, typename Operand>
+struct TileLoad {
+  template <typename Element>
+  __device__ __forceinline__ void start(Element* sTile, const Operand& operand,
+                                        const Element* global, int lines, int elems) {
+    load_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines, elems);
+  }
+  template <typename Element>
+  __device__ __forceinline__ void finish(Element* sTile) {}
+};
+
+// Unaligned lines of 16-bit elements wait in registers (gemm/shifted.cuh): the products of one
+// stage hide the latency of the next one's loads.
+template <int kThreads, int kLines, int kElems, int kLine, typename Element>
+struct GranulesLoad {
+  static constexpr int kVector = Granules<Element>::kElems, kVectors = kElems / kVector;
+  static constexpr int kLineStep = kThreads / kVectors;
+  static constexpr int kCopies = kLines / kLineStep;
+  static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
+  static_assert(kLines % kLineStep == 0);
+
+  Granules<Element> granules[kCopies];
+  int lines, exist;  // exist < 0: nothing waits
+
+  __device__ __forceinline__ void start(Element* sTile, const UnalignedOperand<Element>& operand,
+                                        const Element* global, int lines_there, int elems) {
+    exist = -1;
+    if (operand.vectors) {
+      load_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines_there, elems);
+      return;
+    }
+    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
+    lines = lines_there - first;
+    exist = max(0, min(kVector, elems - elem));
+    const Element* source = global + first * operand.stride + elem;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      granules[copy].load(source, copy * kLineStep < lines ? exist : 0, operand.at_edge,
+                          operand.tensor);
+      source += kLineStep * operand.stride;
+    }
+  }
+
+  __device__ __forceinline__ void finish(Element* sTile) {
+    if (exist < 0) return;
+    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const int line = copy * kLineStep;
+      *reinterpret_cast<uint4*>(&sTile[(first + line) * kLine + elem]) =
+          granules[copy].combine(line < lines ? exist : 0);
+    }
+    exist = -1;
+  }
+};
+
+template <int kThreads, int kLines, int kElems, int kLine>
+struct TileLoad<kThreads, kLines, kElems, kLine, UnalignedOperand<__half>>
+    : GranulesLoad<kThreads, kLines, kElems, kLine, __half> {};
+template <int kThreads, int kLines, int kElems, int kLine>
+struct TileLoad<kThreads, kLines, kElems, kLine, UnalignedOperand<__nv_bfloat16>>
+    : GranulesLoad<kThreads, kLines, kElems, kLine, __nv_bfloat16> {};
 
 __device__ __forceinline__ int clamp_extent(int64_t left, int tile) {
   return left < tile ? static_cast<int>(left) : tile;
@@ -450,28 +550,27 @@ __device__ __forceinline__ void store_tile(const Accumulator<Config>& rAcc,
 // C rows [0, rows) of this tile x columns [begin, end): calls store(rAcc, row, column, n) for each
 // tile of N at n, with the warp's corner (row, column) in the tile. All threads of the CTA call it
 // together.
-template <typename Config, typename Store>
-__device__ __forceinline__ void multiply(SharedStorage<Config>& shared,
-                                         const Operand<typename Config::Element>& a,
-                                         const Operand<typename Config::Element>& b, int rows,
-                                         int64_t begin, int64_t end, int64_t depth, Store store) {
+template <typename Config, typename OperandA, typename OperandB, typename Store>
+__device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const OperandA& a,
+                                         const OperandB& b, int rows, int64_t begin, int64_t end,
+                                         int64_t depth, Store store) {
   constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;
   constexpr int kThreads = Config::kThreads, kStages = Config::kStages;
   const int warp = threadIdx.x / 32;
   const int row = warp % Config::kWarpsM * Config::kWarpTileM;
   const int column = warp / Config::kWarpsM * Config::kWarpTileN;
 
+  constexpr bool kAlongK = Config::kLayoutA == Layout::kAlongK;
+  TileLoad<kThreads, Config::kLinesA, kAlongK ? kTileK : kTileM, Config::kLineA, OperandA> load_a;
   int64_t load_n = begin, load_k = 0;
-  const auto load_next = [&](Stage<Config>& stage) {
+  const auto start_next = [&](Stage<Config>& stage) {
     if (load_n < end) {
       const int depth_left = clamp_extent(depth - load_k, kTileK);
       const int columns_left = clamp_extent(end - load_n, kTileN);
-      if constexpr (Config::kLayoutA == Layout::kAlongK) {
-        load_tile<kThreads, kTileM, kTileK, Config::kLineA>(stage.sA, a, a.data + load_k, rows,
-                                                            depth_left);
+      if constexpr (kAlongK) {
+        load_a.start(stage.sA, a, a.data + load_k, rows, depth_left);
       } else {
-        load_tile<kThreads, kTileK, kTileM, Config::kLineA>(stage.sA, a, a.data + load_k * a.stride,
-                                                            depth_left, rows);
+        load_a.start(stage.sA, a, a.data + load_k * a.stride, depth_left, rows);
       }
       if constexpr (Config::kLayoutB == Layout::kAlongK) {
         load_tile<kThreads, kTileN, kTileK, Config::kLineB>(
@@ -487,7 +586,10 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared,
   };
 
 #pragma unroll 1
-  for (int s = 0; s < kStages - 1; ++s) load_next(shared.stages[s]);
+  for (int s = 0; s < kStages - 1; ++s) {
+    start_next(shared.stages[s]);
+    load_a.finish(shared.stages[s].sA);
+  }
   int current = 0;
   for (int64_t n = begin; n < end; n += kTileN) {
     const bool at_work = row < rows && column < end - n;
@@ -496,11 +598,13 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared,
     for (int64_t k = 0; k == 0 || k < depth; k += kTileK) {
       ptx::cp_async_wait<kStages - 2>();
       __syncthreads();  // this stage is there for all; the stage before it is free
-      load_next(shared.stages[current == 0 ? kStages - 1 : current - 1]);
+      Stage<Config>& next = shared.stages[current == 0 ? kStages - 1 : current - 1];
+      start_next(next);
       if (at_work) {
         multiply_stage<Config>(rAcc, shared.stages[current], row, column,
                                clamp_extent(depth - k, kTileK));
       }
+      load_a.finish(next.sA);
       current = current == kStages - 1 ? 0 : current + 1;
     }
     if (at_work) store(rAcc, row, column, n);
@@ -517,7 +621,7 @@ struct ColumnSplit {
 inline ColumnSplit split_columns(int64_t columns, int tile_columns, int64_t row_tiles) {
   constexpr int64_t kWantedCtas = 1024;  // about 8 for each of 132 SMs
   constexpr int64_t kMaxParts = 65535;   // grid.y
-  const int64_t tiles = (columns + tile_columns - 1) / tile_columns;
+  const int64_t tiles = columns > 0 ? (columns + tile_columns - 1) / tile_columns : 1;
   int64_t parts = (kWantedCtas + row_tiles - 1) / (row_tiles > 0 ? row_tiles : 1);
   parts = parts < tiles ? parts : tiles;
   parts = parts < kMaxParts ? parts : kMaxParts;

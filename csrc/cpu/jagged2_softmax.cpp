@@ -1,0 +1,125 @@
+// jagged2_softmax on the CPU, forward and backward. Over columns: items are rows of a matrix, about
+// kItemElems elements of them (kernels/softmax_lines.inl). Over rows: up to kSoftmaxColumns columns
+// of a matrix, as jagged_softmax takes them of a sequence (kernels/softmax.inl).
+#include "ops/jagged2_softmax.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+
+#include "cpu/kernels.h"
+#include "cpu/matrices.h"
+#include "cpu/work_list.h"
+#include "ops/last_kernel.h"
+
+namespace jagged_cuda::cpu {
+namespace {
+
+constexpr int64_t kItemElems = 8192;
+constexpr int64_t kElementCost = 8;  // an exponential and the passes over memory, in multiply-adds
+// How many rows the matrices' sides have is nowhere said: offsets are not bounded above.
+constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+
+void softmax_over_columns(const SoftmaxParams& params, const std::vector<Matrix>& matrices,
+                          const Kernels& kernels, size_t scratch) {
+  WorkList<SoftmaxLinesItem> items;
+  for (const Matrix& matrix : matrices) {
+    const int64_t len = matrix.columns.len;
+    if (!matrix.fits || len == 0) continue;
+    const int64_t step = std::max<int64_t>(1, kItemElems / len);
+    for (int64_t row = 0; row < matrix.rows.len; row += step) {
+      const int64_t lines = std::min(step, matrix.rows.len - row);
+      items.add({matrix.begin + row * len, lines, len}, lines * (len + 16) * kElementCost);
+    }
+  }
+  items.run(scratch, [&](const SoftmaxLinesItem& item, void* memory) {
+    kernels.softmax_lines(params, item, memory);
+  });
+}
+
+void softmax_over_rows(const SoftmaxParams& shared, const std::vector<Matrix>& matrices,
+                       const Kernels& kernels, size_t scratch) {
+  struct Item {
+    size_t seq;
+    int64_t column, columns;
+  };
+  WorkList<Item> items;
+  for (size_t seq = 0; seq < matrices.size(); ++seq) {
+    const Matrix& matrix = matrices[seq];
+    if (!matrix.fits || matrix.rows.len == 0) continue;
+    for (int64_t column = 0; column < matrix.columns.len; column += kSoftmaxColumns) {
+      const int64_t columns = std::min(kSoftmaxColumns, matrix.columns.len - column);
+      items.add({seq, column, columns}, matrix.rows.len * (columns + 8) * kElementCost);
+    }
+  }
+  items.run(scratch, [&](const Item& item, void* memory) {
+    const Matrix& matrix = matrices[item.seq];
+    const int64_t begin_bytes = matrix.begin * element_bytes(shared.element);
+    SoftmaxParams params = shared;
+    params.x = static_cast<const char*>(shared.x) + begin_bytes;
+    if (shared.backward) params.grad_out = static_cast<const char*>(shared.grad_out) + begin_bytes;
+    params.out = static_cast<char*>(shared.out) + begin_bytes;
+    params.x_row_stride = params.grad_row_stride = params.columns = matrix.columns.len;
+    kernels.softmax(params, {0, matrix.rows.len, item.column, item.columns}, memory);
+  });
+}
+
+void run_softmax(const SoftmaxParams& params, const std::vector<Matrix>& matrices,
+                 const Tensor& matrix_offsets, const Jagged2SoftmaxSizes& sizes) {
+  const KernelTable& table = kernel_table();
+  zero_elements_outside(matrix_offsets, sizes.capacity, element_bytes(params.element), params.out);
+  const size_t scratch = params.element == Element::kDouble
+                             ? scratch_bytes<SoftmaxBuffers<double>>(params)
+                             : scratch_bytes<SoftmaxBuffers<float>>(params);
+  (sizes.over_rows ? softmax_over_rows : softmax_over_columns)(params, matrices,
+                                                               table.of(params.element), scratch);
+  record_kernel(table.name);
+}
+
+Tensor jagged2_softmax(Tensor a, Tensor offsets, std::optional<Tensor> y_offsets,
+                       Tensor matrix_offsets, int64_t dim, double scale) {
+  constexpr const char* op = "jagged2_softmax";
+  const Jagged2SoftmaxSizes sizes =
+      parse_jagged2_softmax(a, offsets, y_offsets, matrix_offsets, dim);
+  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, kUnbounded,
+                                      kUnbounded, sizes.capacity);
+  a = as_contiguous(op, a);
+  Tensor out = allocate(op, a, {sizes.capacity});
+  SoftmaxParams params{};
+  params.element = element_of(a);
+  params.x = a.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  params.scale = scale;
+  run_softmax(params, matrices, matrix_offsets, sizes);
+  return out;
+}
+
+Tensor jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets,
+                                std::optional<Tensor> y_offsets, Tensor matrix_offsets, int64_t dim,
+                                double scale) {
+  constexpr const char* op = "jagged2_softmax_backward";
+  const Jagged2SoftmaxSizes sizes =
+      parse_jagged2_softmax_backward(grad_out, out, offsets, y_offsets, matrix_offsets, dim);
+  const auto matrices = read_matrices(op, "out", offsets, y_offsets, matrix_offsets, kUnbounded,
+                                      kUnbounded, sizes.capacity);
+  grad_out = as_contiguous(op, grad_out);
+  out = as_contiguous(op, out);
+  Tensor grad_a = allocate(op, out, {sizes.capacity});
+  SoftmaxParams params{};
+  params.element = element_of(out);
+  params.backward = true;
+  params.x = out.const_data_ptr();
+  params.grad_out = grad_out.const_data_ptr();
+  params.out = grad_a.mutable_data_ptr();
+  params.scale = scale;
+  run_softmax(params, matrices, matrix_offsets, sizes);
+  return grad_a;
+}
+
+}  // namespace
+}  // namespace jagged_cuda::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CPU, m) {
+  m.impl("jagged2_softmax", TORCH_BOX(&jagged_cuda::cpu::jagged2_softmax));
+  m.impl("jagged2_softmax_backward", TORCH_BOX(&jagged_cuda::cpu::jagged2_softmax_backward));
+}

@@ -1,0 +1,64 @@
+#include "cuda/glue.h"
+#include "cuda/matrices.h"
+#include "cuda/product_glue.h"
+#include "kernels/jagged_jagged_bmm_jagged_out.h"
+#include "ops/jagged_jagged_bmm_jagged_out.h"
+
+#include <torch/csrc/stable/library.h>
+
+namespace jagged_cuda {
+namespace {
+
+const char* kernel_name(gemm::Math math) {
+  switch (math) {
+    case gemm::Math::kBf16:
+      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.bf16";
+    case gemm::Math::kFp16:
+      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.fp16";
+    case gemm::Math::kTf32:
+      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.tf32";
+    case gemm::Math::kFp32:
+      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.fp32";
+    case gemm::Math::kFp64:
+      return "cuda.jagged_jagged_bmm_jagged_out.fma.fp64";
+  }
+  return "none";
+}
+
+// x [Tx, D], y [Ty, D], offsets, y_offsets and matrix_offsets [B + 1] -> [total_out]
+Tensor jagged_jagged_bmm_jagged_out(const Tensor& x, const Tensor& y, const Tensor& offsets,
+                                    std::optional<Tensor> y_offsets, const Tensor& matrix_offsets,
+                                    int64_t total_out, bool allow_tf32) {
+  constexpr const char* op = "jagged_jagged_bmm_jagged_out";
+  const JaggedJaggedBmmJaggedOutSizes sizes =
+      parse_jagged_jagged_bmm_jagged_out(x, y, offsets, y_offsets, matrix_offsets, total_out);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
+  maybe_validate_matrices(op, "total_out", bounds, y_offsets.has_value(), sizes.total_x,
+                          sizes.total_y, sizes.capacity);
+  const Tensor out = allocate(op, x, {sizes.capacity});
+  if (sizes.capacity == 0) return out;
+  const Tensor left = rows_contiguous(op, x), right = rows_contiguous(op, y);
+
+  JaggedJaggedBmmJaggedOutParams params;
+  params.x = left.const_data_ptr();
+  params.y = right.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  params.matrices = view_matrices(bounds, sizes.total_x, sizes.total_y, sizes.capacity);
+  params.inner = sizes.inner;
+  params.x_stride = left.stride(0);
+  params.y_stride = right.stride(0);
+  params.x_vectors = has_aligned_lines(left, {0});
+  params.y_vectors = has_aligned_lines(right, {0});
+  params.math = product_math(x.scalar_type(), allow_tf32);
+  check_cuda(op, launch_jagged_jagged_bmm_jagged_out(params, current_stream(x)));
+  record_kernel(kernel_name(params.math));
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
+  m.impl("jagged_jagged_bmm_jagged_out", TORCH_BOX(&jagged_jagged_bmm_jagged_out));
+}
+
+}  // namespace
+}  // namespace jagged_cuda

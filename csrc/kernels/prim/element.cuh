@@ -1,0 +1,35 @@
+// Elements, vectors of them, and the type in which they are summed.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+namespace jagged_cuda {
+
+template <typename Element>
+using Sum = std::conditional_t<std::is_same_v<Element, double>, double, float>;
+
+template <typename Element, int kVector>
+struct alignas(sizeof(Element) * kVector) Vector {
+  Element elems[kVector];
+};
+
+__device__ __forceinline__ float to_sum(float value) { return value; }
+__device__ __forceinline__ double to_sum(double value) { return value; }
+__device__ __forceinline__ float to_sum(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_sum(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename Element>
+__device__ __forceinline__ Element from_sum(Sum<Element> value) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
+
+}  // namespace jagged_cuda

@@ -1,0 +1,36 @@
+"""What the operators over `[sum Lx*Ly]`, one matrix a sequence, share."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from jagged_cuda.ops import _contract
+
+
+def matrix_offsets(op: str, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
+    """The running sum of Lx*Ly, `[B + 1]`, for the operator `op`, which messages name."""
+    _contract.check_offsets(op, "offsets", offsets, offsets)
+    if y_offsets is not None:
+        _contract.check_y_offsets(op, offsets, y_offsets)
+    rows = _lengths(offsets)
+    columns = rows if y_offsets is None else _lengths(y_offsets)
+    return F.pad((rows * columns).cumsum(0), (1, 0))
+
+
+def _lengths(offsets: Tensor) -> Tensor:
+    return offsets.to(torch.int64).diff().clamp(min=0)
+
+
+def read_size(op: str, argument: str, offsets: Tensor) -> int:
+    """The last of offsets `[B + 1]`: waits for the GPU, for a size `argument` that is not given."""
+    compiling = torch.compiler.is_compiling()
+    if offsets.is_cuda and not compiling and torch.cuda.is_current_stream_capturing():
+        _contract.fail_argument(op, argument, "given while a CUDA graph is captured", "None")
+    size = cast(int, offsets[-1].item())  # a symbol to a compiler, which int() would fix
+    if compiling:
+        torch._check(size >= 0)
+    return size

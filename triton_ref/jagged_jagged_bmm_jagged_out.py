@@ -1,0 +1,151 @@
+"""z_b = x_b y_b^T: one matrix a sequence, row by row in one vector."""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import array_jagged_bmm_jagged_out as weighted
+from .common import (
+    accumulator,
+    check,
+    check_matrices,
+    check_offsets,
+    check_values,
+    find_tile,
+    input_precision,
+    load_matrix,
+    load_rows,
+    num_tiles,
+)
+
+TILE_M = 64
+TILE_N = 64
+TILE_K = 32
+
+
+@triton.jit(do_not_specialize=["num_seqs", "total_x", "total_y", "capacity"])
+def jagged_jagged_bmm_jagged_out_kernel(
+    p_x,  # [Tx, K]
+    p_y,  # [Ty, K]
+    p_offsets,  # [B + 1]
+    p_y_offsets,  # [B + 1]
+    p_matrix_offsets,  # [B + 1]
+    p_z,  # [capacity], zeros
+    num_seqs,
+    total_x,
+    total_y,
+    capacity,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_yn,
+    stride_yk,
+    ACCUMULATOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    i_seq, first_row = find_tile(p_offsets, tl.program_id(0), num_seqs, total_x, TILE_M)
+    begin_x, end_x = load_rows(p_offsets, i_seq, num_seqs, total_x)
+    begin_y, end_y = load_rows(p_y_offsets, i_seq, num_seqs, total_y)
+    N = end_y - begin_y
+    begin, fits = load_matrix(p_matrix_offsets, i_seq, num_seqs, (end_x - begin_x) * N, capacity)
+
+    o_m = first_row + tl.arange(0, TILE_M)  # int64
+    m_m = (o_m < end_x) & fits
+    p_rows = p_z + begin + (o_m - begin_x) * N
+    for first_n in range(0, N, TILE_N):
+        o_n = first_n + tl.arange(0, TILE_N)
+        m_n = o_n < N
+        b_z = tl.zeros([TILE_M, TILE_N], dtype=ACCUMULATOR)
+        for first_k in range(0, K, TILE_K):
+            o_k = first_k + tl.arange(0, TILE_K)
+            m_k = o_k < K
+            # [TILE_M, TILE_K]
+            b_x = tl.load(
+                p_x + o_m[:, None] * stride_xm + o_k[None, :] * stride_xk,
+                mask=m_m[:, None] & m_k[None, :],
+                other=0.0,
+            )
+            # [TILE_K, TILE_N], the rows of y as columns
+            b_y = tl.load(
+                p_y + o_k[:, None] * stride_yk + (begin_y + o_n)[None, :] * stride_yn,
+                mask=m_k[:, None] & m_n[None, :],
+                other=0.0,
+            )
+            b_z += tl.dot(b_x, b_y, input_precision=INPUT_PRECISION)
+        p_tile = p_rows[:, None] + o_n[None, :]
+        tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+class JaggedJaggedBmmJaggedOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, offsets, y_offsets, matrix_offsets, total_out, precision):
+        ctx.save_for_backward(x, y, offsets, y_offsets, matrix_offsets)
+        ctx.precision = precision
+        total, K = x.shape
+        num_seqs = len(offsets) - 1
+        z = x.new_zeros(total_out)
+        if z.numel() > 0:
+            with torch.cuda.device_of(x):
+                jagged_jagged_bmm_jagged_out_kernel[(num_tiles(total, num_seqs, TILE_M),)](
+                    x,
+                    y,
+                    offsets,
+                    y_offsets,
+                    matrix_offsets,
+                    z,
+                    num_seqs,
+                    total,
+                    len(y),
+                    total_out,
+                    K,
+                    *x.stride(),
+                    *y.stride(),
+                    ACCUMULATOR=accumulator(x),
+                    INPUT_PRECISION=precision,
+                    TILE_M=TILE_M,
+                    TILE_N=TILE_N,
+                    TILE_K=TILE_K,
+                )
+        return z
+
+    @staticmethod
+    def backward(ctx, grad_z):
+        x, y, *offsets = ctx.saved_tensors
+        need_x, need_y = ctx.needs_input_grad[:2]
+        function = weighted.ArrayJaggedBmmJaggedOut.apply
+        grad_x = grad_y = None
+        if need_x:
+            grad_x = function(grad_z, y, *offsets, len(x), False, ctx.precision)
+        if need_y:
+            grad_y = function(grad_z, x, *offsets, len(y), True, ctx.precision)
+        return grad_x, grad_y, None, None, None, None, None
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    y_offsets: torch.Tensor | None = None,
+    matrix_offsets: torch.Tensor | None = None,
+    total_out: int | None = None,
+) -> torch.Tensor:
+    """z_b = x_b y_b^T for x [Tx, D] and y [Ty, D]: [total_out], matrix b from matrix_offsets[b] on.
+
+    Elements of no matrix are zero, and so is a matrix that does not fit into total_out, which is
+    read from matrix_offsets if it is None. Any strides are read as they are. The gradients are
+    array_jagged_bmm_jagged_out, so it can be differentiated any number of times.
+    """
+    op = "jagged_jagged_bmm_jagged_out"
+    check_values(op, x=x, y=y)
+    check_offsets(op, offsets, x)
+    check(op, x.dim() == 2, "x", "[Tx, D]", list(x.shape))
+    fits = y.dim() == 2 and y.shape[1] == x.shape[1]
+    check(op, fits, "y", f"[Ty, {x.shape[1]}]", list(y.shape))
+    check(op, y_offsets is not None or len(y) == len(x), "y", f"[{len(x)}, D]", list(y.shape))
+    matrices = check_matrices(op, offsets, y_offsets, matrix_offsets)
+    total_out = int(matrices[2][-1]) if total_out is None else total_out
+    return JaggedJaggedBmmJaggedOut.apply(x, y, *matrices, total_out, input_precision())
