@@ -21,6 +21,7 @@ CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
+SIZES |= {"queries": 3}
 VARIANTS = {
     "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7},
     "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4},
@@ -83,7 +84,9 @@ def test_gradgradcheck_of_the_products(name: str, device: torch.device) -> None:
     assert gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("name", ["jagged_softmax", "jagged_flash_attention"])
+@pytest.mark.parametrize(
+    "name", ["jagged_softmax", "jagged_flash_attention", "jagged_target_attention"]
+)
 def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
     """It raises; a silent zero would be wrong."""
     case = CASES[name]
