@@ -344,9 +344,10 @@ def jagged_target_attention_terms(
 ) -> tuple[Tensor, ...]:
     """Of out and lse, and of dq, dk and dv if there are gradients."""
     rows, queries = _dense_rows(q)
-    gradients = (None if g is None else _dense_rows(g)[0] for g in (grad_out, grad_lse))
+    grad_rows = None if grad_out is None else grad_out.flatten(0, 1)
+    grad_lse_rows = None if grad_lse is None else grad_lse.flatten(0, 1)
     out, lse, *rest = jagged_flash_attention_terms(
-        rows, k, v, *gradients, queries, layout, (-1, -1), scale
+        rows, k, v, grad_rows, grad_lse_rows, queries, layout, (-1, -1), scale
     )
     dense = [out, lse, *rest[:1]]
     return (*(t.unflatten(0, q.shape[:2]) for t in dense), *rest[1:])
