@@ -143,8 +143,8 @@ class Ranker(nn.Module):
         """Score the target (column 0) and the negatives.
 
         Returns:
-            Of each event, by its state alone: [..., 1 + N]. Of each history, by what each candidate
-            finds in all of its states: [B, 1 + N].
+            Of each event, by its state: [..., 1 + N]. Of each history, by its last state and by
+            what each candidate finds in all of its states: [B, 1 + N].
         """
         x = self.item_embedding(batch.items) + self.position_embedding(batch.positions)
         for block in self.blocks:
@@ -162,7 +162,8 @@ class Ranker(nn.Module):
             ],
             dim=1,
         )
-        found = self.target_attention(candidates, states, batch)
+        last_state = of_last_events(states, batch).unsqueeze(1)
+        found = last_state + self.target_attention(candidates, states, batch)
         by_history = (candidates * found).sum(-1)
         return (
             _without_targets(by_event, batch.targets, batch),
