@@ -35,9 +35,13 @@ bool queries_aligned(const QueriesView& view, int64_t dim, int64_t element_bytes
 }
 
 void check_limits(const char* op, const Sizes& sizes) {
-  constexpr int64_t kMaxHeads = 65535, kMaxQueries = int64_t{1} << 24;
-  if (sizes.heads > kMaxHeads || sizes.num_queries > kMaxQueries) {
-    fail_argument(op, "q", "[B, N, H, D] with N at most 16777216 and H at most 65535 on CUDA",
+  constexpr int64_t kMaxHeads = 65535, kMaxRows = int64_t{1} << 24;
+  if (sizes.heads > kMaxHeads) {
+    fail_argument(op, "q", "[B, N, H, D] with H at most 65535 on CUDA",
+                  shape_text({sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_qk}));
+  }
+  if (sizes.heads > 0 && sizes.num_queries > kMaxRows / (sizes.heads / sizes.kv_heads)) {
+    fail_argument(op, "q", "[B, N, H, D] with N H / G at most 16777216 on CUDA",
                   shape_text({sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_qk}));
   }
 }
@@ -51,10 +55,13 @@ bool may_split(const Sizes& sizes, std::optional<int64_t> max_len) {
   return sizes.total > kTargetChunk && !(max_len && *max_len <= kTargetChunk);
 }
 
-// Parts [slots, H * N, columns] of sequences of more than one chunk.
-Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t columns) {
-  return allocate(op, like, {target_slots(sizes.total), sizes.num_queries * sizes.heads, columns},
-                  ScalarType::Float);
+// For each slot and row of it, `columns` sums and `stats` statistics.
+Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t columns,
+                      int64_t stats) {
+  return allocate(
+      op, like,
+      {target_slots(sizes.total), sizes.num_queries * sizes.heads, part_columns(columns) + stats},
+      ScalarType::Float);
 }
 
 void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
@@ -152,12 +159,12 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
   if (is_16_bit(q)) {
     TargetAttentionParams params{};
     fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
-    std::optional<Tensor> parts, stats;
+    std::optional<Tensor> parts;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, part_columns(sizes.dim_v));
-      stats = allocate_parts(op, sizes, q, 2);
+      parts = allocate_parts(op, sizes, q, sizes.dim_v, 2);
       params.parts = parts->mutable_data_ptr<float>();
-      params.part_stats = stats->mutable_data_ptr<float>();
+      params.part_stats =
+          params.parts + parts->size(0) * parts->size(1) * part_columns(sizes.dim_v);
     }
     check_cuda(op, launch_jagged_target_attention(params, current_stream(q), &path));
   } else {
@@ -213,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     params.grad_v = grad_v.mutable_data_ptr();
     std::optional<Tensor> parts;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, part_columns(sizes.dim_qk));
+      parts = allocate_parts(op, sizes, q, sizes.dim_qk, 0);
       params.parts = parts->mutable_data_ptr<float>();
     }
     check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q), &path));

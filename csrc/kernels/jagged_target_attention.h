@@ -39,7 +39,7 @@ struct TargetAttentionParams {
   void* out;                 // [B, N, H, Dv] contiguous: written forward, read backward
   float* lse;                // [B, N, H] contiguous: written forward, read backward
   // Workspace: forward the weighted sums of values of each part, backward its part of dq. Null if
-  // no sequence has more than one chunk, as far as the host knows.
+  // no sequence has more than one chunk, as far as the host knows. 16-byte aligned.
   float* parts;       // [slots, G, rows, dim_v (backward dim_qk) rounded up to 8], may be null
   float* part_stats;  // [slots, G, rows, 2]: maximum and sum; null backward and with parts
   int num_queries;    // N

@@ -43,16 +43,16 @@ struct TargetForwardConfig {
   static constexpr int kRowWarps = kTileM / (16 * kRowBlocks);
   static constexpr int kKeyWarps = kWarps / (kRowWarps * kSplit);
   // Where keys are divided, what is in flight must hide the latency of memory: 2 or 3 stages of 16
-  // KiB and more a CTA. Where rows are, products do; at 128 dims scores of 64 keys would leave O too
-  // few registers.
+  // KiB and more a CTA. Where rows are, products do; at 128 dims scores of 64 keys would leave O
+  // too few registers.
   static constexpr int kStep = kDim == 256 || (kDim == 128 && kKeyWarps == 1) ? 32 : 64;  // keys
   static constexpr int kWarpKeys = kStep / kKeyWarps;
-  static constexpr int kStages = kKeyWarps == 1 ? (kDim == 128 ? 3 : 2)
+  static constexpr int kStages = kKeyWarps == 1               ? (kDim == 128 ? 3 : 2)
                                  : kDim == 64 && kTileM == 16 ? 2
                                                               : 3;
   static constexpr int kMinBlocks = kKeyWarps == 1 ? (kDim == 32 ? 3 : 2)
                                     : kDim == 32   ? 6
-                                    : kDim == 64   ? (kTileM == 16 ? 5 : 4)
+                                    : kDim == 64   ? (kTileM == 16 ? 5 : 3)
                                                    : 2;
   static constexpr bool kHoldsQ = kRowBlocks == 1 && kDim == 128;  // Q stays in registers
   static constexpr int kOutPitch = kDim + 8;  // rows of O: no two of 4 in the same banks

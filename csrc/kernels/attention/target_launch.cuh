@@ -23,10 +23,11 @@ cudaError_t for_target_dim(const TargetAttentionParams& params, Launch launch) {
   return cudaErrorInvalidValue;
 }
 
+constexpr int64_t kMaxGrid = 0x7fffffff;
+
 // Chunks, times key/value heads, times row tiles of each.
 inline cudaError_t target_grid(const TargetAttentionParams& params, int64_t row_tiles, dim3* grid) {
   const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, kTargetChunk);
-  constexpr int64_t kMaxGrid = 0x7fffffff;
   const int64_t tiles = row_tiles * params.kv_heads;
   if (tiles > kMaxGrid / chunks) return cudaErrorInvalidConfiguration;
   *grid = dim3(static_cast<unsigned>(chunks * tiles));
@@ -38,6 +39,7 @@ template <auto kKernel, typename Params>
 cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
   if (params.parts == nullptr) return cudaSuccess;
   const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
+  if (ctas > kMaxGrid) return cudaErrorInvalidConfiguration;
   return launch<kKernel>(params, dim3(static_cast<unsigned>(ctas)), kMergeThreads, 0, stream);
 }
 
