@@ -171,11 +171,14 @@ class Ranker(nn.Module):
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        """-log softmax(scores)[target], its mean over the events plus its mean over histories."""
+        """Mean of -log softmax(scores)[target] over all events and histories alike.
+
+        Histories are few beside events: with a mean of their own, their noise would rule.
+        """
         by_event, by_history = self(batch)
-        labels = batch.labels.flatten()
-        of_events = F.cross_entropy(by_event.flatten(0, -2), labels, ignore_index=IGNORED_LABEL)
-        return of_events - by_history.log_softmax(1)[:, 0].mean()
+        scores = torch.cat([by_event.flatten(0, -2), by_history])
+        labels = torch.cat([batch.labels.flatten(), batch.labels.new_zeros(len(by_history))])
+        return F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL)
 
 
 def _without_targets(scores: Tensor, targets: Tensor, batch: Batch) -> Tensor:
