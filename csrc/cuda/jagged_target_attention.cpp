@@ -112,9 +112,9 @@ Tensor query_offsets(const char* op, const Sizes& sizes, const Tensor& like) {
   return offsets;
 }
 
-void fill_flash(AttentionParams& params, const Sizes& sizes, const Tensor& q, const Tensor& k,
-                const Tensor& v, const Tensor& out, const Tensor& lse, const Tensor& q_offsets,
-                const Tensor& offsets, double scale) {
+void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
+                const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                const Tensor& q_offsets, const Tensor& offsets, double scale) {
   const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.element = attention_element(q.scalar_type());
   params.q_offsets = view_offsets(q_offsets, sizes.num_seqs * sizes.num_queries);
@@ -130,6 +130,7 @@ void fill_flash(AttentionParams& params, const Sizes& sizes, const Tensor& q, co
   params.dim_v = static_cast<int>(sizes.dim_v);
   params.window_left = params.window_right = AttentionParams::kUnbounded;
   params.scale = scale;
+  params.mma_sync_only = mma_sync_only(op);
   params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
                    aligned(params.k, sizes.dim_qk, element_bytes) &&
                    aligned(params.v, sizes.dim_v, element_bytes) &&
@@ -171,7 +172,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
     q = with_uniform_rows(op, q);
     const Tensor q_offsets = query_offsets(op, sizes, q);
     AttentionParams params{};
-    fill_flash(params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
+    fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
     check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
   }
   record_kernel(path);
@@ -230,7 +231,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     const Tensor q_offsets = query_offsets(op, sizes, q);
     const Tensor delta = allocate(op, q, {queries}, lse_dtype(q.scalar_type()));
     AttentionBackwardParams params{};
-    fill_flash(params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
+    fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
     params.grad_out = view_as_rows(grad_out);
     params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
