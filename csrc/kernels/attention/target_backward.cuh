@@ -18,8 +18,8 @@
 // kStep rows of 2 kTileM bytes, lse and delta: for 32 rows 28, 48, 88, 101 KiB for kDim 32, 64,
 // 128, 256.
 //
-// Barriers: one when Q and dO have arrived, one when delta stands in shared memory; two a step:
-// before the first every thread waits for its copies of that step, and after it the other stage, P
+// Barriers: two a step. Before the first every thread waits for its copies of that step (before the
+// first of all, those of Q and dO too, and writes lse and delta), and after it the other stage, P
 // and dS may be overwritten; the second comes when P and dS are there.
 //
 // A sequence of one chunk gets its dQ at once. Of longer ones each chunk writes its part in fp32 to
@@ -174,37 +174,41 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
   }
 }
 
-// lse and delta of all rows; dO is in shared memory, O comes from global memory. Four lanes a row.
+// lse and delta of all rows, four lanes a row. O and dO come from global memory, so that this need
+// not wait for the copies that are under way.
 template <typename Config>
 __device__ __forceinline__ void load_row_statistics(TargetBackwardStorage<Config>& shared,
                                                     const TargetAttentionBackwardParams& params,
                                                     const TargetRows& target, int rows) {
   using Element = typename Config::Element;
   const int part = threadIdx.x % 4;
-#pragma unroll
+#pragma unroll 1
   for (int row = threadIdx.x / 4; row < Config::kTileM; row += Config::kThreads / 4) {
     const bool exists = row < rows;
     const int64_t index = target.index(exists ? row : 0);
     const Element* gOut = static_cast<const Element*>(params.out) + index * params.dim_v;
+    const Element* gGradOut = static_cast<const Element*>(params.grad_out.data) +
+                              target.offset(params.grad_out, exists ? row : 0);
     float sum = 0.0f;
-    for (int first = part * 8; exists && first < params.dim_v; first += 32) {
-      const Element* grad = shared.sGradOut.chunk(row, first / 8);
-      if (params.aligned) {
-        const uint4 packed = *reinterpret_cast<const uint4*>(gOut + first);
-        const Element* out = reinterpret_cast<const Element*>(&packed);
+    if (params.aligned) {
+#pragma unroll 4
+      for (int first = part * 8; first < params.dim_v; first += 32) {
+        const uint4 packed_out = *reinterpret_cast<const uint4*>(gOut + first),
+                    packed_grad = *reinterpret_cast<const uint4*>(gGradOut + first);
+        const Element* out = reinterpret_cast<const Element*>(&packed_out);
+        const Element* grad = reinterpret_cast<const Element*>(&packed_grad);
 #pragma unroll
         for (int e = 0; e < 8; ++e) sum += static_cast<float>(grad[e]) * static_cast<float>(out[e]);
-      } else {
-        for (int e = 0; e < 8 && first + e < params.dim_v; ++e) {
-          sum += static_cast<float>(grad[e]) * static_cast<float>(gOut[first + e]);
-        }
       }
+    } else {
+      for (int e = part; e < params.dim_v; e += 4)
+        sum += static_cast<float>(gGradOut[e]) * static_cast<float>(gOut[e]);
     }
     sum = quad_sum(sum);
     if (part == 0) {
       shared.sLse[row] = exists ? params.lse[index] * kLog2E : 0.0f;
-      shared.sDelta[row] =
-          exists && params.grad_lse != nullptr ? sum - params.grad_lse[index] : sum;
+      if (params.grad_lse != nullptr) sum -= params.grad_lse[index];
+      shared.sDelta[row] = exists ? sum : 0.0f;
     }
   }
 }
@@ -267,10 +271,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_b
   const int warp_row = warp % Config::kRowWarps * 16;                 // of dQ
   const int row_column = warp / Config::kRowWarps * kRowColumns;      // of dQ
   const float scale_log2 = params.scale * kLog2E;
-  ptx::cp_async_wait<1>();
-  __syncthreads();
   load_row_statistics(shared, params, target, rows);
-  __syncthreads();
 
   const auto q_as_rows = LaneAddress<RowsTile>::by_rows(shared.sQ, 0, lane);
   const auto grad_out_as_rows = LaneAddress<RowsTile>::by_rows(shared.sGradOut, 0, lane);

@@ -10,12 +10,13 @@
 // warps hold the same rows and half of O's columns each (kSplit), and both compute P.
 //
 // Shared memory: Q kTileM rows, K and V kStep rows in kStages stages, of 2 kDim bytes: for 16 rows
-// 25, 34, 100, 104 KiB for kDim 32, 64, 128, 256. Afterwards O of each key warp in fp32 takes
+// 25, 34, 68, 72 KiB for kDim 32, 64, 128, 256. Afterwards O of each key warp in fp32 takes
 // their place.
 //
-// Barriers: one when Q has arrived; one a step, before which every thread waits for its copies of
-// that step, and after which the stage of the step before may be overwritten; one when every warp
-// has finished and its maxima and sums stand in shared memory; one when its O does.
+// Barriers: where Q stays in registers, one when it has arrived; one a step, before which every
+// thread waits for its copies of that step, and after which the stage of the step before may be
+// overwritten; one when every warp has finished and its maxima and sums stand in shared memory; one
+// when its O does.
 //
 // A sequence of one chunk gets its result at once. Of longer ones each chunk writes its O, not yet
 // divided by the sum, its maxima and sums to the workspace, and merge_forward adds them up in
@@ -42,18 +43,19 @@ struct TargetForwardConfig {
   static constexpr int kRowBlocks = kTileM == 16 ? 1 : 2;  // 16-row blocks of a warp
   static constexpr int kRowWarps = kTileM / (16 * kRowBlocks);
   static constexpr int kKeyWarps = kWarps / (kRowWarps * kSplit);
-  // Where keys are divided, what is in flight must hide the latency of memory: 2 or 3 stages of 16
-  // KiB and more a CTA. Where rows are, products do; at 128 dims scores of 64 keys would leave O
-  // too few registers.
+  // Where keys are divided, what is in flight must hide the latency of memory: with 16 rows, whose
+  // O is small, by more CTAs an SM, which also hide each other's beginnings and ends; with 32 by a
+  // third stage. Where rows are divided, products hide it; at 128 dims scores of 64 keys would
+  // leave O too few registers.
   static constexpr int kStep = kDim == 256 || (kDim == 128 && kKeyWarps == 1) ? 32 : 64;  // keys
   static constexpr int kWarpKeys = kStep / kKeyWarps;
   static constexpr int kStages = kKeyWarps == 1               ? (kDim == 128 ? 3 : 2)
-                                 : kDim == 64 && kTileM == 16 ? 2
+                                 : kTileM == 16 && kDim >= 64 ? 2
                                                               : 3;
   static constexpr int kMinBlocks = kKeyWarps == 1 ? (kDim == 32 ? 3 : 2)
                                     : kDim == 32   ? 6
                                     : kDim == 64   ? (kTileM == 16 ? 5 : 3)
-                                                   : 2;
+                                                   : (kTileM == 16 ? 3 : 2);
   static constexpr bool kHoldsQ = kRowBlocks == 1 && kDim == 128;  // Q stays in registers
   static constexpr int kOutPitch = kDim + 8;  // rows of O: no two of 4 in the same banks
   static_assert(kRowWarps * kKeyWarps * kSplit == kWarps && kWarpKeys % 16 == 0);
@@ -127,8 +129,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
   // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
   // must stay so.
   const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);
-  ptx::cp_async_wait<kStages - 1>();
-  __syncthreads();
+  if (Config::kHoldsQ) {
+    ptx::cp_async_wait<kStages - 1>();
+    __syncthreads();
+  }
   const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
       operands.sQ, warp_row, lane);
   OnlineSoftmax<kRowBlocks> softmax;
