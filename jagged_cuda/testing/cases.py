@@ -900,7 +900,7 @@ JAGGED_TARGET_ATTENTION = Case(
         # Sequences of more than 512 rows are split.
         "edge": Profile((1, 3, 5), (33, 65, 130, 600)),
         "large": Profile(
-            (16, 200),
+            (16, 64),
             (300, 2100),
             {
                 "heads": ((1, 1), (2, 2), (4, 1)),
