@@ -49,5 +49,13 @@ STABLE_TORCH_LIBRARY(jagged_cuda, m) {
   m.def("jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
         " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
         " int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)");
+
+  // q [B, N, H, D], k [T, G, D], v [T, G, Dv] -> out [B, N, H, Dv], lse [B, N, H]
+  m.def("jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, float scale, int? max_len=None,"
+        " bool allow_tf32=False) -> (Tensor, Tensor)");
+  // -> dq like q, dk like k, dv like v
+  m.def("jagged_target_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
+        " Tensor lse, Tensor offsets, float scale, int? max_len=None, bool allow_tf32=False)"
+        " -> (Tensor, Tensor, Tensor)");
 }
 // clang-format on

@@ -6,8 +6,8 @@
 Both trainings start from the same weights and see the same batches in the same order. The padded
 one is plain PyTorch: every layer on [B, M, D], padded behind each history to the longest of its
 batch, with scaled_dot_product_attention. The jagged one is the same layers on [T, D], with
-jagged_flash_attention. The exit status is 1 if their losses differ by more than rounding, 2 if the
-demo could not run.
+jagged_flash_attention within histories and jagged_target_attention of candidates to them. The exit
+status is 1 if their losses differ by more than rounding, 2 if the demo could not run.
 """
 
 from __future__ import annotations

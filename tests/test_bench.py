@@ -15,7 +15,17 @@ from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda.bench import __main__ as command_line
-from jagged_cuda.bench import attention, build, checking, figure2, peers, report, shapes, table1
+from jagged_cuda.bench import (
+    attention,
+    build,
+    checking,
+    figure2,
+    peers,
+    report,
+    shapes,
+    table1,
+    target,
+)
 from jagged_cuda.bench import session as session_module
 from jagged_cuda.bench import timing as timing_module
 from jagged_cuda.bench.checking import WrongResultError
@@ -81,6 +91,34 @@ def test_attention_times_both_passes_with_and_without_max_len(
         assert set(row["results"]) == {OURS, HINTED, "sdpa"}
         assert all("tflops" in result for result in row["results"].values())
     assert "Self-attention" in capsys.readouterr().out
+
+
+def test_target_beside_padded_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "target", "--against", "sdpa,varlen,sll")
+    assert [(row["case"], row["pass"]) for row in found["rows"]] == [
+        (case, pass_name) for case in target.CASES for pass_name in ("forward", "forward+backward")
+    ]
+    for row in found["rows"]:
+        results = row["results"]
+        assert {n for n, result in results.items() if "tflops" in result} == {OURS, HINTED, "sdpa"}
+        assert results["varlen"] == {"absent": "varlen needs a GPU"}
+    assert "Target attention" in capsys.readouterr().out
+
+
+def test_target_counts_bytes_and_finds_a_wrong_result() -> None:
+    layout = Layout((20, 0, 40))
+    operands = target.Operands.draw(layout, 3, 8, torch.device("cpu"), torch.float32)
+    assert operands.forward_bytes == 4 * (2 * 72 + 2 * 480 + 9)
+    assert operands.backward_bytes - operands.forward_bytes == 4 * (2 * 72 + 2 * 480)
+    check = target.Check(operands, 1e-4)
+    out, *gradients = target.ours(operands, hinted=True).step()
+    check.require_out(out)
+    check.require_gradients(gradients)
+    with pytest.raises(checking.WrongResultError, match="wrong out of sequence 0"):
+        check.require_out(out + 0.01)
+    gradients[1][-1] += 1
+    with pytest.raises(checking.WrongResultError, match="wrong dk of sequence 2"):
+        check.require_gradients(gradients)
 
 
 def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,9 +322,9 @@ def test_bytes_and_operations() -> None:
 
 def test_every_case_has_a_goal_and_every_peer_a_description() -> None:
     assert [int(case) for case in figure2.CASES] == [512, 1024, 2048, 4096]
-    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS):
+    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS, *target.PEERS):
         assert peers.DESCRIPTIONS[name]
-    for module in (table1, attention, figure2):
+    for module in (table1, attention, figure2, target):
         assert set(module.DEFAULT_PEERS) <= set(module.PEERS)
 
 
@@ -441,11 +479,11 @@ def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> N
     _FakeCuda().install(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), repetitions=2)
     options = Options(
-        quick=True, cases=("jagged_softmax", "short", "512"), against=("padded", "sdpa")
+        quick=True, cases=("jagged_softmax", "short", "512", "din"), against=("padded", "sdpa")
     )
     session = Session(timer, options)
     session.calibrate()
-    for module in (table1, attention, figure2):
+    for module in (table1, attention, figure2, target):
         module.run(session)
     assert session.rows and not session.failed
     table = report.tables(session, report.environment(timer.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,6 +148,57 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("f64", torch.float64, False),
         )
     ),
+    *(
+        (
+            "jagged_target_attention",
+            dtype,
+            False,
+            {"dims": dims, "heads": heads, "queries": queries},
+            f"cuda.target.forward.mma_sync.{forward}",
+            f"cuda.target.backward.mma_sync.{backward}",
+        )
+        for dtype in _DTYPES.values()
+        for dims, heads, queries, forward, backward in (
+            ((1, 1), (1, 1), 1, "d32.r16", "d32.r32"),
+            ((32, 16), (4, 2), 9, "d32.r32", "d32.r32"),
+            ((32, 32), (3, 1), 40, "d32.r128", "d32.r128"),
+            ((64, 64), None, 1, "d64.r16", "d64.r32"),
+            ((33, 8), (8, 1), 4, "d64.r32", "d64.r32"),
+            ((64, 64), (4, 2), 64, "d64.r128", "d64.r128"),
+            ((128, 128), (2, 2), 16, "d128.r16", "d128.r32"),
+            ((16, 65), (1, 1), 32, "d128.r32", "d128.r32"),
+            ((128, 128), (1, 1), 100, "d128.r128", "d128.r128"),
+            ((256, 256), (1, 1), 8, "d256.r16", "d256.r32"),
+            ((129, 1), (4, 2), 16, "d256.r32", "d256.r32"),
+            ((256, 256), (2, 1), 32, "d256.r64", "d256.r64"),
+        )
+    ),
+    # Too many rows for one CTA: the backward kernels of jagged_flash_attention.
+    *(
+        (
+            "jagged_target_attention",
+            torch.bfloat16,
+            False,
+            {"dims": dims, "heads": (4, 2), "queries": 65},
+            f"cuda.target.forward.mma_sync.{forward}",
+            f"cuda.attention.backward.mma_sync.{backward}",
+        )
+        for dims, forward, backward in (
+            ((32, 32), "d32.r128", "d32"),
+            ((256, 256), "d256.r64", "d256"),
+        )
+    ),
+    *(
+        (
+            "jagged_target_attention",
+            dtype,
+            False,
+            {},
+            f"cuda.attention.forward.simt.{name}",
+            f"cuda.attention.backward.simt.{name}",
+        )
+        for name, dtype in (("f32", torch.float32), ("f64", torch.float64))
+    ),
 ]
 
 
@@ -180,6 +232,7 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
         f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}"
         f"-{choices.get('dims', choices.get('dim', ''))}"
         f"{'transpose' if choices.get('transpose') else ''}"
+        f"-{choices.get('queries', '')}"
         for name, dtype, tf32, choices, *_ in PATHS
     ],
 )
@@ -258,6 +311,37 @@ def test_groups_of_heads(dim: int, max_len: bool) -> None:
     layout = Layout(tuple(draw.choice((0, 1, 15, 64, 70)) for _ in range(1100)), base=2, tail=3)
     spec = spec_of(layout, dims=(dim, dim), max_len=max_len)
     judge(case, spec, torch.bfloat16, CUDA)
+
+
+# Beside the length at which target attention splits a sequence, 512.
+LONG = Layout((1300, 0, 511, 512, 513, 3, 2049), base=5, tail=9)
+
+
+@pytest.mark.parametrize(("dim", "queries"), [(64, 1), (256, 8), (128, 32), (128, 100), (32, 128)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_target_attention_merges_the_parts_of_long_sequences(
+    dtype: torch.dtype, dim: int, queries: int
+) -> None:
+    case = CASES["jagged_target_attention"]
+    for heads in (None, (2, 2)):
+        judge(case, spec_of(LONG, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+
+
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_target_attention_does_not_depend_on_neighbours(queries: int) -> None:
+    """A long sequence alone, and with max_len, gives the bits that it gives in a batch."""
+    case = CASES["jagged_target_attention"]
+    sample = case.sample(spec_of(LONG, queries=queries), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    ends = LONG.offsets().tolist()
+    for seq, (begin, end) in enumerate(itertools.pairwise(ends)):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("k", "v")}
+        alone = rows | {"q": sample.tensors["q"][seq : seq + 1]}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        for max_len in (False, True):
+            spec = spec_of(Layout((end - begin,)), queries=queries, max_len=max_len)
+            found = run(case, Sample(spec, alone, offsets, None), calls(case), None)
+            assert_same_bits(found, {name: t[seq : seq + 1] for name, t in whole.items()})
 
 
 @CASE
@@ -432,9 +516,11 @@ LAYOUT_OF_RESULT = {
     "jagged_sum": MANY,
     "jagged_mean": MANY,
     "jagged_jagged_bmm": Layout((1,) * 500),
+    "jagged_target_attention": Layout((1,) * 500),
 }
 LAYOUT_OF_GRADIENT = {"jagged_broadcast": MANY, "jagged_dense_bmm": Layout((100,) * 500)}
 BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
+BIG_CHOICES |= {"queries": 256}
 
 
 @CASE

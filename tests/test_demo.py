@@ -228,7 +228,8 @@ def test_demo_fails_if_the_losses_differ(tmp_path, monkeypatch, capsys):
         return jagged_flash_attention(q, k, v, batch.offsets)
 
     events = ["--events", str(write_log(tmp_path / "log.csv.gz"))]
-    monkeypatch.setattr(demo, "jagged_attention", attention_that_sees_the_future)
+    wrong = jagged_attention._replace(causal=attention_that_sees_the_future)
+    monkeypatch.setattr(demo, "jagged_attention", wrong)
     arguments = [*events, *TINY, "--device", "cpu", "--out", str(tmp_path / "figure.png")]
     assert demo.main(arguments) == 1
     assert "losses    NOT EQUAL" in capsys.readouterr().out

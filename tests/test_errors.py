@@ -144,13 +144,14 @@ def test_checks_look_at_kv_offsets(
     assert str(caught.value) == expected
 
 
-def test_checks_hold_sequences_to_max_len(checks: None, device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["jagged_flash_attention", "jagged_target_attention"])
+def test_checks_hold_sequences_to_max_len(name: str, checks: None, device: torch.device) -> None:
     offsets = torch.tensor((0, 2, 6), device=device)
-    call_with_offsets("jagged_flash_attention", offsets, max_len=4)
+    call_with_offsets(name, offsets, max_len=4)
     with pytest.raises(RuntimeError) as caught:
-        call_with_offsets("jagged_flash_attention", offsets, max_len=3)
+        call_with_offsets(name, offsets, max_len=3)
     expected = "sequence 1 of offsets must have at most max_len = 3 rows, got 4"
-    assert str(caught.value) == f"jagged_flash_attention: {expected}"
+    assert str(caught.value) == f"{name}: {expected}"
 
 
 MATRICES = [name for name, case in CASES.items() if "matrix" in case.rows.values()]

@@ -22,6 +22,7 @@ CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
 SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": None}
+SIZES |= {"queries": 3}
 VARIANTS = {
     "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7}
     | {"dim": -1},
@@ -113,7 +114,10 @@ def test_gradients_where_a_matrix_does_not_fit(name: str, device: torch.device) 
     assert gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("name", ["jagged_softmax", "jagged2_softmax", "jagged_flash_attention"])
+@pytest.mark.parametrize(
+    "name",
+    ["jagged_softmax", "jagged2_softmax", "jagged_flash_attention", "jagged_target_attention"],
+)
 def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
     """It raises; a silent zero would be wrong."""
     case = CASES[name]

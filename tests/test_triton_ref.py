@@ -501,6 +501,66 @@ def test_attention(case, dtype):
     attend(case, dtype)
 
 
+@dataclass(frozen=True)
+class Target:
+    lengths: tuple[int, ...]
+    queries: int
+    heads: tuple[int, int] = (1, 1)
+    dims: tuple[int, int] = (40, 24)
+    base: int = 0
+    rows_after: int = 0
+    offset_dtype: torch.dtype = torch.int64
+    scale: float | None = None
+    dtypes: tuple[torch.dtype, ...] = (FP32, BF16)
+
+
+TARGET = {
+    "edges": Target((0, 1, 31, 32, 33), 5, base=3, rows_after=40),
+    "grouped": Target(
+        (33, 0, 7), 17, heads=(4, 2), offset_dtype=torch.int32, dtypes=(FP32, BF16, FP64)
+    ),
+    "one-query": Target((65, 2, 64), 1, dims=(8, 8), dtypes=(FP32, BF16, FP16)),
+    "many-queries": Target((20, 3), 70, dims=(1, 8), rows_after=1),
+    "widest": Target((17, 3), 4, dims=(256, 200), scale=0.05),
+    "large-logits": Target((37, 2), 3, dims=(8, 8), scale=-4.0),
+}
+
+
+def target_runs():
+    for name, case in TARGET.items():
+        for dtype in case.dtypes:
+            if dtype in (DTYPES if ON_GPU else (FP32, FP16, FP64)):
+                yield pytest.param(case, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
+
+
+def padded_target(q, k, v, offsets, scale):
+    """Attention of jagged queries whose sequences are all as long."""
+    rows = make_offsets([q.shape[1]] * len(q))
+    out, lse = padded_attention(q.flatten(0, 1), k, v, rows, kv_offsets=offsets, scale=scale)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(target_runs()))
+def test_target_attention(case, dtype):
+    torch.manual_seed(8)
+    heads, kv_heads = case.heads
+    D, Dv = case.dims
+    offsets = make_offsets(case.lengths, case.base, case.offset_dtype)
+    num_seqs = len(case.lengths)
+    q = torch.randn(num_seqs, case.queries, heads, D).to(DEVICE, dtype).requires_grad_()
+    k = make_values(offsets, case.rows_after, kv_heads, D, dtype=dtype)
+    v = make_values(offsets, case.rows_after, kv_heads, Dv, dtype=dtype)
+    rows, sequences = parts_of(offsets), range(num_seqs)
+    compare(
+        lambda q, k, v: triton_ref.jagged_target_attention(
+            q, k, v, offsets, scale=case.scale, return_lse=True
+        ),
+        lambda q, k, v: padded_target(q, k, v, offsets, case.scale),
+        (q, k, v),
+        (sequences, sequences, sequences, rows, rows),
+    )
+
+
 @pytest.mark.skipif(not ON_GPU, reason="TF32 exists on a GPU only")
 def test_attention_in_tf32():
     before = torch.get_float32_matmul_precision()
@@ -520,8 +580,12 @@ def test_nothing_to_do(lengths, total):
     out, lse = triton_ref.jagged_flash_attention(x, x, x, offsets, return_lse=True)
     assert torch.equal(lse, torch.full_like(lse, float("-inf")))
     rows = x.reshape(total, 16)
+    q = torch.full((len(lengths), 4, 2, 8), float("nan"), device=DEVICE)
+    target, target_lse = triton_ref.jagged_target_attention(q, x, x, offsets, return_lse=True)
+    assert torch.equal(target_lse, torch.full_like(target_lse, float("-inf")))
     results = (
         out,
+        target,
         triton_ref.jagged_softmax(x, offsets),
         triton_ref.jagged_dense_bmm(rows, y, offsets),
         triton_ref.jagged_jagged_bmm(rows, rows, offsets),
@@ -714,6 +778,9 @@ def compile_for_hopper():
         q, k, v = values(100, 2, 16), values(100, 1, 16), values(100, 1, 8)
         z = triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True)
         torch.autograd.backward(z, [torch.empty_like(t) for t in z])
+        q = values(2, 5, 2, 16)
+        z = triton_ref.jagged_target_attention(q, k, v, offsets, return_lse=True)
+        torch.autograd.backward(z, [torch.empty_like(t) for t in z])
     expected = {
         "jagged_jagged_bmm_jagged_out_kernel",
         "array_jagged_bmm_jagged_out_kernel",
@@ -730,6 +797,9 @@ def compile_for_hopper():
         "jagged_flash_attention_kernel",
         "jagged_flash_attention_backward_dq_kernel",
         "jagged_flash_attention_backward_dkdv_kernel",
+        "jagged_target_attention_kernel",
+        "jagged_target_attention_backward_dq_kernel",
+        "jagged_target_attention_backward_dkdv_kernel",
     }
     assert compiled == expected, compiled
 

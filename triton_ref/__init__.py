@@ -15,6 +15,7 @@ from .jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 from .jagged_mean import jagged_mean
 from .jagged_softmax import jagged_softmax
 from .jagged_sum import jagged_sum
+from .jagged_target_attention import jagged_target_attention
 from .jagged_to_padded import jagged_to_padded
 from .padded_to_jagged import padded_to_jagged
 
@@ -29,6 +30,7 @@ __all__ = [
     "jagged_mean",
     "jagged_softmax",
     "jagged_sum",
+    "jagged_target_attention",
     "jagged_to_padded",
     "padded_to_jagged",
 ]

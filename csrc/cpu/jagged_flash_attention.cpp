@@ -1,10 +1,5 @@
-// jagged_flash_attention on the CPU, forward and backward (kernels/attention.inl).
-//
-// Forward: an item is a run of query rows of one sequence and head. Backward: an item is one
-// sequence and key/value head with all its rows and keys, which computes logits once for all three
-// gradients; where that would leave threads idle (few or very long sequences), it is split into
-// items by keys, for dk and dv, and items by rows, for dq, which compute them twice. Both give the
-// same bits.
+// jagged_flash_attention on the CPU, forward and backward (cpu/attention.h,
+// kernels/attention.inl).
 #include "ops/jagged_flash_attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -12,9 +7,8 @@
 #include <limits>
 #include <tuple>
 
-#include "cpu/kernels.h"
+#include "cpu/attention.h"
 #include "cpu/sequences.h"
-#include "cpu/work_list.h"
 #include "ops/last_kernel.h"
 
 namespace jagged_cuda::cpu {
@@ -76,22 +70,6 @@ void fill_lse_outside(const std::vector<Sequence>& sequences, int64_t total, int
   }
 }
 
-// Multiply-adds of query rows [row_begin, row_end) against keys [key_begin, key_end): exact enough
-// to balance threads.
-int64_t attention_cost(const AttentionParams& params, const VisibleKeys& visible, int64_t row_begin,
-                       int64_t row_end, int64_t key_begin, int64_t key_end) {
-  constexpr int64_t kSamples = 8;
-  const int64_t step = std::max<int64_t>(1, (row_end - row_begin) / kSamples);
-  int64_t keys = 0;
-  for (int64_t row = row_begin; row < row_end; row += step) {
-    const int64_t begin = std::max(key_begin, visible.begin(row));
-    const int64_t end = std::min(key_end, visible.end(row));
-    keys += std::max<int64_t>(0, end - begin) * std::min(step, row_end - row);
-  }
-  const int64_t dims = params.dim_qk + params.dim_v;
-  return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
-}
-
 std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
                                                   std::optional<Tensor> kv_offsets,
                                                   int64_t window_left, int64_t window_right,
@@ -106,7 +84,6 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
   v = rows_contiguous(op, v);
   Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
   Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
-  const KernelTable& table = kernel_table();
 
   AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
   params.out = out.mutable_data_ptr();
@@ -115,29 +92,8 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
                     sizes.heads * sizes.dim_v * element_bytes(params.element), params.out);
   fill_lse_outside(pairs.q, sizes.total_q, sizes.heads, lse);
 
-  WorkList<AttentionItem> items;
-  const int64_t item_rows = attention_item_rows(params);
-  for (size_t seq = 0; seq < pairs.q.size(); ++seq) {
-    AttentionItem item{};
-    item.q = pairs.q[seq];
-    item.kv = pairs.kv[seq];
-    const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, params.window_left,
-                              params.window_right};
-    for (item.row_begin = 0; item.row_begin < item.q.len; item.row_begin += item_rows) {
-      item.row_end = std::min(item.q.len, item.row_begin + item_rows);
-      const int64_t cost =
-          attention_cost(params, visible, item.row_begin, item.row_end,
-                         visible.begin(item.row_begin), visible.end(item.row_end - 1));
-      for (item.head = 0; item.head < sizes.heads; ++item.head) items.add(item, cost);
-    }
-  }
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<AttentionForwardBuffers<double>>(params)
-                           : scratch_bytes<AttentionForwardBuffers<float>>(params);
-  const auto compute = table.of(params.element).attention_forward;
-  items.run(bytes,
-            [&](const AttentionItem& item, void* scratch) { compute(params, item, scratch); });
-  record_kernel(table.name);
+  run_attention_forward(params, pairs.q, pairs.kv);
+  record_kernel(kernel_table().name);
   return {out, lse};
 }
 
@@ -160,7 +116,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   Tensor dq = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
   Tensor dk = allocate(op, k, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
   Tensor dv = allocate(op, v, {sizes.total_kv, sizes.kv_heads, sizes.dim_v});
-  const KernelTable& table = kernel_table();
 
   AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
   params.out_rows = rows_of(out);
@@ -176,78 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
                     params.dk);
   zero_rows_outside(pairs.kv, sizes.total_kv, sizes.kv_heads * sizes.dim_v * bytes_each, params.dv);
 
-  const size_t num_seqs = sizes.kv_heads > 0 ? pairs.q.size() : 0;
-  const int64_t group = sizes.kv_heads > 0 ? sizes.heads / sizes.kv_heads : 0;
-  const auto visible_keys = [&](size_t seq) {
-    const int64_t q_len = pairs.q[seq].len, kv_len = pairs.kv[seq].len;
-    return VisibleKeys{kv_len - q_len, kv_len, params.window_left, params.window_right};
-  };
-  std::vector<int64_t> costs(num_seqs);
-  int64_t total_cost = 0;
-  for (size_t seq = 0; seq < num_seqs; ++seq) {
-    costs[seq] = group * attention_cost(params, visible_keys(seq), 0, pairs.q[seq].len, 0,
-                                        pairs.kv[seq].len);
-    total_cost += costs[seq] * sizes.kv_heads;
-  }
-  constexpr int64_t kSmallItem = 1 << 22;
-  const int64_t num_threads = torch::stable::get_num_threads();
-  const int64_t item_cost =
-      std::max(kSmallItem, num_threads > 1 ? total_cost / (2 * num_threads) : total_cost);
-
-  WorkList<AttentionItem> items;
-  int64_t max_rows = 0, max_keys = 0;
-  for (size_t seq = 0; seq < num_seqs; ++seq) {
-    const VisibleKeys visible = visible_keys(seq);
-    AttentionItem whole{};
-    whole.q = pairs.q[seq];
-    whole.kv = pairs.kv[seq];
-    whole.row_end = whole.q.len;
-    whole.key_end = whole.kv.len;
-    whole.wants_dq = whole.wants_dkv = true;
-    if (whole.q.len == 0 && whole.kv.len == 0) continue;
-    const bool split = costs[seq] > item_cost;
-    // Rows and keys that an item of a split sequence takes: whole blocks.
-    const double share =
-        split ? static_cast<double>(item_cost) / static_cast<double>(costs[seq]) : 1;
-    const auto blocks = [&](int64_t len, int64_t block) {
-      return std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(len) * share) / block) *
-             block;
-    };
-    const int64_t key_step = blocks(whole.kv.len, kKeyBlock);
-    const int64_t row_step = blocks(whole.q.len, kQueryBlock);
-    const auto add = [&](const AttentionItem& item) {
-      items.add(item, 3 * group *
-                          attention_cost(params, visible, item.row_begin, item.row_end,
-                                         item.key_begin, item.key_end));
-      max_rows = std::max(max_rows, item.row_end - item.row_begin);
-      max_keys = std::max(max_keys, item.key_end - item.key_begin);
-    };
-    for (whole.head = 0; whole.head < sizes.kv_heads; ++whole.head) {
-      if (!split) {
-        add(whole);
-        continue;
-      }
-      AttentionItem part = whole;
-      part.wants_dq = false;
-      for (part.key_begin = 0; part.key_begin < whole.key_end; part.key_begin += key_step) {
-        part.key_end = std::min(whole.key_end, part.key_begin + key_step);
-        add(part);
-      }
-      part = whole;
-      part.wants_dkv = false;
-      for (part.row_begin = 0; part.row_begin < whole.row_end; part.row_begin += row_step) {
-        part.row_end = std::min(whole.row_end, part.row_begin + row_step);
-        add(part);
-      }
-    }
-  }
-  const AttentionBackwardSize size{params, max_rows, max_keys};
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<AttentionBackwardBuffers<double>>(size)
-                           : scratch_bytes<AttentionBackwardBuffers<float>>(size);
-  const auto compute = table.of(params.element).attention_backward;
-  items.run(bytes, [&](const AttentionItem& item, void* scratch) { compute(size, item, scratch); });
-  record_kernel(table.name);
+  run_attention_backward(params, pairs.q, pairs.kv);
+  record_kernel(kernel_table().name);
   return {dq, dk, dv};
 }
 

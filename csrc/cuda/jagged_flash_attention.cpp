@@ -4,6 +4,7 @@
 
 #include "kernels/jagged_flash_attention.h"
 
+#include "cuda/attention_glue.h"
 #include "cuda/glue.h"
 
 #include <torch/csrc/stable/library.h>
@@ -14,33 +15,6 @@
 
 namespace jagged_cuda {
 namespace {
-
-AttentionElement attention_element(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return AttentionElement::kFloat16;
-    case ScalarType::BFloat16:
-      return AttentionElement::kBFloat16;
-    case ScalarType::Float:
-      return AttentionElement::kFloat32;
-    default:
-      return AttentionElement::kFloat64;
-  }
-}
-
-// A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are
-// arbitrary in torch, and are replaced by 0, so that they do not spoil alignment.
-HeadsView view_heads(const Tensor& tensor) {
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
-          tensor.size(1) > 1 ? tensor.stride(1) : 0};
-}
-
-bool aligned(const HeadsView& view, int64_t dim, int64_t element_bytes) {
-  constexpr int64_t kVectorBytes = 16;
-  const auto whole = [&](int64_t elems) { return elems * element_bytes % kVectorBytes == 0; };
-  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && whole(view.row_stride) &&
-         whole(view.head_stride) && whole(dim);
-}
 
 int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
 

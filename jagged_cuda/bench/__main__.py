@@ -13,7 +13,17 @@ from types import ModuleType
 import torch
 
 from jagged_cuda import _load
-from jagged_cuda.bench import attention, build, figure2, host, peers, report, shapes, table1
+from jagged_cuda.bench import (
+    attention,
+    build,
+    figure2,
+    host,
+    peers,
+    report,
+    shapes,
+    table1,
+    target,
+)
 from jagged_cuda.bench.session import LostDeviceError, Options, Session
 from jagged_cuda.bench.timing import CpuTimer, CudaTimer, Timer
 
@@ -21,6 +31,7 @@ COMMANDS: dict[str, ModuleType] = {
     "table1": table1,
     "attention": attention,
     "figure2": figure2,
+    "target": target,
     "host": host,
     "build": build,
 }

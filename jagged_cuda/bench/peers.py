@@ -82,7 +82,10 @@ def sll_attention(
 
 
 class VarlenAttention(torch.autograd.Function):
-    """FlashAttention-2 behind torch.nn.attention.varlen. q, k, v `[T, H, D]`, offsets int32."""
+    """FlashAttention-2 behind torch.nn.attention.varlen. q, k, v `[T, H, D]`, offsets int32.
+
+    query_offsets and max_queries are those of q where it has other rows than k and v.
+    """
 
     @staticmethod
     def forward(
@@ -94,14 +97,18 @@ class VarlenAttention(torch.autograd.Function):
         max_len: int,
         scale: float,
         causal: bool,
+        query_offsets: Tensor | None = None,
+        max_queries: int | None = None,
     ) -> Tensor:
+        query_offsets = offsets if query_offsets is None else query_offsets
+        max_queries = max_len if max_queries is None else max_queries
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
+            query_offsets,
             offsets,
-            offsets,
-            max_len,
+            max_queries,
             max_len,
             0.0,
             causal,
@@ -110,8 +117,8 @@ class VarlenAttention(torch.autograd.Function):
             window_size_left=-1,
             window_size_right=0 if causal else -1,
         )
-        ctx.save_for_backward(q, k, v, out, lse, offsets)
-        ctx.options = (max_len, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse, query_offsets, offsets)
+        ctx.options = (max_queries, max_len, scale, causal)
         if any(ctx.needs_input_grad):  # dropout's state, unused: made outside the backward
             ctx.rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
             ctx.unused = torch.empty(0, device=q.device)
@@ -119,8 +126,8 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, offsets = ctx.saved_tensors
-        max_len, scale, causal = ctx.options
+        q, k, v, out, lse, query_offsets, offsets = ctx.saved_tensors
+        max_queries, max_len, scale, causal = ctx.options
         gradients = torch.ops.aten._flash_attention_backward(
             grad_out,
             q,
@@ -128,9 +135,9 @@ class VarlenAttention(torch.autograd.Function):
             v,
             out,
             lse,
+            query_offsets,
             offsets,
-            offsets,
-            max_len,
+            max_queries,
             max_len,
             0.0,
             causal,
@@ -140,7 +147,7 @@ class VarlenAttention(torch.autograd.Function):
             window_size_left=-1,
             window_size_right=0 if causal else -1,
         )
-        return (*gradients, None, None, None, None)
+        return (*gradients, *(None,) * 6)
 
 
 class CudnnAttention(torch.autograd.Function):

@@ -27,6 +27,7 @@ TITLES = {
     "table1": "Table 1 of the paper",
     "attention": "Self-attention",
     "figure2": "Figure 2 of the paper: forward and backward together",
+    "target": "Target attention: items against histories",
     "host": "Host time of an eager call",
 }
 
@@ -163,7 +164,7 @@ def _memory(row: Row, name: str) -> str:
 def _rows_table(rows: Sequence[Row]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row.results))
     has_bytes = any(row.bytes for row in rows)
-    has_rates = rows[0].command in ("attention", "figure2")
+    has_rates = rows[0].command in ("attention", "figure2", "target")
     results = [result for row in rows for result in row.results.values()]
     has_memory = any(result.get("peak_mib") is not None for result in results)
     header = ["case", "pass", "precision"]

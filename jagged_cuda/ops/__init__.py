@@ -10,6 +10,7 @@ from jagged_cuda.ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagge
 from jagged_cuda.ops.jagged_mean import jagged_mean
 from jagged_cuda.ops.jagged_softmax import jagged_softmax
 from jagged_cuda.ops.jagged_sum import jagged_sum
+from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
 from jagged_cuda.ops.jagged_to_padded import jagged_to_padded
 from jagged_cuda.ops.padded_to_jagged import padded_to_jagged
 
@@ -24,6 +25,7 @@ __all__ = [
     "jagged_mean",
     "jagged_softmax",
     "jagged_sum",
+    "jagged_target_attention",
     "jagged_to_padded",
     "padded_to_jagged",
 ]

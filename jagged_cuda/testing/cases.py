@@ -1500,6 +1500,287 @@ JAGGED_FLASH_ATTENTION = Case(
     ),
 )
 
+# --- jagged_target_attention
+
+
+def _target_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    dim_qk, dim_v = spec.choices["dims"]
+    seqs, queries, rows = spec.layout.num_seqs, spec.choices["queries"], spec.layout.total
+    if spec.choices["heads"] is None:
+        return {"q": (seqs, queries, dim_qk), "k": (rows, dim_qk), "v": (rows, dim_v)}
+    heads, kv_heads = spec.choices["heads"]
+    return {
+        "q": (seqs, queries, heads, dim_qk),
+        "k": (rows, kv_heads, dim_qk),
+        "v": (rows, kv_heads, dim_v),
+    }
+
+
+def _call_target(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, _: Tensor | None
+) -> Tensors:
+    choices = spec.choices
+    out, lse = ops.jagged_target_attention(
+        tensors["q"],
+        tensors["k"],
+        tensors["v"],
+        offsets,
+        scale=None if choices["scale"] is None else _attention_scale(spec),
+        max_len=spec.layout.max_len if choices["max_len"] else None,
+        return_lse=True,
+    )
+    return {"out": out, "lse": lse}
+
+
+def _registered_target(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    q, k, v = (sample.tensors[name] for name in "qkv")
+    if sample.spec.choices["heads"] is None:
+        q, k, v = q.unsqueeze(2), k.unsqueeze(1), v.unsqueeze(1)
+    options = (sample.offsets, _attention_scale(sample.spec), None, False)
+    detached = tuple(t.detach() for t in (q, k, v))
+    out, lse = torch.ops.jagged_cuda.jagged_target_attention(*detached, *options)
+    gradients = (torch.randn_like(out), torch.randn_like(lse))
+    return {
+        "jagged_target_attention": (q, k, v, *options),
+        "jagged_target_attention_backward": (*gradients, *detached, out, lse, *options),
+    }
+
+
+def _on_target_heads(
+    definition: Callable[..., tuple[Tensor, ...]],
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Take and return tensors without a dimension of heads where the spec has none."""
+
+    def wrapped(
+        spec: Spec, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *rest: Any
+    ) -> tuple[Tensor, ...]:
+        one_head = spec.choices["heads"] is None
+        q, k, v = tensors
+        if one_head:
+            q, k, v = q.unsqueeze(2), k.unsqueeze(1), v.unsqueeze(1)
+            gradients = [None if g is None else g.unsqueeze(2) for g in gradients]
+        found = definition(q, k, v, *gradients, spec.layout, _attention_scale(spec), *rest)
+        if one_head:  # out, lse and dq are dense, dk and dv jagged
+            dense, jagged = found[:3], found[3:]
+            found = (*(t.squeeze(2) for t in dense), *(t.squeeze(1) for t in jagged))
+        return found
+
+    return wrapped
+
+
+def _target_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    qkv = (tensors["q"], tensors["k"], tensors["v"])
+    out, lse = _on_target_heads(reference.jagged_target_attention)(spec, qkv, ())
+    return {"out": out, "lse": lse}
+
+
+def _target_rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+        qkv = (tensors["q"], tensors["k"], tensors["v"])
+        definition = _on_target_heads(reference.jagged_target_attention_rounded)
+        out, lse = definition(spec, qkv, (), storage, divide_last)
+        return {"out": out, "lse": lse}
+
+    return rounded
+
+
+def _target_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    given = cotangents or {}
+    qkv, gradients = [tensors[n] for n in "qkv"], [given.get("out"), given.get("lse")]
+    found = _on_target_heads(reference.jagged_target_attention_terms)(spec, qkv, gradients)
+    return dict(zip(("out", "lse", "grad_q", "grad_k", "grad_v"), found, strict=False))
+
+
+def _jagged_target_attention(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "q": _tensor(device, 2, 5, 4, 8),
+        "k": _tensor(device, 6, 2, 8),
+        "v": _tensor(device, 6, 2, 3),
+        "offsets": _offsets(device, 0, 2, 6),
+    }
+    return jagged_cuda.jagged_target_attention(**(arguments | changed))
+
+
+def _jagged_target_attention_backward(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
+        "grad_out": _tensor(device, 2, 5, 4, 3),
+        "grad_lse": _tensor(device, 2, 5, 4),
+        "q": _tensor(device, 2, 5, 4, 8),
+        "k": _tensor(device, 6, 2, 8),
+        "v": _tensor(device, 6, 2, 3),
+        "out": _tensor(device, 2, 5, 4, 3),
+        "lse": _tensor(device, 2, 5, 4),
+        "offsets": _offsets(device, 0, 2, 6),
+        "scale": 1.0,
+    }
+    return torch.ops.jagged_cuda.jagged_target_attention_backward(**(arguments | changed))
+
+
+JAGGED_TARGET_ATTENTION = Case(
+    name="jagged_target_attention",
+    choices={
+        # None is the [B, N, D] form; else (H, G).
+        "heads": (None, (1, 1), (2, 2), (4, 2), (3, 1), (8, 1)),
+        "dims": (
+            (1, 1),
+            (3, 5),
+            (8, 8),
+            (16, 32),
+            (24, 16),
+            (32, 32),
+            (40, 64),
+            (64, 64),
+            (65, 63),
+            (96, 96),
+            (128, 128),
+            (128, 64),
+            (192, 128),
+            (250, 7),
+            (256, 256),
+        ),
+        # Beside the edges of the kernels' tiles of rows: 16, 32, 64 and 128.
+        "queries": (8, 1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129),
+        "scale": (None, None, 0.3, "large", -0.2, 0.0),
+        "max_len": (False, True),
+    },
+    shapes=_target_shapes,
+    rows={"q": "seq", "k": "q", "v": "q", "out": "seq", "lse": "seq"},
+    function=_call_target,
+    registered=_registered_target,
+    reference=_target_reference,
+    rounded=(_target_rounded(divide_last=False), _target_rounded(divide_last=True)),
+    terms=_target_terms,
+    differentiable=("q", "k", "v"),
+    product=True,
+    autocast="lower_precision",
+    profiles={
+        "small": Profile(
+            (1, 2, 4),
+            (1, 9, 24),
+            {"dims": ((1, 1), (3, 5), (8, 8), (16, 32)), "queries": (8, 1, 2, 5, 16, 17)},
+        ),
+        # Sequences of more than 512 rows are split.
+        "edge": Profile((1, 3, 5), (33, 65, 130, 600)),
+        "large": Profile(
+            (16, 64),
+            (300, 2100),
+            {
+                "heads": ((1, 1), (2, 2), (4, 1)),
+                "dims": ((32, 32), (64, 64), (128, 128), (256, 256)),
+                "queries": (1, 8, 32, 100),
+            },
+        ),
+    },
+    huge={"dims": (64, 64), "heads": (8, 8), "queries": 8},
+    invalid=(
+        Invalid(
+            "q_dim",
+            lambda d: _jagged_target_attention(d, q=_tensor(d, 2, 4, 8)),
+            "jagged_target_attention: q must be [B, N, H, D], got [2, 4, 8]",
+        ),
+        Invalid(
+            "k_dim",
+            lambda d: _jagged_target_attention(d, k=_tensor(d, 6, 8)),
+            "jagged_target_attention: k must be [T, G, D], got [6, 8]",
+        ),
+        Invalid(
+            "q_dtype",
+            lambda d: _jagged_target_attention(d, q=_tensor(d, 2, 5, 4, 8, dtype=torch.int8)),
+            "jagged_target_attention: q must be float32, float64, float16 or bfloat16, got int8",
+        ),
+        Invalid(
+            "v_dtype",
+            lambda d: _jagged_target_attention(d, v=_tensor(d, 6, 2, 3, dtype=torch.float64)),
+            "jagged_target_attention: v must be float32, got float64",
+        ),
+        Invalid(
+            "offsets_dtype",
+            lambda d: _jagged_target_attention(d, offsets=_tensor(d, 3)),
+            "jagged_target_attention: offsets must be int32 or int64, got float32",
+        ),
+        Invalid(
+            "offsets_none",
+            lambda d: _jagged_target_attention(d, offsets=_offsets(d)),
+            "jagged_target_attention: offsets must be [B + 1], got [0]",
+        ),
+        Invalid(
+            "q_batch",
+            lambda d: _jagged_target_attention(d, offsets=_offsets(d, 0, 2, 4, 6)),
+            "jagged_target_attention: q must be [3, 5, 4, 8], got [2, 5, 4, 8]",
+        ),
+        Invalid(
+            "k_head_dim",
+            lambda d: _jagged_target_attention(d, k=_tensor(d, 6, 2, 7)),
+            "jagged_target_attention: k must be [6, 2, 8], got [6, 2, 7]",
+        ),
+        Invalid(
+            "v_rows",
+            lambda d: _jagged_target_attention(d, v=_tensor(d, 7, 2, 3)),
+            "jagged_target_attention: v must be [6, 2, 3], got [7, 2, 3]",
+        ),
+        Invalid(
+            "head_dim_too_large",
+            lambda d: _jagged_target_attention(
+                d, q=_tensor(d, 2, 5, 4, 257), k=_tensor(d, 6, 2, 257)
+            ),
+            "jagged_target_attention: q must be [B, N, H, D] with D from 1 to 256,"
+            " got [2, 5, 4, 257]",
+        ),
+        Invalid(
+            "v_dim_zero",
+            lambda d: _jagged_target_attention(d, v=_tensor(d, 6, 2, 0)),
+            "jagged_target_attention: v must be [T, G, Dv] with Dv from 1 to 256, got [6, 2, 0]",
+        ),
+        Invalid(
+            "heads_no_multiple",
+            lambda d: _jagged_target_attention(d, q=_tensor(d, 2, 5, 3, 8)),
+            "jagged_target_attention: q must be [B, N, H, D] with H a multiple of the 2 heads of k,"
+            " got [2, 5, 3, 8]",
+        ),
+        Invalid(
+            "max_len",
+            lambda d: _jagged_target_attention(d, max_len=-1),
+            "jagged_target_attention: max_len must be >= 0, got -1",
+        ),
+        Invalid(
+            "k_device",
+            lambda d: _jagged_target_attention(d, k=_tensor(torch.device("cpu"), 6, 2, 8)),
+            "jagged_target_attention: k must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "offsets_device",
+            lambda d: _jagged_target_attention(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
+            "jagged_target_attention: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "backward_out_shape",
+            lambda d: _jagged_target_attention_backward(d, out=_tensor(d, 2, 5, 4, 2)),
+            "jagged_target_attention_backward: out must be [2, 5, 4, 3], got [2, 5, 4, 2]",
+        ),
+        Invalid(
+            "backward_grad_out_dtype",
+            lambda d: _jagged_target_attention_backward(
+                d, grad_out=_tensor(d, 2, 5, 4, 3, dtype=torch.bfloat16)
+            ),
+            "jagged_target_attention_backward: grad_out must be float32, got bfloat16",
+        ),
+        Invalid(
+            "backward_lse_dtype",
+            lambda d: _jagged_target_attention_backward(
+                d, lse=_tensor(d, 2, 5, 4, dtype=torch.float64)
+            ),
+            "jagged_target_attention_backward: lse must be float32, got float64",
+        ),
+        Invalid(
+            "backward_grad_lse_shape",
+            lambda d: _jagged_target_attention_backward(d, grad_lse=_tensor(d, 2, 4, 5)),
+            "jagged_target_attention_backward: grad_lse must be [2, 5, 4], got [2, 4, 5]",
+        ),
+    ),
+)
+
 # --- the table
 
 CASES: dict[str, Case] = {
@@ -1517,5 +1798,6 @@ CASES: dict[str, Case] = {
         JAGGED_MEAN,
         JAGGED_BROADCAST,
         JAGGED_FLASH_ATTENTION,
+        JAGGED_TARGET_ATTENTION,
     )
 }

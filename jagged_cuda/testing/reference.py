@@ -422,3 +422,56 @@ def jagged_flash_attention_terms(
         ),
         _rows_first(prob_terms.transpose(2, 3) @ grad_out.abs(), kv_layout, kv_heads),
     )
+
+
+# --- jagged_target_attention
+
+
+def _dense_rows(values: Tensor) -> tuple[Tensor, Layout]:
+    """`[B, N, ...]` as jagged rows `[B * N, ...]` of sequences that are all N long."""
+    return values.flatten(0, 1), Layout((values.shape[1],) * values.shape[0])
+
+
+def jagged_target_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q `[B, N, H, D]`, k `[T, G, D]`, v `[T, G, Dv]` -> out `[B, N, H, Dv]`, lse `[B, N, H]`"""
+    rows, queries = _dense_rows(q)
+    out, lse = jagged_flash_attention(rows, k, v, queries, layout, (-1, -1), scale)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+
+
+def jagged_target_attention_rounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    scale: float,
+    storage: torch.dtype,
+    divide_last: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, queries = _dense_rows(q)
+    out, lse = jagged_flash_attention_rounded(
+        rows, k, v, queries, layout, (-1, -1), scale, storage, divide_last
+    )
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+
+
+def jagged_target_attention_terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    layout: Layout,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Of out and lse, and of dq, dk and dv if there are gradients."""
+    rows, queries = _dense_rows(q)
+    grad_rows = None if grad_out is None else grad_out.flatten(0, 1)
+    grad_lse_rows = None if grad_lse is None else grad_lse.flatten(0, 1)
+    out, lse, *rest = jagged_flash_attention_terms(
+        rows, k, v, grad_rows, grad_lse_rows, queries, layout, (-1, -1), scale
+    )
+    dense = [out, lse, *rest[:1]]
+    return (*(t.unflatten(0, q.shape[:2]) for t in dense), *rest[1:])

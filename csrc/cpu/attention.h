@@ -1,0 +1,145 @@
+// Attention over pairs of sequences, cut into items (kernels/attention.inl): what every operator of
+// this family runs.
+//
+// Forward: an item is a run of query rows of one sequence and head. Backward: an item is one
+// sequence and key/value head with all its rows and keys, which computes logits once for all three
+// gradients; where that would leave threads idle (few or very long sequences), it is split into
+// items by keys, for dk and dv, and items by rows, for dq, which compute them twice. Both give the
+// same bits.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/work_list.h"
+
+namespace jagged_cuda::cpu {
+
+// Multiply-adds of query rows [row_begin, row_end) against keys [key_begin, key_end): exact enough
+// to balance threads.
+inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& visible,
+                              int64_t row_begin, int64_t row_end, int64_t key_begin,
+                              int64_t key_end) {
+  constexpr int64_t kSamples = 8;
+  const int64_t step = std::max<int64_t>(1, (row_end - row_begin) / kSamples);
+  int64_t keys = 0;
+  for (int64_t row = row_begin; row < row_end; row += step) {
+    const int64_t begin = std::max(key_begin, visible.begin(row));
+    const int64_t end = std::min(key_end, visible.end(row));
+    keys += std::max<int64_t>(0, end - begin) * std::min(step, row_end - row);
+  }
+  const int64_t dims = params.dim_qk + params.dim_v;
+  return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
+}
+
+// Fills params.out and params.lse for every row of the queries; the keys of a sequence stand at the
+// same place of `keys`.
+inline void run_attention_forward(const AttentionParams& params,
+                                  const std::vector<Sequence>& queries,
+                                  const std::vector<Sequence>& keys) {
+  const KernelTable& table = kernel_table();
+  WorkList<AttentionItem> items;
+  const int64_t item_rows = attention_item_rows(params);
+  for (size_t seq = 0; seq < queries.size(); ++seq) {
+    AttentionItem item{};
+    item.q = queries[seq];
+    item.kv = keys[seq];
+    const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, params.window_left,
+                              params.window_right};
+    for (item.row_begin = 0; item.row_begin < item.q.len; item.row_begin += item_rows) {
+      item.row_end = std::min(item.q.len, item.row_begin + item_rows);
+      const int64_t cost =
+          attention_cost(params, visible, item.row_begin, item.row_end,
+                         visible.begin(item.row_begin), visible.end(item.row_end - 1));
+      for (item.head = 0; item.head < params.heads; ++item.head) items.add(item, cost);
+    }
+  }
+  const size_t bytes = params.element == Element::kDouble
+                           ? scratch_bytes<AttentionForwardBuffers<double>>(params)
+                           : scratch_bytes<AttentionForwardBuffers<float>>(params);
+  const auto compute = table.of(params.element).attention_forward;
+  items.run(bytes,
+            [&](const AttentionItem& item, void* scratch) { compute(params, item, scratch); });
+}
+
+// Fills params.dq, params.dk and params.dv for every row of the queries and keys.
+inline void run_attention_backward(const AttentionParams& params,
+                                   const std::vector<Sequence>& queries,
+                                   const std::vector<Sequence>& keys) {
+  const KernelTable& table = kernel_table();
+  const size_t num_seqs = params.kv_heads > 0 ? queries.size() : 0;
+  const int64_t group = params.kv_heads > 0 ? params.heads / params.kv_heads : 0;
+  const auto visible_keys = [&](size_t seq) {
+    const int64_t q_len = queries[seq].len, kv_len = keys[seq].len;
+    return VisibleKeys{kv_len - q_len, kv_len, params.window_left, params.window_right};
+  };
+  std::vector<int64_t> costs(num_seqs);
+  int64_t total_cost = 0;
+  for (size_t seq = 0; seq < num_seqs; ++seq) {
+    costs[seq] =
+        group * attention_cost(params, visible_keys(seq), 0, queries[seq].len, 0, keys[seq].len);
+    total_cost += costs[seq] * params.kv_heads;
+  }
+  constexpr int64_t kSmallItem = 1 << 22;
+  const int64_t num_threads = torch::stable::get_num_threads();
+  const int64_t item_cost =
+      std::max(kSmallItem, num_threads > 1 ? total_cost / (2 * num_threads) : total_cost);
+
+  WorkList<AttentionItem> items;
+  int64_t max_rows = 0, max_keys = 0;
+  for (size_t seq = 0; seq < num_seqs; ++seq) {
+    const VisibleKeys visible = visible_keys(seq);
+    AttentionItem whole{};
+    whole.q = queries[seq];
+    whole.kv = keys[seq];
+    whole.row_end = whole.q.len;
+    whole.key_end = whole.kv.len;
+    whole.wants_dq = whole.wants_dkv = true;
+    if (whole.q.len == 0 && whole.kv.len == 0) continue;
+    const bool split = costs[seq] > item_cost;
+    // Rows and keys that an item of a split sequence takes: whole blocks.
+    const double share =
+        split ? static_cast<double>(item_cost) / static_cast<double>(costs[seq]) : 1;
+    const auto blocks = [&](int64_t len, int64_t block) {
+      return std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(len) * share) / block) *
+             block;
+    };
+    const int64_t key_step = blocks(whole.kv.len, kKeyBlock);
+    const int64_t row_step = blocks(whole.q.len, kQueryBlock);
+    const auto add = [&](const AttentionItem& item) {
+      items.add(item, 3 * group *
+                          attention_cost(params, visible, item.row_begin, item.row_end,
+                                         item.key_begin, item.key_end));
+      max_rows = std::max(max_rows, item.row_end - item.row_begin);
+      max_keys = std::max(max_keys, item.key_end - item.key_begin);
+    };
+    for (whole.head = 0; whole.head < params.kv_heads; ++whole.head) {
+      if (!split) {
+        add(whole);
+        continue;
+      }
+      AttentionItem part = whole;
+      part.wants_dq = false;
+      for (part.key_begin = 0; part.key_begin < whole.key_end; part.key_begin += key_step) {
+        part.key_end = std::min(whole.key_end, part.key_begin + key_step);
+        add(part);
+      }
+      part = whole;
+      part.wants_dkv = false;
+      for (part.row_begin = 0; part.row_begin < whole.row_end; part.row_begin += row_step) {
+        part.row_end = std::min(whole.row_end, part.row_begin + row_step);
+        add(part);
+      }
+    }
+  }
+  const AttentionBackwardSize size{params, max_rows, max_keys};
+  const size_t bytes = params.element == Element::kDouble
+                           ? scratch_bytes<AttentionBackwardBuffers<double>>(size)
+                           : scratch_bytes<AttentionBackwardBuffers<float>>(size);
+  const auto compute = table.of(params.element).attention_backward;
+  items.run(bytes, [&](const AttentionItem& item, void* scratch) { compute(size, item, scratch); });
+}
+
+}  // namespace jagged_cuda::cpu

@@ -1,0 +1,204 @@
+"""jagged_target_attention: dense queries of each sequence against its jagged history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged_cuda.ops import _contract
+from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._precision import allow_tf32
+from jagged_cuda.ops._registration import register
+
+
+def jagged_target_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float | None = None,
+    max_len: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Let N dense queries of each sequence attend to all of its keys: items against a history.
+
+    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T) @ v_b``.
+
+    Args:
+        q: `[B, N, H, D]` dense, or `[B, N, D]` for one head; float32, float64, float16 or
+            bfloat16; D from 1 to 256.
+        k: `[T, G, D]` jagged (`[T, D]`), of q's dtype and device; H is a multiple of G
+            (grouped-query attention).
+        v: `[T, G, Dv]` (`[T, Dv]`), Dv from 1 to 256.
+        offsets: `[B + 1]` int32 or int64; sequence b is rows ``offsets[b]:offsets[b + 1]`` of k
+            and v.
+        scale: of the scores; None means ``1 / sqrt(D)``.
+        max_len: a hint, the length of the longest sequence. Results of longer sequences are then
+            unspecified.
+        return_lse: also return the logarithm of each query's sum of exponentials.
+
+    Returns:
+        `[B, N, H, Dv]` of q's dtype (`[B, N, Dv]` for one head); with return_lse also lse
+        `[B, N, H]` (`[B, N]`), natural logarithm, float32 (float64 for float64), differentiable.
+        Queries of an empty sequence get 0 with lse = -inf.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or option does not fit; the message names the argument.
+        torch.OutOfMemoryError: the GPU has no room for the results.
+
+    Notes:
+        Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA
+        multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
+        TF32 path exists yet. Long sequences are cut into parts of a fixed length, which are merged
+        in order by their LSE; nothing depends on the batch's longest sequence, and a sequence's
+        forward result does not depend on its neighbours, bit for bit.
+        Deterministic, forward and backward; no double backward. Rows of k and v outside every
+        sequence have zero gradient. Operands are read in place if their last dimension is
+        contiguous (slices of a fused projection included), fastest if rows are 16-byte aligned and
+        D, Dv are multiples of 8; any other layout costs one copy of that operand, as do, on the
+        CPU and where the float32 and float64 kernels run, queries whose rows are not at one
+        distance.
+
+    Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
+    Jagged Flash Attention", RecSys '24, section 3; "Deep Interest Network for Click-Through Rate
+    Prediction" (Zhou et al., KDD '18) for attention of targets to a history.
+
+    Example:
+        >>> q, k = torch.zeros(2, 3, 8), torch.zeros(5, 8)  # one head, 3 items a user
+        >>> v = torch.arange(5.0)[:, None]
+        >>> jagged_target_attention(q, k, v, torch.tensor([0, 4, 5])).squeeze(2)
+        tensor([[1.5000, 1.5000, 1.5000],
+                [4.0000, 4.0000, 4.0000]])
+    """
+    one_head = q.dim() == 3 and k.dim() == 2 and v.dim() == 2
+    if one_head:
+        q, k, v = q.unsqueeze(2), k.unsqueeze(1), v.unsqueeze(1)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    out, lse = call(
+        torch.ops.jagged_cuda.jagged_target_attention.default,
+        q,
+        k,
+        v,
+        offsets,
+        scale,
+        max_len,
+        allow_tf32(),
+    )
+    if one_head:
+        out, lse = out.squeeze(2), lse.squeeze(2)
+    return (out, lse) if return_lse else out
+
+
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_len: int | None) -> None:
+    """The checks of csrc/ops/jagged_target_attention.h, in the same order."""
+    fail, text = _contract.fail_argument, _contract.shape_text
+    _contract.check_dim(op, "q", q, 4, "[B, N, H, D]")
+    _contract.check_dim(op, "k", k, 3, "[T, G, D]")
+    _contract.check_dim(op, "v", v, 3, "[T, G, Dv]")
+    _contract.check_floating(op, "q", q)
+    _contract.check_like(op, "k", k, q)
+    _contract.check_like(op, "v", v, q)
+    _contract.check_offsets(op, "offsets", offsets, q)
+    _, num_queries, heads, dim_qk = q.shape
+    total, kv_heads, _ = k.shape
+    dim_v = v.shape[2]
+    _contract.check_shape(op, "q", q, (offsets.shape[0] - 1, num_queries, heads, dim_qk))
+    _contract.check_shape(op, "k", k, (total, kv_heads, dim_qk))
+    _contract.check_shape(op, "v", v, (total, kv_heads, dim_v))
+    if dim_qk < 1 or dim_qk > 256:
+        fail(op, "q", "[B, N, H, D] with D from 1 to 256", text(q.shape))
+    if dim_v < 1 or dim_v > 256:
+        fail(op, "v", "[T, G, Dv] with Dv from 1 to 256", text(v.shape))
+    if heads > 0 if kv_heads < 1 else heads % kv_heads != 0:
+        expected = f"[B, N, H, D] with H a multiple of the {kv_heads} heads of k"
+        fail(op, "q", expected, text(q.shape))
+    if max_len is not None and max_len < 0:
+        fail(op, "max_len", ">= 0", str(max_len))
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    scale: float,
+    max_len: int | None = None,
+    allow_tf32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    _check("jagged_target_attention", q, k, v, offsets, max_len)
+    out = q.new_empty((*q.shape[:3], v.shape[2]))
+    return out, q.new_empty(q.shape[:3], dtype=_lse_dtype(q.dtype))
+
+
+def _fake_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    scale: float,
+    max_len: int | None = None,
+    allow_tf32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "jagged_target_attention_backward"
+    _check(op, q, k, v, offsets, max_len)
+    for name, tensor in (("out", out), ("grad_out", grad_out)):
+        _contract.check_shape(op, name, tensor, (*q.shape[:3], v.shape[2]))
+        _contract.check_like(op, name, tensor, q)
+    for name, rows in (("lse", lse), ("grad_lse", grad_lse)):
+        if rows is not None:
+            _contract.check_shape(op, name, rows, q.shape[:3])
+            _contract.check_dtype(op, name, rows, _lse_dtype(q.dtype))
+            _contract.check_device(op, name, rows, q)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, offsets, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, offsets = ctx.saved_tensors
+    no_gradient = (None,) * (1 + len(ctx.options))
+    if grad_out is None and grad_lse is None:
+        return (None, None, None, *no_gradient)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    gradients = call(
+        torch.ops.jagged_cuda.jagged_target_attention_backward.default,
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        offsets,
+        *ctx.options,
+    )
+    return (*gradients, *no_gradient)
+
+
+register("jagged_target_attention_backward", fake=_fake_backward)
+register(
+    "jagged_target_attention",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    autocast="lower_precision",
+)

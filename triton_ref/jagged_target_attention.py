@@ -1,0 +1,450 @@
+"""softmax(scale Q_b K_b^T) V_b for N dense queries of each sequence, without the matrix in between.
+
+The backward recomputes P = exp(scale Q K^T - LSE) and, with delta = rowsum(dO * O) - dLSE, follows
+
+    dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
+
+Queries of an empty sequence give 0 with LSE -inf and have no gradient; neither have rows of k and v
+outside every sequence. Logits stay in natural units, as in jagged_flash_attention.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from .common import (
+    EXACT_PRODUCTS,
+    accumulator,
+    accumulator_type,
+    check,
+    check_offsets,
+    check_values,
+    find_tile,
+    input_precision,
+    load_rows,
+    num_tiles,
+)
+from .jagged_flash_attention import load_matrix
+
+RUN_TIME_SIZES = ["num_seqs", "total", "num_queries", "group_size"]
+
+
+@triton.jit(do_not_specialize=RUN_TIME_SIZES)
+def jagged_target_attention_kernel(
+    p_q,  # [B, N, H, D]
+    p_k,  # [T, G, D]
+    p_v,  # [T, G, Dv]
+    p_offsets,  # [B + 1]
+    p_out,  # [B, N, H, Dv], contiguous
+    p_lse,  # [B, N, H], contiguous
+    num_seqs,
+    total,
+    num_queries,
+    group_size,
+    scale,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_qd,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """One sequence, one head, TILE_M of its queries."""
+    i_seq = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
+    num_heads = tl.num_programs(1)
+    i_kv_head = i_head // group_size
+    begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
+
+    o_m = tl.program_id(2) * TILE_M + tl.arange(0, TILE_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_m = o_m < num_queries
+    m_d = o_d < D
+    m_dv = o_dv < DV
+    # [TILE_M, BLOCK_D]
+    b_q = load_matrix(
+        p_q + i_seq * stride_qb + i_head * stride_qh, o_m, o_d, m_m, m_d, stride_qn, stride_qd
+    )
+
+    b_max = tl.full([TILE_M], float("-inf"), dtype=ACCUMULATOR)
+    b_sum = tl.zeros([TILE_M], dtype=ACCUMULATOR)
+    b_out = tl.zeros([TILE_M, BLOCK_DV], dtype=ACCUMULATOR)
+    for first_key in range(begin, end, TILE_N):
+        o_n = first_key + tl.arange(0, TILE_N)
+        m_n = o_n < end
+        # [TILE_N, BLOCK_D]
+        b_k = load_matrix(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
+        # [TILE_N, BLOCK_DV]
+        b_v = load_matrix(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+
+        b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
+        # While all logits were -inf, -inf - -inf would be NaN.
+        b_shift = tl.where(b_max_new == float("-inf"), 0.0, b_max_new)
+        b_p = tl.exp(b_s - b_shift[:, None])
+        b_rescale = tl.exp(b_max - b_shift)
+        b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+        b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=INPUT_PRECISION)
+        b_out = b_out * b_rescale[:, None] + b_pv
+        b_max = b_max_new
+
+    m_sees = b_max > float("-inf")
+    b_sum = tl.where(m_sees, b_sum, 1.0)
+    b_out = b_out / b_sum[:, None]
+    b_lse = tl.where(m_sees, b_max + tl.log(b_sum), float("-inf"))
+    o_out = (i_seq * num_queries + o_m) * num_heads + i_head
+    tl.store(p_lse + o_out, b_lse, mask=m_m)
+    p_tile = p_out + o_out[:, None] * DV + o_dv[None, :]
+    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_dv[None, :])
+
+
+@triton.jit(do_not_specialize=RUN_TIME_SIZES)
+def jagged_target_attention_backward_dq_kernel(
+    p_grad_out,  # [B, N, H, Dv], contiguous
+    p_grad_lse,  # [B, N, H], contiguous, or None
+    p_q,  # [B, N, H, D]
+    p_k,  # [T, G, D]
+    p_v,  # [T, G, Dv]
+    p_out,  # [B, N, H, Dv], contiguous
+    p_lse,  # [B, N, H], contiguous
+    p_offsets,  # [B + 1]
+    p_grad_q,  # [B, N, H, D], contiguous
+    p_delta,  # [B, N, H], contiguous, written for the other kernel
+    num_seqs,
+    total,
+    num_queries,
+    group_size,
+    scale,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_qd,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """One sequence, one head, TILE_M of its queries."""
+    i_seq = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
+    num_heads = tl.num_programs(1)
+    i_kv_head = i_head // group_size
+    begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
+
+    o_m = tl.program_id(2) * TILE_M + tl.arange(0, TILE_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_m = o_m < num_queries
+    m_d = o_d < D
+    m_dv = o_dv < DV
+    o_out = (i_seq * num_queries + o_m) * num_heads + i_head
+    # [TILE_M, BLOCK_D]
+    b_q = load_matrix(
+        p_q + i_seq * stride_qb + i_head * stride_qh, o_m, o_d, m_m, m_d, stride_qn, stride_qd
+    )
+    # [TILE_M, BLOCK_DV]
+    b_grad_out = load_matrix(p_grad_out, o_out, o_dv, m_m, m_dv, DV, 1)
+    # [TILE_M, BLOCK_DV]
+    b_out = load_matrix(p_out, o_out, o_dv, m_m, m_dv, DV, 1)
+    # [TILE_M]
+    b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
+
+    b_delta = tl.sum(b_out.to(ACCUMULATOR) * b_grad_out.to(ACCUMULATOR), 1)
+    if p_grad_lse is not None:
+        # [TILE_M]
+        b_delta -= tl.load(p_grad_lse + o_out, mask=m_m, other=0.0)
+    tl.store(p_delta + o_out, b_delta, mask=m_m)
+
+    b_grad_q = tl.zeros([TILE_M, BLOCK_D], dtype=ACCUMULATOR)
+    for first_key in range(begin, end, TILE_N):
+        o_n = first_key + tl.arange(0, TILE_N)
+        m_n = o_n < end
+        # [TILE_N, BLOCK_D]
+        b_k = load_matrix(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
+        # [TILE_N, BLOCK_DV]
+        b_v = load_matrix(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
+        b_p = tl.exp(b_s - b_lse[:, None])
+        b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
+        # Where masked, p may be inf.
+        b_grad_s = tl.where(m_n[None, :], b_p * (b_grad_p - b_delta[:, None]), 0.0)
+        b_grad_q += tl.dot(b_grad_s.to(b_k.dtype), b_k, input_precision=INPUT_PRECISION)
+
+    p_tile = p_grad_q + o_out[:, None] * D + o_d[None, :]
+    b_grad_q = (b_grad_q * scale).to(p_grad_q.dtype.element_ty)
+    tl.store(p_tile, b_grad_q, mask=m_m[:, None] & m_d[None, :])
+
+
+@triton.jit(do_not_specialize=RUN_TIME_SIZES)
+def jagged_target_attention_backward_dkdv_kernel(
+    p_grad_out,  # [B, N, H, Dv], contiguous
+    p_q,  # [B, N, H, D]
+    p_k,  # [T, G, D]
+    p_v,  # [T, G, Dv]
+    p_lse,  # [B, N, H], contiguous
+    p_delta,  # [B, N, H], contiguous
+    p_offsets,  # [B + 1]
+    p_grad_k,  # [T, G, D], contiguous
+    p_grad_v,  # [T, G, Dv], contiguous
+    num_seqs,
+    total,
+    num_queries,
+    group_size,
+    scale,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_qd,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """TILE_N keys of one sequence, or of the rows outside all, and one key/value head."""
+    i_seq, first_key = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE_N)
+    i_kv_head = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(1)
+    _, end = load_rows(p_offsets, i_seq, num_seqs, total)
+    in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
+    end_query = tl.where(in_sequence, num_queries, 0)
+
+    o_n = first_key + tl.arange(0, TILE_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_n = o_n < end
+    m_d = o_d < D
+    m_dv = o_dv < DV
+    # [TILE_N, BLOCK_D]
+    b_k = load_matrix(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
+    # [TILE_N, BLOCK_DV]
+    b_v = load_matrix(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
+
+    b_grad_k = tl.zeros([TILE_N, BLOCK_D], dtype=ACCUMULATOR)
+    b_grad_v = tl.zeros([TILE_N, BLOCK_DV], dtype=ACCUMULATOR)
+    for i_head_of_group in range(0, group_size):
+        i_head = i_kv_head * group_size + i_head_of_group
+        p_head = p_q + i_seq.to(tl.int64) * stride_qb + i_head * stride_qh
+        for start_m in range(0, end_query, TILE_M):
+            o_m = start_m + tl.arange(0, TILE_M)
+            m_m = o_m < end_query
+            o_out = (i_seq.to(tl.int64) * num_queries + o_m) * (num_kv_heads * group_size) + i_head
+            # [TILE_M, BLOCK_D]
+            b_q = load_matrix(p_head, o_m, o_d, m_m, m_d, stride_qn, stride_qd)
+            # [TILE_M, BLOCK_DV]
+            b_grad_out = load_matrix(p_grad_out, o_out, o_dv, m_m, m_dv, DV, 1)
+            # [TILE_M]
+            b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
+            # [TILE_M]
+            b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
+
+            m_s = m_m[:, None] & m_n[None, :]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
+            b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
+            b_grad_v += tl.dot(
+                tl.trans(b_p.to(b_grad_out.dtype)), b_grad_out, input_precision=INPUT_PRECISION
+            )
+            b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
+            b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
+            b_grad_k += tl.dot(
+                tl.trans(b_grad_s.to(b_q.dtype)), b_q, input_precision=INPUT_PRECISION
+            )
+
+    o_key = o_n * num_kv_heads + i_kv_head
+    p_tile = p_grad_k + o_key[:, None] * D + o_d[None, :]
+    b_grad_k = (b_grad_k * scale).to(p_grad_k.dtype.element_ty)
+    tl.store(p_tile, b_grad_k, mask=m_n[:, None] & m_d[None, :])
+    p_tile = p_grad_v + o_key[:, None] * DV + o_dv[None, :]
+    tl.store(p_tile, b_grad_v.to(p_grad_v.dtype.element_ty), mask=m_n[:, None] & m_dv[None, :])
+
+
+class JaggedTargetAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, offsets, scale, precision):
+        num_seqs, num_queries, num_heads, _ = q.shape
+        out = q.new_empty(*q.shape[:3], v.shape[2])
+        lse = q.new_empty(q.shape[:3], dtype=accumulator_type(q))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, offsets)
+        ctx.options = scale, precision
+        if lse.numel() > 0:
+            config = plan(q, v, precision)
+            with torch.cuda.device_of(q):
+                grid = (num_seqs, num_heads, triton.cdiv(num_queries, config["TILE_M"]))
+                jagged_target_attention_kernel[grid](
+                    q,
+                    k,
+                    v,
+                    offsets,
+                    out,
+                    lse,
+                    num_seqs,
+                    len(k),
+                    num_queries,
+                    num_heads // k.shape[1],
+                    scale,
+                    *q.stride(),
+                    *k.stride(),
+                    *v.stride(),
+                    **config,
+                )
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, out, lse, offsets = ctx.saved_tensors
+        scale, precision = ctx.options
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grad_q, grad_k, grad_v = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
+        )
+        delta = torch.empty_like(lse)
+        config = plan(q, v, precision)
+        num_seqs, num_queries, num_heads, _ = q.shape
+        sizes = (num_seqs, len(k), num_queries, num_heads // max(k.shape[1], 1))
+        strides = (*q.stride(), *k.stride(), *v.stride())
+        with torch.cuda.device_of(q):
+            if lse.numel() > 0:
+                grid = (num_seqs, num_heads, triton.cdiv(num_queries, config["TILE_M"]))
+                jagged_target_attention_backward_dq_kernel[grid](
+                    grad_out,
+                    grad_lse,
+                    q,
+                    k,
+                    v,
+                    out,
+                    lse,
+                    offsets,
+                    grad_q,
+                    delta,
+                    *sizes,
+                    scale,
+                    *strides,
+                    **config,
+                )
+            if k.numel() > 0:
+                grid = (num_tiles(len(k), num_seqs, config["TILE_N"]), k.shape[1])
+                jagged_target_attention_backward_dkdv_kernel[grid](
+                    grad_out,
+                    q,
+                    k,
+                    v,
+                    lse,
+                    delta,
+                    offsets,
+                    grad_k,
+                    grad_v,
+                    *sizes,
+                    scale,
+                    *strides,
+                    **config,
+                )
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
+    """The sizes that are compiled into the kernels: head dims, tiles, types."""
+    head_dim, value_dim = q.shape[3], v.shape[2]
+    widest = max(head_dim, value_dim)
+    # tl.dot takes 16 rows and more; the backward keeps six tiles or so at once.
+    tile = max(16, (128 if widest <= 128 else 64) // q.element_size())
+    return {
+        "D": head_dim,
+        "DV": value_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
+        "TILE_M": min(tile, max(16, triton.next_power_of_2(q.shape[1]))),
+        "TILE_N": tile,
+        "ACCUMULATOR": accumulator(q),
+        "INPUT_PRECISION": precision,
+        "num_stages": 2,
+        **EXACT_PRODUCTS,
+    }
+
+
+def jagged_target_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    scale: float | None = None,
+    max_len: int | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale Q_b K_b^T) V_b for N dense queries of each sequence b.
+
+    q [B, N, H, D], k [T, G, D] and v [T, G, Dv] give out [B, N, H, Dv]; query head h reads key head
+    h // (H / G); [B, N, D] and [T, D] mean one head. The default scale is 1 / sqrt(D). return_lse
+    adds the natural log of each query's sum of exponentials, [B, N, H], differentiable too. max_len
+    is a hint that is not needed here.
+    """
+    op = "jagged_target_attention"
+    check_values(op, q=q, k=k, v=v)
+    check_offsets(op, offsets, k)
+    one_head = q.dim() == 3
+    if one_head:
+        check(op, k.dim() == 2, "k", "[T, D] as q is [B, N, D]", list(k.shape))
+        check(op, v.dim() == 2, "v", "[T, Dv] as q is [B, N, D]", list(v.shape))
+        q, k, v = q.unsqueeze(2), k.unsqueeze(1), v.unsqueeze(1)
+    check(op, q.dim() == 4, "q", "[B, N, H, D] or [B, N, D]", list(q.shape))
+    num_heads, head_dim = q.shape[2:]
+    check(op, len(q) == len(offsets) - 1, "q", f"[{len(offsets) - 1}, N, H, D]", list(q.shape))
+    fits = k.dim() == 3 and k.shape[2] == head_dim
+    check(op, fits, "k", f"[T, G, {head_dim}]", list(k.shape))
+    fits = v.dim() == 3 and v.shape[:2] == k.shape[:2]
+    check(op, fits, "v", f"[{len(k)}, {k.shape[1]}, Dv]", list(v.shape))
+    grouped = num_heads % k.shape[1] == 0 if k.shape[1] > 0 else num_heads == 0
+    check(op, grouped, "q's heads", f"a multiple of k's {k.shape[1]}", num_heads)
+    check(op, 1 <= head_dim <= 256, "head dim of q and k", "1 to 256", head_dim)
+    check(op, 1 <= v.shape[2] <= 256, "head dim of v", "1 to 256", v.shape[2])
+
+    out, lse = JaggedTargetAttention.apply(
+        q,
+        k,
+        v,
+        offsets.contiguous(),
+        1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        input_precision(),
+    )
+    if one_head:
+        out, lse = out.squeeze(2), lse.squeeze(2)
+    return (out, lse) if return_lse else out
