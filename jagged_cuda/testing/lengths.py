@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -44,9 +45,14 @@ class Layout:
 
     def seq_of_row(self, device: torch.device | str = "cpu") -> Tensor:
         """`[T]`: the sequence of each row; B for rows outside every sequence."""
-        owners = torch.tensor((self.num_seqs, *range(self.num_seqs), self.num_seqs))
-        counts = torch.tensor((self.base, *self.lengths, self.tail))
-        return owners.repeat_interleave(counts).to(device)
+        return _seq_of_row(self, str(device))
+
+
+@functools.lru_cache(maxsize=16)
+def _seq_of_row(layout: Layout, device: str) -> Tensor:
+    owners = torch.tensor((layout.num_seqs, *range(layout.num_seqs), layout.num_seqs))
+    counts = torch.tensor((layout.base, *layout.lengths, layout.tail))
+    return owners.repeat_interleave(counts).to(device)
 
 
 def matrices(rows: Layout, columns: Layout, capacity: int) -> Layout:
