@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -43,7 +43,7 @@ def compare(
     num_seqs: int,
     label: str,
     seed: int | str,
-    command: str | None = None,
+    command: Callable[[], str] | None = None,
     rounding: float = 0.0,
     accumulator: float | None = None,
 ) -> None:
@@ -67,14 +67,14 @@ def compare(
         num_seqs: B.
         label: operator and tensor, for the message.
         seed: what the inputs were drawn from, for the message.
-        command: what reproduces the failure; by default the test that runs.
+        command: says what reproduces the failure; by default the test that runs.
         rounding: operand_eps of a product.
         accumulator: eps of the dtype in which sums run; by default that of actual's dtype.
     """
-    command = command or _running_test()
 
     def fail(text: str) -> NoReturn:
-        raise MismatchError(f"{label}, seed {seed}: {text}\n  reproduce: {command}")
+        how = _running_test() if command is None else command()
+        raise MismatchError(f"{label}, seed {seed}: {text}\n  reproduce: {how}")
 
     if actual.shape != reference.shape:
         fail(f"got shape {list(actual.shape)}, expected {list(reference.shape)}")

@@ -109,7 +109,7 @@ def judge(
     backward: bool = True,
     outputs: tuple[str, ...] | None = None,
     ops: Any = jagged_cuda,
-    command: str | None = None,
+    command: Callable[[], str] | None = None,
 ) -> None:
     """Raise MismatchError unless the operator's outputs, and its gradients, are right for a spec.
 
@@ -120,7 +120,7 @@ def judge(
         backward: judge the gradients too.
         outputs: those that gradients flow from; by default all.
         ops: the module whose function is judged: jagged_cuda, or another with the same names.
-        command: what reproduces a failure; by default the test that runs.
+        command: says what reproduces a failure; by default the test that runs.
     """
     sample = case.sample(spec, dtype, device)
     drawn: Tensors = {}
@@ -140,7 +140,7 @@ def check(
     actual: Tensors,
     cotangents: Tensors | None,
     *,
-    command: str | None = None,
+    command: Callable[[], str] | None = None,
 ) -> None:
     """Raise MismatchError unless the outputs and gradients found for a sample are right."""
     spec = sample.spec
