@@ -17,6 +17,7 @@ import os
 import queue
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,8 @@ from jagged_cuda.testing.shrink import shrink
 # Shares of the time: the Triton twins are slow in the interpreter and compile on a GPU.
 TIME_SHARES = {"cpu": 3.0, "cuda": 3.0, "triton": 1.0}
 SHRINK_SECONDS = 30.0
+# A draw takes seconds at most, the compilation of a Triton kernel included.
+HANG_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,11 @@ def shrunk_in_processes(finding: Finding, seconds: float) -> Finding:
     """The same for draws that take their process with them: each is tried in a new one."""
 
     def fails(simpler: Draw) -> bool:
-        return subprocess.run(
-            [sys.executable, "-m", "jagged_cuda.fuzz", "--case", simpler.to_json()],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ).returncode not in (0, 2)
+        command = [sys.executable, "-m", "jagged_cuda.fuzz", "--case", simpler.to_json()]
+        try:
+            return subprocess.run(command, capture_output=True, timeout=60).returncode != 0
+        except subprocess.TimeoutExpired:
+            return True
 
     return Finding(shrink(finding.draw, fails, seconds), finding.kind, finding.text)
 
@@ -161,6 +164,7 @@ def shrunk_in_processes(finding: Finding, seconds: float) -> Finding:
 
 def _work(plan: Plan, worker: int, messages: Any, current: Any) -> None:
     """One worker: tells what it runs through `current`, which outlives a crash."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     torch.set_num_threads(1)
     fuzzer = Fuzzer(plan, worker)
     told = time.monotonic()
@@ -198,7 +202,7 @@ class Progress:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.overwrites = stream.isatty()
-        self.next = 0.0
+        self.next = 0.5
 
     def show(self, seconds: float, cases: int) -> None:
         if seconds < self.next:
@@ -216,74 +220,101 @@ class Progress:
             print("\r" + " " * 70 + "\r", end="", file=self.stream, flush=True)
 
 
+class Workers:
+    """The processes of a run, and what they have told."""
+
+    def __init__(self, plan: Plan) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.plan = plan
+        self.messages = context.Queue()
+        self.current = context.Array("q", 2 * plan.workers, lock=False)
+        self.processes = [
+            context.Process(target=_work, args=(plan, n, self.messages, self.current), daemon=True)
+            for n in range(plan.workers)
+        ]
+        self.counts: dict[int, Counter[tuple[str, str]]] = {}
+        self.skipped: dict[int, int] = {}
+        self.heard = [time.monotonic()] * plan.workers
+        self.running = set(range(plan.workers))
+        self.begin: float | None = None
+        self.finding: Finding | None = None
+
+    def seconds(self) -> float:
+        return 0.0 if self.begin is None else time.monotonic() - self.begin
+
+    def cases(self) -> int:
+        counts = (each.items() for each in self.counts.values())
+        return sum(n for items in counts for (section, _), n in items if section == "dtypes")
+
+    def run(self, progress: Progress) -> None:
+        """Return when all are done, or the one that found something."""
+        for process in self.processes:
+            process.start()
+        try:
+            while self.running:
+                try:
+                    self._hear(*self.messages.get(timeout=0.2))
+                except queue.Empty:
+                    self._look_for_dead()
+                if self.finding is None and self.begin is not None:
+                    progress.show(self.seconds(), self.cases())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
+
+    def _hear(self, kind: str, worker: int, *rest: Any) -> None:
+        self.heard[worker] = time.monotonic()
+        if kind == "ready":
+            self.begin = self.begin or time.monotonic()
+        elif kind == "progress":
+            self.counts[worker] = Counter({(section, item): n for section, item, n in rest[0]})
+            self.skipped[worker] = rest[1]
+        elif kind == "done":
+            self.running.discard(worker)
+        elif worker in self.running:  # "found", then "shrunk"
+            self.finding = Finding(Draw.from_json(rest[0]), *rest[1:])
+            self.running = {worker}
+
+    def _look_for_dead(self) -> None:
+        for worker in sorted(self.running):
+            code = self.processes[worker].exitcode
+            if code == 0:
+                self.running.discard(worker)
+            elif code is not None:
+                how = f"signal {-code}" if code < 0 else f"exit status {code}"
+                self._blame(worker, f"the process ended with {how}")
+            elif self.begin and time.monotonic() - self.heard[worker] > HANG_SECONDS:
+                self._blame(worker, f"no result after {HANG_SECONDS:.0f} s")
+
+    def _blame(self, worker: int, text: str) -> None:
+        """What the worker was about to run is what killed it."""
+        self.running.clear()
+        if self.finding is None:
+            backend, device = self.plan.places[self.current[2 * worker]]
+            index = self.current[2 * worker + 1]
+            drawn = draw(self.plan.wanted, self.plan.seed, backend, device, index)
+            self.finding = Finding(drawn.draw, "crash", text)
+
+
 def fuzz(plan: Plan) -> int:
     """Run a plan in its processes, print what is found and the report; return the exit status."""
-    context = multiprocessing.get_context("spawn")
-    messages, current = context.Queue(), context.Array("q", 2 * plan.workers, lock=False)
-    workers = [
-        context.Process(target=_work, args=(plan, worker, messages, current), daemon=True)
-        for worker in range(plan.workers)
-    ]
-    for process in workers:
-        process.start()
+    workers = Workers(plan)
     progress = Progress(sys.stderr)
-    coverages: dict[int, Counter[tuple[str, str]]] = {}
-    skipped: dict[int, int] = {}
-    finding: Finding | None = None
-    shrinks = False
-    running = set(range(plan.workers))
-    begin = None
-    cases = 0
-    while running:
-        try:
-            kind, worker, *rest = messages.get(timeout=0.2)
-        except queue.Empty:
-            kind, worker, rest = "", -1, []
-            dead = [w for w in running if workers[w].exitcode not in (None, 0)]
-            if dead and finding is None:
-                finding = _crash(plan, workers[dead[0]].exitcode, *current[2 * dead[0] :][:2])
-                break
-            running -= {w for w in running if workers[w].exitcode is not None}
-        if kind == "ready":
-            begin = begin or time.monotonic()
-        elif kind == "progress":
-            coverages[worker] = Counter({(s, item): n for s, item, n in rest[0]})
-            skipped[worker] = rest[1]
-        elif kind == "found" and finding is None:
-            finding = Finding(Draw.from_json(rest[0]), *rest[1:])
-            shrinks = _breaks_the_device(finding)
-            progress.end()
-            print(f"fuzz: found {finding.kind} in {finding.draw.op}; making it smaller")
-            sys.stdout.flush()
-            running &= {worker}
-        elif kind == "shrunk" and worker in running:
-            finding = Finding(Draw.from_json(rest[0]), *rest[1:])
-        elif kind == "done":
-            running.discard(worker)
-        cases = sum(n for each in coverages.values() for (s, _), n in each.items() if s == "dtypes")
-        if begin is not None and finding is None:
-            progress.show(time.monotonic() - begin, cases)
-    seconds = time.monotonic() - (begin or time.monotonic())
-    for process in workers:
-        if process.is_alive():
-            process.terminate()
-        process.join()
+    workers.run(progress)
     progress.end()
-    if finding is not None and (shrinks or finding.kind == "crash"):
+    seconds, finding = workers.seconds(), workers.finding
+    if finding is not None and (finding.kind == "crash" or _breaks_the_device(finding)):
         print(f"fuzz: {finding.kind} in {finding.draw.op}; making it smaller in new processes")
         finding = shrunk_in_processes(finding, 4 * SHRINK_SECONDS)
-    total = Coverage()
-    for counts in coverages.values():
-        total.counts.update(counts)
-    _print_report(plan, total, cases, seconds, sum(skipped.values()), finding)
+    coverage = Coverage()
+    for counts in workers.counts.values():
+        coverage.counts.update(counts)
+    skipped = sum(workers.skipped.values())
+    _print_report(plan, coverage, workers.cases(), seconds, skipped, finding)
     return 0 if finding is None else 1
-
-
-def _crash(plan: Plan, exitcode: int | None, place: int, index: int) -> Finding:
-    backend, device = plan.places[place]
-    drawn = draw(plan.wanted, plan.seed, backend, device, index)
-    how = f"signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"status {exitcode}"
-    return Finding(drawn.draw, "crash", f"the process died of {how}")
 
 
 def _print_report(

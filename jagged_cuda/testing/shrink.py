@@ -36,7 +36,7 @@ def _simpler(draw: Draw) -> Iterator[Draw]:
     """Draws with one change each."""
     for spec in _simpler_specs(draw):
         yield dataclasses.replace(draw, spec=spec)
-    for name, simple in (
+    simplest: tuple[tuple[str, Any], ...] = (
         ("environment", {}),
         ("gradient_storage", {}),
         ("threads", 1),
@@ -44,7 +44,8 @@ def _simpler(draw: Draw) -> Iterator[Draw]:
         ("backward", False),
         ("outputs", None),
         ("tf32", False),
-    ):
+    )
+    for name, simple in simplest:
         if getattr(draw, name) != simple:
             yield dataclasses.replace(draw, **{name: simple})
     for name in draw.environment if len(draw.environment) > 1 else ():
@@ -126,21 +127,22 @@ def _shorter(layout: Layout) -> Iterator[Layout]:
 
 def _simpler_choices(value: Any, candidates: Any) -> Iterator[Any]:
     """Candidates listed before this one; for sizes, those with smaller numbers."""
-
-    def size(each: Any) -> int | None:
-        numbers = each if isinstance(each, tuple) else (each,)
-        sizes = [n for n in numbers if type(n) is int and n > 0]
-        return sum(sizes) if sizes and len(sizes) == len(numbers) else None
-
-    if size(value) is not None:
-        smaller = {
-            each for each in candidates if size(each) is not None and size(each) < size(value)
-        }
-        yield from sorted(smaller, key=lambda each: (size(each), each))
-        if type(value) is int and value > 1:
-            yield value - 1
+    size = _size(value)
+    if size == 0:
+        for each in candidates:
+            if each == value:
+                return
+            yield each
         return
-    for each in candidates:
-        if each == value:
-            return
-        yield each
+    yield from sorted(
+        {each for each in candidates if 0 < _size(each) < size},
+        key=lambda each: (_size(each), each),
+    )
+    if type(value) is int:
+        yield value - 1
+
+
+def _size(value: Any) -> int:
+    """The sum of positive numbers; 0 if there are others, or none."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return sum(numbers) if all(type(n) is int and n > 0 for n in numbers) else 0
