@@ -21,7 +21,7 @@ from jagged_cuda.testing._kernels import last_kernel
 from jagged_cuda.testing.cases import CASES, Case, Tensors
 from jagged_cuda.testing.judge import check, run
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
-from jagged_cuda.testing.samples import STORAGES, Spec, draw_cotangents
+from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
 
 DTYPES = {
     "float32": torch.float32,
@@ -371,20 +371,27 @@ def _environment(changed: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+
+
+@contextlib.contextmanager
 def _settings(given: Draw) -> Iterator[None]:
     """PyTorch and the environment as a draw wants them."""
-    precision = torch.backends.cuda.matmul.fp32_precision
     threads = torch.get_num_threads()
-    with _environment(given.environment):
+    with _environment(given.environment), _tf32(given.tf32):
         if given.deterministic:
             torch.use_deterministic_algorithms(True)
         if given.threads != threads:
             torch.set_num_threads(given.threads)
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if given.tf32 else "ieee"
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.fp32_precision = precision
             if given.threads != threads:
                 torch.set_num_threads(threads)
             if given.deterministic:
@@ -396,46 +403,49 @@ def operators(backend: str) -> Any:
     return importlib.import_module("triton_ref" if backend == "triton" else "jagged_cuda")
 
 
-def judge_draw(given: Draw, ops: Any = None) -> list[str]:
-    """Raise MismatchError if a result is wrong; return the kernel paths that were taken.
+@dataclass(frozen=True)
+class Results:
+    """What a draw gave, and the gradients that were passed in; none without a backward pass."""
 
-    `ops` is the module to judge in place of the backend's own.
-    """
+    sample: Sample
+    found: Tensors
+    cotangents: Tensors | None
+    paths: tuple[str, ...]
+
+
+def run_draw(given: Draw, ops: Any = None) -> Results:
+    """Call the operator as the draw says. `ops` is the module to call in place of the backend's."""
     case, ops = given.case, operators(given.backend) if ops is None else ops
-    dtype = DTYPES[given.dtype]
-    paths = []
+    paths: list[str] = []
     cotangents: Tensors = {}
 
-    def call(sample: Any) -> Tensors:
-        found = case.call(ops, sample)
+    def note_path() -> None:
         if given.backend != "triton":
             paths.append(last_kernel(given.backend))
+
+    def call(sample: Sample) -> Tensors:
+        found = case.call(ops, sample)
+        note_path()
         return found
 
     def draw_gradients(found: Tensors) -> Tensors:
         chosen = {name: found[name] for name in given.outputs or case.outputs}
-        drawn = draw_cotangents(chosen, given.spec, case.rows)
-        for name, values in drawn.items():
-            cotangents[name] = STORAGES[given.gradient_storage.get(name, "contiguous")](values)
+        for name, values in draw_cotangents(chosen, given.spec, case.rows).items():
+            storage = given.gradient_storage.get(name, "contiguous")
+            cotangents[name] = STORAGES[storage](values)
         return cotangents
 
     with _settings(given):
-        sample = case.sample(given.spec, dtype, given.device)
-        actual = run(case, sample, call, draw_gradients if given.backward else None)
-        if given.backward and given.backend != "triton":
-            paths.append(last_kernel(given.backend))
-        if given.deterministic:
-            torch.use_deterministic_algorithms(False)
-        check(case, sample, actual, cotangents if given.backward else None, command=given.command)
-    return paths
+        sample = case.sample(given.spec, DTYPES[given.dtype], given.device)
+        found = run(case, sample, call, draw_gradients if given.backward else None)
+        if given.backward:
+            note_path()
+    return Results(sample, found, cotangents if given.backward else None, tuple(paths))
 
 
-def failure(given: Draw, ops: Any = None) -> tuple[str, str] | None:
-    """What is wrong with a draw: the kind of failure and its text; None if it is right."""
-    try:
-        judge_draw(given, ops)
-    except torch.OutOfMemoryError:
-        return None
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
+def judge_draw(given: Draw, ops: Any = None) -> tuple[str, ...]:
+    """Raise MismatchError if a result is wrong; return the kernel paths that were taken."""
+    results = run_draw(given, ops)
+    with _tf32(given.tf32):
+        check(given.case, results.sample, results.found, results.cotangents, command=given.command)
+    return results.paths
