@@ -1,8 +1,8 @@
 """Hunt for races: run the same inputs again and again, and look for another bit.
 
-``python -m jagged_cuda.testing.races``: draws that together take every kernel path run a thousand times each, forward and backward, while
-other work keeps the GPU busy on another stream, so that CTAs meet in ever another order. Results
-must not differ in a single bit.
+``python -m jagged_cuda.testing.races``: draws that together take every kernel path run a thousand
+times each, forward and backward, while other work keeps the GPU busy on another stream, so that
+CTAs meet in ever another order. Results must not differ in a single bit.
 """
 
 from __future__ import annotations
