@@ -237,10 +237,11 @@ class Workers:
         self.heard = [time.monotonic()] * plan.workers
         self.running = set(range(plan.workers))
         self.begin: float | None = None
+        self.end: float | None = None
         self.finding: Finding | None = None
 
     def seconds(self) -> float:
-        return 0.0 if self.begin is None else time.monotonic() - self.begin
+        return 0.0 if self.begin is None else (self.end or time.monotonic()) - self.begin
 
     def cases(self) -> int:
         counts = (each.items() for each in self.counts.values())
@@ -275,6 +276,7 @@ class Workers:
         elif kind == "done":
             self.running.discard(worker)
         elif worker in self.running:  # "found", then "shrunk"
+            self.end = self.end or time.monotonic()
             self.finding = Finding(Draw.from_json(rest[0]), *rest[1:])
             self.running = {worker}
 
@@ -292,6 +294,7 @@ class Workers:
     def _blame(self, worker: int, text: str) -> None:
         """What the worker was about to run is what killed it."""
         self.running.clear()
+        self.end = self.end or time.monotonic()
         if self.finding is None:
             backend, device = self.plan.places[self.current[2 * worker]]
             index = self.current[2 * worker + 1]

@@ -34,8 +34,6 @@ def shrink(draw: Draw, fails: Callable[[Draw], bool], seconds: float) -> Draw:
 
 def _simpler(draw: Draw) -> Iterator[Draw]:
     """Draws with one change each."""
-    for spec in _simpler_specs(draw):
-        yield dataclasses.replace(draw, spec=spec)
     simplest: tuple[tuple[str, Any], ...] = (
         ("environment", {}),
         ("gradient_storage", {}),
@@ -51,6 +49,8 @@ def _simpler(draw: Draw) -> Iterator[Draw]:
     for name in draw.environment if len(draw.environment) > 1 else ():
         kept = {each: v for each, v in draw.environment.items() if each != name}
         yield dataclasses.replace(draw, environment=kept)
+    for spec in _simpler_specs(draw):
+        yield dataclasses.replace(draw, spec=spec)
 
 
 def _simpler_specs(draw: Draw) -> Iterator[Spec]:
@@ -138,7 +138,7 @@ def _simpler_choices(value: Any, candidates: Any) -> Iterator[Any]:
         {each for each in candidates if 0 < _size(each) < size},
         key=lambda each: (_size(each), each),
     )
-    if type(value) is int:
+    if type(value) is int and value > 1:
         yield value - 1
 
 
