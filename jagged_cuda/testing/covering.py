@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import time
 
@@ -21,10 +23,16 @@ def covering_draws(
     """
     best: dict[tuple[str, str], tuple[float, Draw]] = {}
     deadline = time.monotonic() + seconds
-    index = 0
-    while time.monotonic() < deadline:
-        given = draw(wanted, seed, backend, device, index).draw
-        index += 1
+    # Operators and sizes in turn: some paths are taken by long sequences alone.
+    turns = [
+        dataclasses.replace(wanted, ops=(op,), size=size)
+        for size in ("edge", "giant")
+        for op in wanted.ops
+    ]
+    for index, turn in enumerate(itertools.cycle(turns)):
+        if time.monotonic() > deadline:
+            break
+        given = draw(turn, seed, backend, device, index).draw
         total = max(given.spec.layout.total, given.spec.kv.total)
         if not given.backward or not sum(given.spec.layout.lengths):
             continue

@@ -156,8 +156,8 @@ SIZES: dict[str, dict[str, Size]] = {
         "small": Size(0.45, "small"),
         "edge": Size(0.35, "edge"),
         "many": Size(0.1, "small", (200, 3000), (1, 40)),
-        "giant": Size(0.06, "edge", (1, 3), (300, 2200)),
-        "large": Size(0.04, "large"),
+        "giant": Size(0.08, "edge", (1, 3), (300, 2200)),
+        "large": Size(0.02, "large"),
     },
     # Each head dim is another compilation on a GPU, and each tile a second in the interpreter.
     "triton": {
@@ -335,7 +335,8 @@ def _draw_environment(rng: random.Random, backend: str, spec: Spec) -> dict[str,
     for name, values in ENVIRONMENT[backend].items():
         if name == "JAGGED_CUDA_CPU_ISA":
             values = cpu_isas()
-        if name not in os.environ and values and rng.random() < 0.15:
+        often = 0.4 if name == "JAGGED_CUDA_ATTENTION" else 0.15  # half of a GPU's kernels
+        if name not in os.environ and values and rng.random() < often:
             drawn[name] = rng.choice(values)
     if "short" in spec.choices.values():  # what does not fit is an error where it is checked
         drawn.pop("JAGGED_CUDA_CHECK", None)
