@@ -9,6 +9,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EVENTS ?=
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 SHELL := /bin/bash
 
 # With a GPU the release that the figures in benchmarks/results were measured with.
@@ -30,7 +31,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format compdb wheel sdist info clean
+.PHONY: help setup demo test fuzz sanitize mutate lint format compdb wheel sdist info clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -54,6 +55,16 @@ demo: $(READY) ## Train a ranking model padded and jagged, and compare (EVENTS=f
 # Two workers: most tests are short, and each operator already uses several cores.
 test: $(READY) ## Run the tests; those of the GPU where there is one
 	$(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n 2") $(PYTEST_ARGS)
+
+fuzz: $(READY) ## Judge random calls of every operator for a minute (FUZZ_ARGS='--seconds 300')
+	$(PY) -m jagged_cuda.fuzz $(FUZZ_ARGS)
+
+sanitize: $(READY) ## Run every kernel path under compute-sanitizer's four tools
+	$(PY) -m jagged_cuda.testing.sanitize
+
+mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
+	$(PY) tests/mutations.py
+	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/mutations.py --device cuda; fi
 
 SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 

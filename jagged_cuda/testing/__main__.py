@@ -23,12 +23,19 @@ def judge_seed(
     case: Case, profile: str, seed: int, dtype: str, device: str, *, backward: bool = True
 ) -> None:
     """Judge the spec that a seed draws; a failure says how to draw it again."""
-    command = with_environment(
+    text = (
         f"python -m jagged_cuda.testing {case.name} --profile {profile} --seed {seed}"
         f" --dtype {dtype} --device {device}{'' if backward else ' --forward'}"
     )
     spec = case.spec(profile, seed)
-    judge(case, spec, DTYPES[dtype], device, backward=backward, command=command)
+    judge(
+        case,
+        spec,
+        DTYPES[dtype],
+        device,
+        backward=backward,
+        command=lambda: with_environment(text),
+    )
 
 
 def main() -> None:

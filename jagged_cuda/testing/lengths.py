@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -44,9 +45,15 @@ class Layout:
 
     def seq_of_row(self, device: torch.device | str = "cpu") -> Tensor:
         """`[T]`: the sequence of each row; B for rows outside every sequence."""
-        owners = torch.tensor((self.num_seqs, *range(self.num_seqs), self.num_seqs))
-        counts = torch.tensor((self.base, *self.lengths, self.tail))
-        return owners.repeat_interleave(counts).to(device)
+        return _seq_of_row(self, str(device))
+
+
+@functools.lru_cache(maxsize=16)
+def _seq_of_row(layout: Layout, device: str) -> Tensor:
+    rows = torch.arange(layout.total)
+    # How many sequences begin at or before a row; the last of them is the one with that row.
+    seq = torch.searchsorted(layout.offsets(), rows, right=True) - 1
+    return seq.where(seq >= 0, layout.num_seqs).to(device)
 
 
 def matrices(rows: Layout, columns: Layout, capacity: int) -> Layout:
@@ -90,6 +97,37 @@ def _tile_edges(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
     return [rng.choice(edges or [max_len]) for _ in range(num_seqs)]
 
 
+def _nearly_full(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    """Between 90 and 100 in a hundred of the longest."""
+    return [rng.randint(math.ceil(0.9 * max_len), max_len) for _ in range(num_seqs)]
+
+
+def _zipf(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    """A length n is as likely as n to the power of -1.2 or -1.5."""
+    alpha = rng.choice((1.2, 1.5))
+    weights = [n**-alpha for n in range(1, max_len + 1)]
+    return rng.choices(range(1, max_len + 1), weights, k=num_seqs)
+
+
+def _exponential(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    """A mean far below the longest, which one sequence has."""
+    lengths = [min(max_len, round(rng.expovariate(16 / max_len))) for _ in range(num_seqs)]
+    lengths[rng.randrange(num_seqs)] = max_len
+    return lengths
+
+
+def _eighth_long(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    """One in eight is the longest, the others 8 to 16 times as short."""
+    short = (max_len // 16, max(1, max_len // 8))
+    return [max_len if rng.random() < 1 / 8 else rng.randint(*short) for _ in range(num_seqs)]
+
+
+def _third_empty(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
+    """Between 20 and 40 in a hundred are empty."""
+    share = rng.uniform(0.2, 0.4)
+    return [0 if rng.random() < share else rng.randint(1, max_len) for _ in range(num_seqs)]
+
+
 DISTRIBUTIONS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
     "uniform": _uniform,
     "long_tailed": _long_tailed,
@@ -97,6 +135,11 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
     "mostly_empty": _mostly_empty,
     "constant": _constant,
     "tile_edges": _tile_edges,
+    "nearly_full": _nearly_full,
+    "zipf": _zipf,
+    "exponential": _exponential,
+    "eighth_long": _eighth_long,
+    "third_empty": _third_empty,
 }
 
 
@@ -105,12 +148,13 @@ def draw_lengths(
 ) -> tuple[int, ...]:
     """Draw the lengths of num_seqs sequences of at most max_len (>= 1) rows; one of them is empty.
 
-    Constant lengths, a batch of one and an empty batch stay as they are.
+    Constant lengths, those with a forced longest one, a batch of one and an empty batch stay as
+    they are.
     """
     if num_seqs == 0:
         return ()
     lengths = DISTRIBUTIONS[distribution](rng, num_seqs, max_len)
-    if num_seqs > 1 and distribution not in ("constant", "giant_among_tiny"):
+    if num_seqs > 1 and distribution not in ("constant", "giant_among_tiny", "exponential"):
         lengths[rng.choice((0, rng.randrange(num_seqs), num_seqs - 1))] = 0
     return tuple(lengths)
 

@@ -16,6 +16,7 @@ Arguments and results are jagged; padding is internal: `[T, ...]` -> `[B, M, ...
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -25,27 +26,36 @@ from torch import Tensor
 from jagged_cuda.testing.lengths import Layout, matrices
 
 
+@functools.lru_cache(maxsize=16)
 def _inside(layout: Layout, device: torch.device) -> Tensor:
     """`[B, M]`: True where a padded position holds a row of the sequence."""
     lengths = torch.tensor(layout.lengths, dtype=torch.int64, device=device)
     return torch.arange(layout.max_len, device=device) < lengths[:, None]
 
 
+@functools.lru_cache(maxsize=16)
+def _rows(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`[B * M]` the row of each padded position, T where there is none; both ends of `[sum L]`."""
+    inside = _inside(layout, device)
+    row = layout.offsets(device)[:-1, None] + torch.arange(layout.max_len, device=device)
+    source = row.where(inside, layout.total).flatten()
+    position = inside.flatten().nonzero().squeeze(1)
+    return source, position, source[position]
+
+
 def pad(values: Tensor, layout: Layout) -> Tensor:
     """`[T, ...]` -> `[B, M, ...]`, zeros beyond each sequence."""
-    inside = _inside(layout, values.device)
-    row = layout.offsets(values.device)[:-1, None] + torch.arange(
-        layout.max_len, device=values.device
-    )
+    source, _, _ = _rows(layout, values.device)
     zero_row = values.new_zeros((1, *values.shape[1:]))
-    return torch.cat([values, zero_row])[row.where(inside, layout.total)]
+    padded = torch.cat([values, zero_row]).index_select(0, source)
+    return padded.unflatten(0, (layout.num_seqs, layout.max_len))
 
 
 def unpad(padded: Tensor, layout: Layout, outside: float = 0.0) -> Tensor:
     """`[B, M, ...]` -> `[T, ...]`; rows outside every sequence are ``outside``."""
-    row = (layout.seq_of_row(padded.device) < layout.num_seqs).nonzero().squeeze(1)
+    _, position, row = _rows(layout, padded.device)
     values = padded.new_full((layout.total, *padded.shape[2:]), outside)
-    return values.index_copy(0, row, padded[_inside(layout, padded.device)])
+    return values.index_copy(0, row, padded.flatten(0, 1).index_select(0, position))
 
 
 def _matrix_elements(

@@ -1,0 +1,49 @@
+"""A few draws that together take every kernel path of a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+
+from jagged_cuda.testing._kernels import kernel_paths
+from jagged_cuda.testing.draws import Draw, Wanted, draw, run_draw
+
+# Rows of a batch that pass through several tiles, and that a sanitizer gets through.
+GOOD_TOTAL = 300
+
+
+def covering_draws(
+    wanted: Wanted, backend: str, device: str, *, seed: int = 0, seconds: float = 30.0
+) -> tuple[list[Draw], frozenset[str]]:
+    """Search draws for so long; return a set that takes each path found, and the paths not found.
+
+    Of the draws that take a path, the one whose batch is nearest to GOOD_TOTAL rows is kept.
+    """
+    best: dict[tuple[str, str], tuple[float, Draw]] = {}
+    deadline = time.monotonic() + seconds
+    # Operators and sizes in turn: some paths are taken by long sequences alone.
+    turns = [
+        dataclasses.replace(wanted, ops=(op,), size=size)
+        for size in ("edge", "giant")
+        for op in wanted.ops
+    ]
+    for index, turn in enumerate(itertools.cycle(turns)):
+        if time.monotonic() > deadline:
+            break
+        given = draw(turn, seed, backend, device, index).draw
+        total = max(given.spec.layout.total, given.spec.kv.total)
+        if not given.backward or not sum(given.spec.layout.lengths):
+            continue
+        badness = abs(math.log(total / GOOD_TOTAL))
+        for path in run_draw(given).paths:
+            # On the CPU one name stands for the kernels of all operators.
+            key = (given.op, path)
+            if key not in best or badness < best[key][0]:
+                best[key] = (badness, given)
+    kept: list[Draw] = []
+    for _, given in best.values():
+        if given not in kept:
+            kept.append(given)
+    return kept, kernel_paths(backend) - {path for _, path in best}

@@ -1,0 +1,454 @@
+"""One case of the fuzzer: drawn from a seed, written as one line of JSON, run, and judged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import random
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import jagged_cuda
+from jagged_cuda.testing._kernels import last_kernel
+from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.judge import check, run
+from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
+from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+BACKENDS = ("cpu", "cuda", "triton")
+
+# What makes a backend take other kernels, or validate, and must change no result.
+ENVIRONMENT: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {
+        "JAGGED_CUDA_CPU_ISA": ("baseline", "avx2", "avx512"),
+        "JAGGED_CUDA_CHECK": ("1",),
+    },
+    "cuda": {"JAGGED_CUDA_ATTENTION": ("mma_sync",), "JAGGED_CUDA_CHECK": ("1",)},
+    "triton": {},
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An operator, its arguments, and everything else that decides what runs.
+
+    Args:
+        op: the case's name.
+        spec: the arguments.
+        dtype: of the floating tensors, by name.
+        backend: "cpu", "cuda" or "triton".
+        device: where the tensors lie.
+        backward: judge the gradients too.
+        outputs: those that gradients flow from; None means all.
+        gradient_storage: how the gradients that come in lie in memory, by output.
+        tf32: float32 products may round their operands.
+        deterministic: under torch.use_deterministic_algorithms.
+        threads: of PyTorch on the CPU.
+        environment: variables that choose a kernel.
+    """
+
+    op: str
+    spec: Spec
+    dtype: str
+    backend: str
+    device: str
+    backward: bool = True
+    outputs: tuple[str, ...] | None = None
+    gradient_storage: Mapping[str, str] = field(default_factory=dict)
+    tf32: bool = False
+    deterministic: bool = False
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.op]
+
+    def to_json(self) -> str:
+        """One line; what has its default is left out."""
+        return json.dumps(_without_defaults(self))
+
+    @staticmethod
+    def from_json(text: str) -> Draw:
+        fields = json.loads(text)
+        spec = {name: _restore(name, value) for name, value in fields.pop("spec").items()}
+        return Draw(spec=Spec(**spec), **{name: _tuples(v) for name, v in fields.items()})
+
+    def command(self) -> str:
+        """The command line that judges this draw alone."""
+        return f"python -m jagged_cuda.fuzz --case {shlex.quote(self.to_json())}"
+
+
+def _without_defaults(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if not dataclasses.is_dataclass(value):
+        return dict(value) if isinstance(value, Mapping) else value
+    kept = {}
+    for each in dataclasses.fields(value):
+        held = getattr(value, each.name)
+        factory = each.default_factory
+        default = each.default if factory is dataclasses.MISSING else factory()
+        if held != default:
+            kept[each.name] = _without_defaults(held)
+    return kept
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists only, and cases tuples only."""
+    if isinstance(value, list):
+        return tuple(_tuples(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return value
+
+
+def _restore(name: str, value: Any) -> Any:
+    """A field of Spec."""
+    if name.endswith("dtype"):
+        return getattr(torch, value)
+    value = _tuples(value)
+    return Layout(**value) if name.endswith("layout") and value is not None else value
+
+
+# --- drawing
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large draws are.
+
+    Args:
+        weight: how often it is drawn.
+        profile: of the case, whose choices are drawn from.
+        num_seqs, max_len: ranges; None means those of the profile.
+    """
+
+    weight: float
+    profile: str
+    num_seqs: tuple[int, int] | None = None
+    max_len: tuple[int, int] | None = None
+
+
+# The definition pads, and attention's is quadratic: its time bounds the sizes on each machine.
+SIZES: dict[str, dict[str, Size]] = {
+    "cpu": {
+        "small": Size(0.93, "small"),
+        "edge": Size(0.05, "edge"),
+        "many": Size(0.01, "small", (100, 300), (1, 12)),
+        "giant": Size(0.01, "small", (1, 2), (200, 500)),
+    },
+    "cuda": {
+        "small": Size(0.45, "small"),
+        "edge": Size(0.35, "edge"),
+        "many": Size(0.1, "small", (200, 3000), (1, 40)),
+        "giant": Size(0.08, "edge", (1, 3), (300, 2200)),
+        "large": Size(0.02, "large"),
+    },
+    # Each head dim is another compilation on a GPU, and each tile a second in the interpreter.
+    "triton": {
+        "small": Size(0.8, "small"),
+        "edge": Size(0.2, "edge"),
+    },
+    "interpreter": {"small": Size(1.0, "small", (1, 3), (1, 20))},
+}
+# The longest that lengths of a file are cut to, and how many sequences a batch of them has.
+FILE_LIMITS = {"cpu": (256, 8), "cuda": (2048, 32), "triton": (256, 8), "interpreter": (20, 3)}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A draw, and what it was drawn from, which it does not depend on."""
+
+    draw: Draw
+    size: str
+    distribution: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to draw from.
+
+    Args:
+        ops, dtypes: names.
+        size: only this one; None means all by their weight.
+        lengths: of a file; else lengths are drawn from the distributions.
+    """
+
+    ops: tuple[str, ...] = tuple(CASES)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    size: str | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Drawn:
+    """The draw of a number under a seed: always the same one for the same arguments."""
+    rng = random.Random(f"{seed} {backend} {index}")
+    case = CASES[rng.choice(wanted.ops)]
+    where = "interpreter" if backend == "triton" and device == "cpu" else backend
+    sizes = SIZES[where]
+    if wanted.size is not None:
+        sizes = {wanted.size: sizes[wanted.size]}
+    size_name = rng.choices(tuple(sizes), [size.weight for size in sizes.values()])[0]
+    size = sizes[size_name]
+    spec, distribution = _draw_spec(rng, case, size, wanted.lengths, where)
+    if where == "triton" and spec.choices.keys() & {"dims", "D", "N"}:
+        spec = dataclasses.replace(spec, choices=_listed(rng, case, size, spec.choices))
+    outputs = tuple(case.outputs)
+    dtype = rng.choice([d for d in dtypes_of(backend, device) if d in wanted.dtypes])
+    return Drawn(
+        Draw(
+            op=case.name,
+            spec=spec,
+            dtype=dtype,
+            backend=backend,
+            device=device,
+            backward=bool(case.differentiable) and rng.random() < 0.9,
+            outputs=(rng.choice(outputs),) if len(outputs) > 1 and rng.random() < 0.2 else None,
+            gradient_storage={
+                name: rng.choice(tuple(STORAGES)) for name in outputs if rng.random() < 0.3
+            },
+            tf32=backend == "cuda" and dtype == "float32" and rng.random() < 0.3,
+            deterministic=rng.random() < 0.15,
+            threads=rng.choice((2, 3)) if where == "cpu" and rng.random() < 0.05 else 1,
+            environment=_draw_environment(rng, backend, spec),
+        ),
+        size_name,
+        distribution,
+    )
+
+
+def dtypes_of(backend: str, device: str) -> tuple[str, ...]:
+    """Those that a backend serves on a device."""
+    if backend != "triton":
+        return tuple(DTYPES)
+    # The interpreter computes with NumPy, which has no bf16 and rounds fp16 in its own way.
+    interpreted = torch.device(device).type == "cpu"
+    return ("float32", "float64") if interpreted else ("float32", "float16", "bfloat16")
+
+
+def _draw_spec(
+    rng: random.Random, case: Case, size: Size, lengths: tuple[int, ...] | None, where: str
+) -> tuple[Spec, str]:
+    profile = case.profiles[size.profile]
+    choices = {
+        name: _draw_choice(rng, name, profile.choices.get(name, candidates))
+        for name, candidates in case.choices.items()
+    }
+    if size.num_seqs is not None and size.max_len is not None:
+        num_seqs, max_len = rng.randint(*size.num_seqs), rng.randint(*size.max_len)
+    else:
+        num_seqs = rng.randint(1, max(profile.num_seqs) + 1)
+        max_len = rng.choice((rng.choice(profile.max_len), rng.randint(1, max(profile.max_len))))
+    if rng.random() < 0.02:
+        num_seqs = 0
+    names = [rng.choice(tuple(DISTRIBUTIONS)) for _ in range(2)]
+    if lengths is not None:
+        longest, most_seqs = FILE_LIMITS[where]
+        num_seqs = rng.randint(1, most_seqs)
+        names = ["file", "file"]
+
+    def layout(name: str) -> Layout:
+        if lengths is None:
+            return draw_layout(rng, name, num_seqs, max_len)
+        outside = draw_layout(rng, "constant", 1, 1)
+        drawn = tuple(min(longest, n) for n in rng.choices(lengths, k=num_seqs))
+        return dataclasses.replace(outside, lengths=drawn)
+
+    inputs = [name for name in case.rows if name not in case.outputs]
+    spec = Spec(
+        seed=rng.randrange(10**6),
+        layout=layout(names[0]),
+        choices=choices,
+        kv_layout=layout(names[1]) if choices.get("cross") else None,
+        storage={name: rng.choice(tuple(STORAGES)) for name in inputs if rng.random() < 0.4},
+        offsets_dtype=rng.choice((torch.int32, torch.int64)),
+        poisoned=rng.random() < 0.9,
+    )
+    return spec, names[0]
+
+
+def _draw_choice(rng: random.Random, name: str, candidates: Sequence[Any]) -> Any:
+    """One of the candidates, or for a third of the draws any value among them."""
+    listed = rng.choice(candidates)
+    if rng.random() < 2 / 3:
+        return listed
+    if name in _ANY:
+        return _ANY[name](rng, candidates)
+    kinds = {type(candidate) for candidate in candidates}
+    if kinds == {int} and min(candidates) > 0:
+        return rng.randint(min(candidates), max(candidates))
+    return listed
+
+
+def _largest(candidates: Sequence[Any]) -> int:
+    return max((n for each in candidates if each is not None for n in each), default=1)
+
+
+def _any_heads(rng: random.Random, candidates: Sequence[Any]) -> tuple[int, int]:
+    kv_heads = rng.randint(1, 3)
+    return kv_heads * rng.randint(1, 4), kv_heads
+
+
+def _any_dims(rng: random.Random, candidates: Sequence[Any]) -> tuple[int, int]:
+    return rng.randint(1, _largest(candidates)), rng.randint(1, _largest(candidates))
+
+
+def _any_window(rng: random.Random, candidates: Sequence[Any]) -> tuple[int, int]:
+    widest = _largest(candidates)
+    return rng.randint(-1, widest), rng.randint(-1, widest)
+
+
+# Choices whose candidates are examples of what is allowed.
+_ANY: dict[str, Callable[[random.Random, Sequence[Any]], Any]] = {
+    "heads": _any_heads,
+    "dims": _any_dims,
+    "window_size": _any_window,
+}
+
+
+def _listed(
+    rng: random.Random, case: Case, size: Size, choices: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same choices with sizes that others have too, so that kernels are compiled once."""
+    profile = case.profiles[size.profile]
+    listed = {name: profile.choices.get(name, case.choices[name]) for name in choices}
+    return {n: v if v in listed[n] else rng.choice(listed[n]) for n, v in choices.items()}
+
+
+def _draw_environment(rng: random.Random, backend: str, spec: Spec) -> dict[str, str]:
+    drawn = {}
+    for name, values in ENVIRONMENT[backend].items():
+        if name == "JAGGED_CUDA_CPU_ISA":
+            values = cpu_isas()
+        often = 0.4 if name == "JAGGED_CUDA_ATTENTION" else 0.15  # half of a GPU's kernels
+        if name not in os.environ and values and rng.random() < often:
+            drawn[name] = rng.choice(values)
+    if "short" in spec.choices.values():  # what does not fit is an error where it is checked
+        drawn.pop("JAGGED_CUDA_CHECK", None)
+    return drawn
+
+
+@functools.cache
+def cpu_isas() -> tuple[str, ...]:
+    """The instruction sets that this machine can be asked for."""
+
+    def runs(isa: str) -> bool:
+        with _environment({"JAGGED_CUDA_CPU_ISA": isa}), contextlib.suppress(RuntimeError):
+            jagged_cuda.jagged_softmax(torch.zeros(1), torch.tensor([0, 1]))
+            return True
+        return False
+
+    return tuple(isa for isa in ENVIRONMENT["cpu"]["JAGGED_CUDA_CPU_ISA"] if runs(isa))
+
+
+# --- running
+
+
+@contextlib.contextmanager
+def _environment(changed: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+
+
+@contextlib.contextmanager
+def _settings(given: Draw) -> Iterator[None]:
+    """PyTorch and the environment as a draw wants them."""
+    threads = torch.get_num_threads()
+    with _environment(given.environment), _tf32(given.tf32):
+        if given.deterministic:
+            torch.use_deterministic_algorithms(True)
+        if given.threads != threads:
+            torch.set_num_threads(given.threads)
+        try:
+            yield
+        finally:
+            if given.threads != threads:
+                torch.set_num_threads(threads)
+            if given.deterministic:
+                torch.use_deterministic_algorithms(False)
+
+
+def operators(backend: str) -> Any:
+    """The module whose functions a backend is."""
+    return importlib.import_module("triton_ref" if backend == "triton" else "jagged_cuda")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a draw gave, and the gradients that were passed in; none without a backward pass."""
+
+    sample: Sample
+    found: Tensors
+    cotangents: Tensors | None
+    paths: tuple[str, ...]
+
+
+def run_draw(given: Draw, ops: Any = None) -> Results:
+    """Call the operator as the draw says. `ops` is the module to call in place of the backend's."""
+    case, ops = given.case, operators(given.backend) if ops is None else ops
+    paths: list[str] = []
+    cotangents: Tensors = {}
+
+    def note_path() -> None:
+        if given.backend != "triton":
+            paths.append(last_kernel(given.backend))
+
+    def call(sample: Sample) -> Tensors:
+        found = case.call(ops, sample)
+        note_path()
+        return found
+
+    def draw_gradients(found: Tensors) -> Tensors:
+        chosen = {name: found[name] for name in given.outputs or case.outputs}
+        for name, values in draw_cotangents(chosen, given.spec, case.rows).items():
+            storage = given.gradient_storage.get(name, "contiguous")
+            cotangents[name] = STORAGES[storage](values)
+        return cotangents
+
+    with _settings(given):
+        sample = case.sample(given.spec, DTYPES[given.dtype], given.device)
+        found = run(case, sample, call, draw_gradients if given.backward else None)
+        if given.backward:
+            note_path()
+    return Results(sample, found, cotangents if given.backward else None, tuple(paths))
+
+
+def judge_draw(given: Draw, ops: Any = None) -> tuple[str, ...]:
+    """Raise MismatchError if a result is wrong; return the kernel paths that were taken."""
+    results = run_draw(given, ops)
+    with _tf32(given.tf32):
+        check(given.case, results.sample, results.found, results.cotangents, command=given.command)
+    return results.paths

@@ -1,0 +1,256 @@
+"""Plant faults that kernels have had, one at a time, and see that each is caught within a minute.
+
+    python tests/mutations.py                   # the faults of the CPU's kernels
+    python tests/mutations.py --device cuda     # those of the GPU's
+    python tests/mutations.py --only "lost barrier" --device cuda
+
+A fault is one text that is replaced by another in a copy of the sources. The copy is built, and the
+fuzzer, or the test that the fault names, is run on it. The exit status is 1 if a fault is not
+caught, or if the sources as they are fail. docs/testing.md holds the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 60.0
+# What a copy must hold for the fuzzer and the tests to run in it.
+FOLDERS = ("csrc", "jagged_cuda", "triton_ref", "tests")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text of a source file, which stands there once, and what a mistake would have made of it.
+
+    Args:
+        name: what went wrong.
+        device: whose kernels.
+        path: of the file in csrc/.
+        text, instead: what is replaced, and by what.
+        check: arguments of the fuzzer, or of pytest if it begins with a file of tests.
+    """
+
+    name: str
+    device: str
+    path: str
+    text: str
+    instead: str
+    check: str
+
+    def plant(self, root: Path) -> None:
+        path = root / "csrc" / self.path
+        text = path.read_text()
+        if text.count(self.text) != 1:
+            raise ValueError(f"{self.name}: csrc/{self.path} must hold this once: {self.text}")
+        path.write_text(text.replace(self.text, self.instead))
+
+
+FAULTS = (
+    Fault(
+        "tail mask off by one",
+        "cpu",
+        "cpu/kernels/attention.inl",
+        "visible.end(row_begin + i) - key_block, columns, buffers.max",
+        "visible.end(row_begin + i) - key_block + 1, columns, buffers.max",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "lost barrier",
+        "cuda",
+        "kernels/jagged_softmax.cu",
+        "__syncthreads();\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
+        "\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
+        "--op jagged_softmax",
+    ),
+    Fault(
+        "swapped offset",
+        "cpu",
+        "cpu/jagged_flash_attention.cpp",
+        "    item.kv = pairs.kv[seq];\n    const VisibleKeys visible",
+        "    item.kv = pairs.q[seq];\n    const VisibleKeys visible",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "wrong LSE scale",
+        "cpu",
+        "cpu/kernels/attention.inl",
+        "lse[index] = buffers.max[i] + std::log(buffers.sum[i]);",
+        "lse[index] = buffers.max[i] + std::log2(buffers.sum[i]);",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "stale tile after an empty sequence",
+        "cpu",
+        "cpu/kernels/bmm.inl",
+        "product.add = row > 0;",
+        "product.add = row > 0 || item.rows == 0;",
+        "--op jagged_jagged_bmm",
+    ),
+    Fault(
+        "int32 row offset",
+        "cuda",
+        "kernels/jagged_softmax.cu",
+        "static_cast<const Element*>(params.x) + range.begin * params.x_stride",
+        "static_cast<const Element*>(params.x) + static_cast<int>(range.begin * params.x_stride)",
+        "tests/test_cuda.py -k 2_to_the_31_elements and jagged_softmax",
+    ),
+    Fault(
+        "missing GQA division",
+        "cpu",
+        "cpu/kernels/attention.inl",
+        "const int64_t kv_head = item.head / (p.heads / p.kv_heads);",
+        "const int64_t kv_head = item.head % p.kv_heads;",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "dq not zeroed",
+        "cpu",
+        "cpu/kernels/attention.inl",
+        "    if (item.wants_dq) std::fill_n(buffers.dq, item_rows * buffers.qk_row, T(0));\n",
+        "",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "window off by one",
+        "cpu",
+        "cpu/kernels.h",
+        "const int64_t first = row + shift - window_left;",
+        "const int64_t first = row + shift - window_left + 1;",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "wrong base",
+        "cpu",
+        "cpu/sequences.h",
+        "begin = std::clamp<int64_t>(offsets[seq], 0, total);",
+        "begin = std::clamp<int64_t>(offsets[seq] - offsets[0], 0, total);",
+        "--op jagged_softmax",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the check of a fault said: whether it was caught, by what, after how many seconds."""
+
+    caught: bool
+    by: str
+    seconds: float
+
+
+class Workshop:
+    """A copy of the project, and a cache that keeps what was compiled from one fault to the next.
+
+    Args:
+        folder: where both lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.copy = folder / "copy"
+        self.cache = folder / "cache"
+        self.cache.mkdir(mode=0o700)
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.copy),
+            "JAGGED_CUDA_CACHE": str(self.cache),
+        }
+        self._seed()
+
+    def _seed(self) -> None:
+        """Take the objects that were compiled before: only what a fault changes is built."""
+        sys.path.insert(0, str(ROOT))
+        from jagged_cuda import _load
+
+        for known in _load.cache_folders():
+            if (known / "objects").is_dir():
+                shutil.copytree(known / "objects", self.cache / "objects")
+                return
+
+    def prepare(self, fault: Fault | None) -> None:
+        """Copy the sources and plant the fault; raises if they do not compile then."""
+        shutil.rmtree(self.copy, ignore_errors=True)
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, self.copy / name, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copy(ROOT / "pyproject.toml", self.copy)
+        if fault is not None:
+            fault.plant(self.copy)
+        self._python("-c", "import jagged_cuda", check=True)
+
+    def run(self, check: str, device: str) -> Outcome:
+        begin = time.monotonic()
+        file, _, selection = check.partition(" -k ")
+        if file.startswith("tests/"):
+            done = self._python(
+                "-m", "pytest", "-q", "-x", file, *(["-k", selection] * bool(selection))
+            )
+            found = re.search(r"(?m)^FAILED (\S+)", done.stdout)
+            by = found[1] if found else ""
+            caught = done.returncode == 1 and found is not None
+        else:
+            words = f"--device {device} --seed 1 --seconds {SECONDS - 10:.0f} {check}".split()
+            done = self._python("-m", "jagged_cuda.fuzz", *words)
+            found = re.search(r"\n\n(\w+: .{,120})", done.stdout)
+            by = f"the fuzzer: {found[1]}" if found else ""
+            caught = done.returncode == 1 and found is not None
+        if done.returncode not in (0, 1):
+            by = f"status {done.returncode}: {(done.stdout + done.stderr)[-400:]}"
+        return Outcome(caught, by, time.monotonic() - begin)
+
+    def _python(self, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.copy,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"the copy does not build:\n{done.stderr[-2000:]}")
+        return done
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", choices=[fault.name for fault in FAULTS])
+    options = parser.parse_args(given)
+    chosen = [
+        fault
+        for fault in FAULTS
+        if fault.device == options.device and options.only in (None, fault.name)
+    ]
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="jagged_cuda_mutations") as folder:
+        workshop = Workshop(Path(folder))
+        workshop.prepare(None)
+        sound = workshop.run("--cases 300", options.device)
+        print(f"sources as they are: {'right' if not sound.by else sound.by}", flush=True)
+        failed += bool(sound.by)
+        for fault in chosen:
+            workshop.prepare(fault)
+            outcome = workshop.run(fault.check, options.device)
+            failed += not outcome.caught
+            verdict = outcome.by if outcome.caught else f"NOT CAUGHT {outcome.by}"
+            print(
+                f"{fault.name} (csrc/{fault.path}): {outcome.seconds:.0f} s, {verdict}", flush=True
+            )
+    print(
+        f"{len(chosen)} faults, {failed} not caught" if failed else f"{len(chosen)} faults caught"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

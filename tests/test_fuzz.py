@@ -1,0 +1,235 @@
+"""The fuzzer finds what is planted, makes it small, repeats itself, and says what it missed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jagged_cuda
+from jagged_cuda import fuzz
+from jagged_cuda.testing import draws, kernel_paths
+from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.coverage import Coverage, expected, report
+from jagged_cuda.testing.draws import SIZES, Draw, Drawn, Wanted, draw
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = (("cpu", "cpu"),)
+SMALL = Wanted(size="small")
+
+
+def plan(**changed: Any) -> fuzz.Plan:
+    given: dict[str, Any] = {"wanted": SMALL, "places": CPU, "seed": 3, "seconds": 60.0}
+    return fuzz.Plan(**(given | changed))
+
+
+def ignore(place: int, index: int) -> None:
+    pass
+
+
+def broken(change: Callable[[Tensor, Tensor], None]) -> Any:
+    """jagged_cuda, whose results go wrong."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            out, *rest = result if isinstance(result, tuple) else (result,)
+            out = out.clone()
+            change(out, next(a for a in args if not a.is_floating_point()))
+            return (out, *rest) if rest else out
+
+        return wrapped
+
+    return SimpleNamespace(**{name: wrap(getattr(jagged_cuda, name)) for name in CASES})
+
+
+def lose_the_tail(out: Tensor, offsets: Tensor) -> None:
+    """Of sequences of at least ten rows, the last is lost."""
+    for begin, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+        if end - begin >= 10 and end == out.shape[0]:
+            out[end - 1] = 0
+
+
+# --- draws
+
+
+@pytest.mark.parametrize("size", SIZES["cuda"])
+def test_draws_repeat_and_survive_their_line(size: str) -> None:
+    wanted = Wanted(size=size)
+    for index in range(30):
+        drawn = draw(wanted, 5, "cuda", "cuda", index)
+        assert draw(wanted, 5, "cuda", "cuda", index) == drawn
+        assert Draw.from_json(drawn.draw.to_json()) == drawn.draw
+        assert draw(wanted, 6, "cuda", "cuda", index) != drawn
+
+
+def test_other_operators_do_not_change_a_draws_line() -> None:
+    """A finding's line holds everything: nothing is drawn again when it is read."""
+    drawn = draw(SMALL, 1, "cpu", "cpu", 0).draw
+    text = drawn.command()
+    assert "\n" not in text
+    words = shlex.split(text)
+    assert words[:4] == ["python", "-m", "jagged_cuda.fuzz", "--case"]
+    assert Draw.from_json(words[4]) == drawn
+
+
+def test_the_line_runs() -> None:
+    words = shlex.split(draw(SMALL, 1, "cpu", "cpu", 4).draw.command())
+    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "right; kernels cpu." in done.stdout
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"op": "x", "spec": {"length": 3}}'])
+def test_a_line_that_is_none(text: str) -> None:
+    with pytest.raises(SystemExit, match="--case must be what a finding printed"):
+        fuzz.main(["--case", text])
+
+
+# --- findings
+
+
+def test_a_planted_fault_is_found_and_made_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ops = broken(lose_the_tail)
+    finding = fuzz.Fuzzer(plan()).run(ignore, ops)
+    assert finding is not None
+    assert finding.kind == "MismatchError"
+    small = fuzz.shrunk(finding, 30.0, ops).draw
+    # One sequence that is long enough, and the smallest of everything else.
+    assert small.spec.layout.lengths == (10,)
+    assert (small.spec.layout.base, small.spec.layout.tail) == (0, 0)
+    assert not small.spec.storage and not small.backward and not small.environment
+    # The line that is printed fails as long as the fault is there.
+    monkeypatch.setattr(draws, "operators", lambda _: ops)
+    assert fuzz.main(shlex.split(small.command())[3:]) == 1
+    assert f"{small.op}, out" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert fuzz.main(shlex.split(small.command())[3:]) == 0
+
+
+def test_an_exception_is_a_finding() -> None:
+    def refuse(out: Tensor, offsets: Tensor) -> None:
+        if offsets.dtype is torch.int32 and offsets.shape[0] > 3:
+            raise RuntimeError("no")
+
+    ops = broken(refuse)
+    finding = fuzz.Fuzzer(plan()).run(ignore, ops)
+    assert finding is not None
+    assert (finding.kind, finding.text) == ("RuntimeError", "no")
+    small = fuzz.shrunk(finding, 30.0, ops).draw
+    assert small.spec.layout.lengths == (0, 0, 0)
+    assert small.spec.offsets_dtype is torch.int32
+
+
+def dying_worker(given: fuzz.Plan, worker: int, messages: Any, current: Any) -> None:
+    current[0], current[1] = 0, 17
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_process_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzz, "_work", dying_worker)
+    monkeypatch.setattr(fuzz, "SHRINK_SECONDS", 0.0)
+    assert fuzz.fuzz(plan()) == 1
+    printed = capsys.readouterr().out
+    assert "crash: the process ended with signal 9" in printed
+    assert draw(SMALL, 3, "cpu", "cpu", 17).draw.command() in printed
+
+
+# --- a whole run
+
+
+def test_a_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--device cpu --seed 2 --cases 60 --jobs 2 --size small"
+    assert fuzz.main(given.split()) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"fuzz: 60 cases in \d+ s .* seed 2: nothing found", printed)
+    assert "never reached" in printed
+    for name in CASES:
+        assert f"cpu: {name}" in printed
+
+
+def test_lengths_of_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("user_id,item_id,timestamp\n" + "7,1,1\n" * 5 + "8,1,1\n" * 2)
+    assert sorted(fuzz.read_lengths(log)) == [2, 5]
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3 0\n12\n")
+    assert fuzz.read_lengths(lengths) == (3, 0, 12)
+    wanted = Wanted(lengths=(3, 0, 12))
+    for index in range(20):
+        drawn = draw(wanted, 1, "cpu", "cpu", index)
+        assert set(drawn.draw.spec.layout.lengths) <= {3, 0, 12}
+        assert drawn.distribution == "file"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--op softmax", "--op must be of jagged_dense_bmm"),
+        ("--device cpu --backends cuda", "needs --device cuda"),
+        ("--device cpu --dtype int8", "--dtype must be of float32"),
+        ("--device cpu --shape-from nowhere.csv", "--shape-from nowhere.csv: "),
+    ],
+)
+def test_wrong_options(arguments: str, text: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(text)):
+        fuzz.main(arguments.split())
+
+
+# --- coverage
+
+
+def recorded(place: str) -> set[str]:
+    """The names of kernel paths that the sources hold."""
+    texts = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    code = [re.sub(r"//.*", "", text) for text in texts]
+    return {name for text in code for name in re.findall(rf'"({place}(?:\.[a-z0-9_]+)+)"', text)}
+
+
+def test_every_path_of_the_cpu_is_known() -> None:
+    assert kernel_paths("cpu") == recorded("cpu")
+
+
+@pytest.mark.cuda
+def test_every_path_of_the_gpu_is_known() -> None:
+    assert kernel_paths("cuda") == recorded("cuda")
+
+
+def test_the_report_names_what_was_never_reached() -> None:
+    coverage = Coverage()
+    for index in range(40):
+        drawn = draw(Wanted(ops=("jagged_softmax",), size="small"), 1, "cpu", "cpu", index)
+        coverage.add(drawn, ["cpu.baseline"])
+    items = expected(Wanted(ops=("jagged_softmax", "jagged_dense_bmm")), CPU)
+    text = report(coverage, items)
+    missed = text.partition("never reached")[2]
+    assert "cpu: jagged_dense_bmm" in missed and "cpu: jagged_softmax" not in missed
+    assert "cpu.avx2" in missed and "cpu.baseline" not in missed
+    assert "129" in missed
+    everything = Coverage()
+    everything.counts.update(items)
+    assert "never reached       nothing" in report(everything, items)
+
+
+def test_sizes_say_what_they_hold() -> None:
+    """Sizes of one name are in each table, so that --size means the same everywhere."""
+    for sizes in SIZES.values():
+        assert sizes.keys() <= SIZES["cuda"].keys()
+    many: Drawn = draw(Wanted(size="many"), 1, "cuda", "cuda", 0)
+    assert many.size == "many"
+    assert many.draw.spec.layout.num_seqs in (0, *range(200, 3001))

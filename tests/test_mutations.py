@@ -1,0 +1,50 @@
+"""The faults of tests/mutations.py still fit the sources; `make mutate` plants and catches them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from mutations import FAULTS, ROOT, Fault
+
+from jagged_cuda.testing.cases import CASES
+
+# What kernels of jagged tensors get wrong.
+NAMES = {
+    "tail mask off by one",
+    "lost barrier",
+    "swapped offset",
+    "wrong LSE scale",
+    "stale tile after an empty sequence",
+    "int32 row offset",
+    "missing GQA division",
+    "dq not zeroed",
+    "window off by one",
+    "wrong base",
+}
+
+
+def test_every_kind_of_fault_is_planted() -> None:
+    assert {fault.name for fault in FAULTS} == NAMES
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_fits_the_sources(fault: Fault, tmp_path: Path) -> None:
+    path = tmp_path / "csrc" / fault.path
+    path.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "csrc" / fault.path, path)
+    fault.plant(tmp_path)
+    assert path.read_text() != (ROOT / "csrc" / fault.path).read_text()
+    with pytest.raises(ValueError, match="must hold this once"):
+        fault.plant(tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_its_check_exists(fault: Fault) -> None:
+    if fault.check.startswith("tests/"):
+        assert (ROOT / fault.check.partition(" -k ")[0]).is_file()
+    else:
+        assert fault.check.removeprefix("--op ") in CASES
+    table = (ROOT / "docs" / "testing.md").read_text()
+    assert f"| {fault.name} |" in table

@@ -1,0 +1,93 @@
+"""The same bits again, a hundred times; and what looks for races and runs the sanitizer itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import jagged_cuda
+from jagged_cuda.testing import kernel_paths, sanitize
+from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.covering import covering_draws
+from jagged_cuda.testing.draws import DTYPES, Wanted, draw
+from jagged_cuda.testing.races import hunt
+from jagged_cuda.testing.sanitize import FOUND, Check, command, find_sanitizer, run_check
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_hundred_runs_give_the_same_bits(name: str, dtype: str, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    wanted = Wanted(ops=(name,), dtypes=(dtype,), size="edge" if on_gpu else "small")
+    for index in range(3 if on_gpu else 1):
+        given = draw(wanted, 1, device.type, str(device), index).draw
+        assert hunt(given, 100 if on_gpu else 20) is None, given.command()
+
+
+def test_a_result_that_changes_is_found() -> None:
+    turns = iter(range(100))
+
+    def changing(*args: Any, **options: Any) -> torch.Tensor:
+        out = jagged_cuda.jagged_softmax(*args, **options)
+        return out * (1 + 2**-20) if next(turns) == 40 else out
+
+    ops = SimpleNamespace(jagged_softmax=changing)
+    wanted = Wanted(ops=("jagged_softmax",), dtypes=("float32",), size="edge")
+    given = draw(wanted, 1, "cpu", "cpu", 0).draw
+    assert hunt(given, 80, ops) == "out"
+    assert hunt(given, 80) is None
+
+
+def test_covering_draws_take_every_path_that_is_found() -> None:
+    draws, missed = covering_draws(Wanted(ops=("jagged_softmax",)), "cpu", "cpu", seconds=2.0)
+    assert 1 <= len(draws) <= len(kernel_paths("cpu"))
+    assert missed < kernel_paths("cpu")
+
+
+# --- sanitize
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    module = [sys.executable, "-m", "jagged_cuda.testing.sanitize"]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(module, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout == "sanitize: there is no NVIDIA GPU here, so nothing was checked\n"
+
+
+@pytest.mark.parametrize("status", [0, FOUND])
+def test_what_a_tool_says_is_reported(
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    text = f"========= Invalid read\n========= ERROR SUMMARY: {status} errors"
+    tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("COMPUTE_SANITIZER", str(tool))
+    assert find_sanitizer() == str(tool)
+    check = Check("memcheck", "3 draws", ("jagged_cuda.testing.sanitize", "--run", "draws.txt"))
+    verdict = run_check(str(tool), check, 60.0)
+    assert (verdict.status, verdict.summary) == (status, f"ERROR SUMMARY: {status} errors")
+    assert sanitize.print_table([check], [verdict], ["cuda.a_path"]) == (status != 0)
+    printed = capsys.readouterr().out
+    assert f"{'clean' if status == 0 else 'FAILED (77)'}: ERROR SUMMARY" in printed
+    assert "no draw took: cuda.a_path" in printed
+    assert ("Invalid read" in printed) == (status != 0)
+
+
+def test_only_our_kernels_are_watched_where_that_is_enough() -> None:
+    for tool in sanitize.TOOLS:
+        words = command("compute-sanitizer", Check(tool, "", ("module",)))
+        assert ("kernel_substring=jagged_cuda" in words) == (tool != "initcheck")
+        assert words[-3:] == [sys.executable, "-m", "module"]
