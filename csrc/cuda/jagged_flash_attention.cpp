@@ -9,24 +9,12 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <tuple>
 
 namespace jagged_cuda {
 namespace {
 
 int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
-
-// JAGGED_CUDA_ATTENTION=mma_sync makes every GPU take the kernels that run on all of them.
-bool mma_sync_only(const char* op) {
-  const char* choice = std::getenv("JAGGED_CUDA_ATTENTION");
-  if (choice == nullptr || *choice == '\0') return false;
-  if (std::strcmp(choice, "mma_sync") != 0) {
-    fail_argument(op, "the environment's JAGGED_CUDA_ATTENTION", "mma_sync or nothing", choice);
-  }
-  return true;
-}
 
 void fill_common(const char* op, AttentionParams& params, const JaggedFlashAttentionSizes& sizes,
                  const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
