@@ -27,8 +27,8 @@ inline bool has_long_sequences(const AttentionParams& params) {
 }
 
 // Whether the wgmma kernels take these operands: the two head dims that they are compiled for, rows
-// that can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
-// has the instruction.
+// that can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU
+// that has the instruction.
 bool takes_wgmma(const AttentionParams& params);
 
 cudaError_t forward_wgmma_f16(const AttentionParams& params, cudaStream_t stream);

@@ -164,7 +164,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
         }
       }
     }
-    softmax.update(s, o, scale_log2);
+    float rescale[kRowBlocks][2];
+    softmax.update(s, rescale, scale_log2);
+    rescale_rows(o, rescale);
     mma_accumulator_by_columns(o, s, KeysAddress::by_rows(operands.sV[stage], warp_key, lane),
                                warp_column);
   }
