@@ -184,7 +184,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             f"cuda.attention.backward.mma_sync.{backward}",
         )
         for dims, forward, backward in (
-            ((32, 32), "d32.r128", "d32"),
+            ((33, 8), "d64.r128", "d64"),
             ((256, 256), "d256.r64", "d256"),
         )
     ),
