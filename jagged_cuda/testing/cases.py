@@ -779,9 +779,9 @@ def _jagged2_reference(spec: Spec, tensors: Tensors) -> Tensors:
 
 
 def _jagged2_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    layouts = (spec.layout, spec.kv)
-    options = (spec.choices["dim"], _softmax_scale(spec), storage)
-    return {"out": reference.jagged2_softmax_rounded(tensors["a"], *layouts, *options)}
+    rows, columns, dim, scale = _jagged2_options(spec)
+    out = reference.jagged2_softmax_rounded(tensors["a"], rows, columns, dim, scale, storage)
+    return {"out": out}
 
 
 def _jagged2_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
