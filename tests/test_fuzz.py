@@ -183,6 +183,7 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ("--op softmax", "--op must be of jagged_dense_bmm"),
         ("--device cpu --backends cuda", "needs --device cuda"),
         ("--device cpu --dtype int8", "--dtype must be of float32"),
+        ("--device cpu --size large", "--size must be of small, edge, many, giant for cpu"),
         ("--device cpu --shape-from nowhere.csv", "--shape-from nowhere.csv: "),
     ],
 )
