@@ -43,6 +43,7 @@ from jagged_cuda.testing.draws import (
     dtypes_of,
     judge_draw,
     operators,
+    place_of,
 )
 from jagged_cuda.testing.shrink import shrink
 
@@ -431,7 +432,6 @@ def _plan(options: argparse.Namespace) -> Plan:
         ("--op", ops, tuple(CASES)),
         ("--backends", backends, BACKENDS),
         ("--dtype", dtypes, tuple(DTYPES)),
-        ("--size", [options.size] if options.size else [], tuple(SIZES["cuda"])),
     ):
         unknown = [each for each in chosen if each not in known]
         if unknown:
@@ -441,6 +441,9 @@ def _plan(options: argparse.Namespace) -> Plan:
     places = tuple((b, "cpu" if b == "cpu" else device) for b in dict.fromkeys(backends))
     prepare(backends, device)
     for place in places:
+        sizes = SIZES[place_of(*place)]
+        if options.size is not None and options.size not in sizes:
+            raise SystemExit(f"fuzz: --size must be of {', '.join(sizes)} for {place[0]}")
         if not set(dtypes) & set(dtypes_of(*place)):
             served = ", ".join(dtypes_of(*place))
             raise SystemExit(f"fuzz: --dtype must be of {served} for {place[0]} on {place[1]}")

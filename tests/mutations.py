@@ -77,8 +77,8 @@ FAULTS = (
         "swapped offset",
         "cpu",
         "cpu/jagged_flash_attention.cpp",
-        "    item.kv = pairs.kv[seq];\n    const VisibleKeys visible",
-        "    item.kv = pairs.q[seq];\n    const VisibleKeys visible",
+        "run_attention_forward(params, pairs.q, pairs.kv);",
+        "run_attention_forward(params, pairs.q, pairs.q);",
         "--op jagged_flash_attention",
     ),
     Fault(

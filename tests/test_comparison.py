@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda.testing.cases import CASES
-from jagged_cuda.testing.comparison import MismatchError, compare
+from jagged_cuda.testing.comparison import MismatchError, compare, surely_right
 from jagged_cuda.testing.judge import judge
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Spec
@@ -185,3 +185,36 @@ def test_nan_and_inf_must_stand_in_the_same_places() -> None:
     ):
         with pytest.raises(MismatchError):
             judged(row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_what_is_surely_right_is_right(dtype: torch.dtype) -> None:
+    """Errors around the limit, and values around the largest: the quick verdict is never milder."""
+    generator = torch.Generator().manual_seed(0)
+    seq_of_row = torch.tensor([0, 0, 1, 2, 2, 2, 3])
+    quick = 0
+    for turn in range(400):
+        size = 65520.0 if turn % 4 == 0 else 1.0
+        reference = size * torch.randn(7, 3, generator=generator, dtype=torch.float64)
+        reference[6] = 0
+        terms = reference.abs() + 1
+        noise = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+        noise *= 10 ** (-3 * torch.rand((), generator=generator)) * torch.finfo(dtype).eps * size
+        noise[6] *= turn % 3 == 0
+        actual = (reference + 4 * noise).clamp(-65504, 65504).to(dtype)
+        places = {"seq_of_row": seq_of_row, "num_seqs": 3}
+        found = surely_right(actual, reference, **places)
+        found |= surely_right(actual, reference, terms=terms, accuracy=1e-6, **places)
+        quick += found
+        if found:
+            compare(
+                actual,
+                reference,
+                same_precision=[actual],
+                terms=terms,
+                label="op",
+                seed=turn,
+                rounding=1e-6 - 64 * torch.finfo(torch.float32).eps,
+                **places,
+            )
+    assert 40 < quick < 360

@@ -153,14 +153,14 @@ def test_a_dead_process_is_a_finding(
 # --- a whole run
 
 
-def test_a_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--device cpu --seed 2 --cases 60 --jobs 2 --size small"
+def test_a_run_finds_nothing(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    given = f"--device {device} --seed 2 --cases 120 --seconds 300 --jobs 2 --size small"
     assert fuzz.main(given.split()) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"fuzz: 60 cases in \d+ s .* seed 2: nothing found", printed)
+    assert re.search(r"fuzz: 120 cases in \d+ s .* seed 2: nothing found", printed)
     assert "never reached" in printed
     for name in CASES:
-        assert f"cpu: {name}" in printed
+        assert f"{device.type}: {name}" in printed
 
 
 def test_lengths_of_a_file(tmp_path: Path) -> None:
@@ -183,6 +183,7 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ("--op softmax", "--op must be of jagged_dense_bmm"),
         ("--device cpu --backends cuda", "needs --device cuda"),
         ("--device cpu --dtype int8", "--dtype must be of float32"),
+        ("--device cpu --size large", "--size must be of small, edge, many, giant for cpu"),
         ("--device cpu --shape-from nowhere.csv", "--shape-from nowhere.csv: "),
     ],
 )

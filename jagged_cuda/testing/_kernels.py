@@ -38,5 +38,5 @@ def kernel_paths(device: str) -> frozenset[str]:
     path = _load.cpu_library if device == "cpu" else _load.cuda_library
     if path is None:
         return frozenset()
-    literal = re.compile(rb"(?<=\0)%s(?:\.[a-z0-9_]+)+(?=\0)" % device.encode())
+    literal = re.compile(rb"(?<![\w./])%s(?:\.[a-z0-9_]+)+(?=\0)" % device.encode())
     return frozenset(name.decode() for name in literal.findall(path.read_bytes()))

@@ -779,9 +779,8 @@ def _jagged2_reference(spec: Spec, tensors: Tensors) -> Tensors:
 
 
 def _jagged2_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    layouts = (spec.layout, spec.kv)
-    dim, scale = spec.choices["dim"], _softmax_scale(spec)
-    out = reference.jagged2_softmax_rounded(tensors["a"], *layouts, dim, scale, storage)
+    rows, columns, dim, scale = _jagged2_options(spec)
+    out = reference.jagged2_softmax_rounded(tensors["a"], rows, columns, dim, scale, storage)
     return {"out": out}
 
 

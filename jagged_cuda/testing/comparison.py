@@ -148,7 +148,9 @@ def surely_right(
         return True
     rows = actual.shape[0]
     exact, got = reference.detach().reshape(rows, -1), actual.detach().reshape(rows, -1)
-    error = (got.double() - exact).abs().masked_fill_(got == exact.to(actual.dtype), 0.0)
+    expected = exact.to(actual.dtype)
+    error = (got.double() - exact).abs().masked_fill_(got == expected, 0.0)
+    error.masked_fill_(got.isfinite() != expected.isfinite(), torch.inf)
     row_limit = 2 * torch.finfo(actual.dtype).eps * _finite_row_max(exact)
     if terms is not None:
         row_limit += accuracy * _finite_row_max(terms.detach().reshape(rows, -1))

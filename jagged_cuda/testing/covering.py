@@ -12,6 +12,7 @@ from jagged_cuda.testing.draws import Draw, Wanted, draw, run_draw
 
 # Rows of a batch that pass through several tiles, and that a sanitizer gets through.
 GOOD_TOTAL = 300
+GOOD_ELEMS = 200_000
 
 
 def covering_draws(
@@ -19,7 +20,8 @@ def covering_draws(
 ) -> tuple[list[Draw], frozenset[str]]:
     """Search draws for so long; return a set that takes each path found, and the paths not found.
 
-    Of the draws that take a path, the one whose batch is nearest to GOOD_TOTAL rows is kept.
+    Of the draws that take a path, the one is kept whose batch is nearest to GOOD_TOTAL rows, and
+    whose tensors are small.
     """
     best: dict[tuple[str, str], tuple[float, Draw]] = {}
     deadline = time.monotonic() + seconds
@@ -36,7 +38,8 @@ def covering_draws(
         total = max(given.spec.layout.total, given.spec.kv.total)
         if not given.backward or not sum(given.spec.layout.lengths):
             continue
-        badness = abs(math.log(total / GOOD_TOTAL))
+        elems = sum(math.prod(shape) for shape in given.case.shapes(given.spec).values())
+        badness = abs(math.log(total / GOOD_TOTAL)) + math.log1p(elems / GOOD_ELEMS)
         for path in run_draw(given).paths:
             # On the CPU one name stands for the kernels of all operators.
             key = (given.op, path)

@@ -195,11 +195,17 @@ class Wanted:
     lengths: tuple[int, ...] | None = None
 
 
+def place_of(backend: str, device: str) -> str:
+    """The key of SIZES: the backend, or Triton's interpreter."""
+    on_cpu = torch.device(device).type == "cpu"
+    return "interpreter" if backend == "triton" and on_cpu else backend
+
+
 def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Drawn:
     """The draw of a number under a seed: always the same one for the same arguments."""
     rng = random.Random(f"{seed} {backend} {index}")
     case = CASES[rng.choice(wanted.ops)]
-    where = "interpreter" if backend == "triton" and device == "cpu" else backend
+    where = place_of(backend, device)
     sizes = SIZES[where]
     if wanted.size is not None:
         sizes = {wanted.size: sizes[wanted.size]}
