@@ -30,29 +30,30 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
 
 
 def biased(spec: Spec, tensors: Tensors) -> Tensor:
-    """`[B, M, N]`"""
-    return reference.pad(tensors["x"], spec.layout) @ tensors["y"] + tensors["bias"][:, None]
+    """`[T, N]`: what goes into the activation"""
+    z = reference.pad(tensors["x"], spec.layout) @ tensors["y"] + tensors["bias"][:, None]
+    return reference.unpad(z, spec.layout)
+
+
+def activated(spec: Spec, z: Tensor) -> Tensors:
+    inside = spec.layout.seq_of_row(z.device) < spec.layout.num_seqs
+    return {"out": activate(z, spec.choices["activation"]).where(inside[:, None], 0.0)}
 
 
 def definition(spec: Spec, tensors: Tensors) -> Tensors:
-    z = activate(biased(spec, tensors), spec.choices["activation"])
-    return {"out": reference.unpad(z, spec.layout)}
+    return activated(spec, biased(spec, tensors))
 
 
 def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    """As PyTorch would: what goes into the activation is stored, and so is its gradient."""
+    """As in PyTorch, where the activation reads and writes, and saves, what is stored."""
     z = biased(spec, tensors)
-    stored = z + (z.detach().to(storage).to(z.dtype) - z.detach())
-    if stored.requires_grad:
-        stored.register_hook(lambda grad: grad.to(storage).to(z.dtype))
-    out = activate(stored, spec.choices["activation"])
-    return {"out": reference.unpad(out, spec.layout)}
+    return {"out": activated(spec, z.to(storage))["out"].to(z.dtype)}
 
 
 def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
     """On absolute values. No activation is steeper than 1.2, nor bends by more than 1."""
     leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
-    z = reference.unpad(biased(spec, leaves), spec.layout)
+    z = biased(spec, leaves)
     found = {"out": 1.2 * z.detach() + 1}
     if cotangents is not None:
         through = cotangents["out"].abs() * (1.2 + z.detach())

@@ -106,7 +106,7 @@ def jagged_dense_bmm_kernel(
 
 class JaggedDenseBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, offsets, precision, bias=None, activation=None):
+    def forward(ctx, x, y, offsets, precision, bias, activation):
         ctx.save_for_backward(x, y, offsets, bias)
         ctx.precision, ctx.activation = precision, activation
         total, K = x.shape
@@ -149,7 +149,9 @@ class JaggedDenseBmm(torch.autograd.Function):
                 function = getattr(torch.nn.functional, ctx.activation)
                 (grad_z,) = torch.autograd.grad(function(leaf), leaf, grad_z)
         if need_x:
-            grad_x = JaggedDenseBmm.apply(grad_z, y.transpose(1, 2), offsets, ctx.precision)
+            grad_x = JaggedDenseBmm.apply(
+                grad_z, y.transpose(1, 2), offsets, ctx.precision, None, None
+            )
         if need_y:
             grad_y = transposed.JaggedJaggedBmm.apply(x, grad_z, offsets, ctx.precision)
         if need_bias:

@@ -116,8 +116,12 @@ def _grad_of_activation(ctx: Any, grad_out: Tensor) -> Tensor:
         return aten.tanh_backward(grad_out, out)
     op = torch.ops.jagged_cuda.jagged_dense_bmm.default
     product = call(op, x, y, offsets, ctx.allow_tf32, bias)
-    gradient = aten.gelu_backward if ctx.activation == "gelu" else aten.silu_backward
-    return gradient(grad_out, product)
+    if ctx.activation == "gelu":
+        return aten.gelu_backward(grad_out, product)
+    if torch.is_grad_enabled():  # aten.silu_backward has no derivative
+        share = product.sigmoid()
+        return grad_out * share * (1 + product * (1 - share))
+    return aten.silu_backward(grad_out, product)
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
