@@ -295,6 +295,30 @@ def test_matrices_that_do_not_fit_are_zero():
     assert found.tolist() == [0.0] * 3 + [4.0] * 13 + [0.0] * 2
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu", "sigmoid", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_and_activation(activation, dtype):
+    torch.manual_seed(11)
+    offsets = make_offsets([5, 0, 34], 2)
+    x = make_values(offsets, 3, 8, dtype=dtype)
+    y, bias = (torch.randn(3, *shape).to(DEVICE, dtype) for shape in ((8, 20), (20,)))
+    rows, sequences = parts_of(offsets), range(3)
+
+    def padded(x, y, bias):
+        z = pad(x, offsets) @ y + bias[:, None]
+        function = getattr(torch.nn.functional, activation) if activation else lambda z: z
+        return unpad(function(z), offsets, len(x))
+
+    compare(
+        lambda x, y, bias: triton_ref.jagged_dense_bmm(
+            x, y, offsets, bias=bias, activation=activation
+        ),
+        padded,
+        (x, y.requires_grad_(), bias.requires_grad_()),
+        (rows, rows, sequences, sequences),
+    )
+
+
 def test_products_differentiate_twice():
     torch.manual_seed(2)
     offsets = make_offsets([3, 0, 2], 1)
@@ -757,6 +781,9 @@ def compile_for_hopper():
 
         z = triton_ref.jagged_dense_bmm(values(100, 16), values(2, 16, 8), offsets)
         z.backward(torch.empty_like(z))
+        for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
+            operands = (values(100, 16), values(2, 16, 8), offsets)
+            triton_ref.jagged_dense_bmm(*operands, bias=values(2, 8), activation=activation)
         matrices = {"matrix_offsets": offsets, "total_out": 6800}
         z = triton_ref.jagged_jagged_bmm_jagged_out(
             values(100, 16), values(100, 16), offsets, **matrices

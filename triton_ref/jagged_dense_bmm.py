@@ -1,10 +1,11 @@
-"""z_b = x_b y_b: the rows of each sequence times the sequence's own dense matrix."""
+"""z_b = activation(x_b y_b + bias_b): rows of a sequence times the sequence's own dense matrix."""
 
 import torch
 import triton
 import triton.language as tl
 
 from . import jagged_jagged_bmm as transposed
+from . import jagged_sum as reduction
 from .common import (
     accumulator,
     check,
@@ -19,12 +20,29 @@ from .common import (
 TILE_M = 64
 TILE_N = 64
 TILE_K = 32
+ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
+
+
+@triton.jit
+def activate(b_z, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        b_z = tl.where(b_z < 0, 0.0, b_z)
+    elif ACTIVATION == "gelu":
+        b_z = b_z * 0.5 * (1.0 + tl.math.erf(b_z * 0.7071067811865476))
+    elif ACTIVATION == "silu":
+        b_z = b_z / (1.0 + tl.exp(-b_z))
+    elif ACTIVATION == "sigmoid":
+        b_z = 1.0 / (1.0 + tl.exp(-b_z))
+    elif ACTIVATION == "tanh":
+        b_z = 2.0 / (1.0 + tl.exp(-2.0 * b_z)) - 1.0
+    return b_z
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total"])
 def jagged_dense_bmm_kernel(
     p_x,  # [T, K]
     p_y,  # [B, K, N]
+    p_bias,  # [B, N], or None
     p_offsets,  # [B + 1]
     p_z,  # [T, N], contiguous
     num_seqs,
@@ -36,6 +54,9 @@ def jagged_dense_bmm_kernel(
     stride_yb,
     stride_yk,
     stride_yn,
+    stride_bb,
+    stride_bn,
+    ACTIVATION: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -44,8 +65,9 @@ def jagged_dense_bmm_kernel(
 ):
     i_seq, first_row = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE_M)
     _, end = load_rows(p_offsets, i_seq, num_seqs, total)
+    in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
     # Rows outside every sequence sum over nothing, which makes them zeros.
-    num_terms = tl.where((i_seq >= 0) & (i_seq < num_seqs), K, 0)
+    num_terms = tl.where(in_sequence, K, 0)
 
     o_m = first_row + tl.arange(0, TILE_M)  # int64
     o_n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
@@ -71,15 +93,22 @@ def jagged_dense_bmm_kernel(
         )
         b_z += tl.dot(b_x, b_y, input_precision=INPUT_PRECISION)
 
+    if p_bias is not None:
+        # [TILE_N]
+        p_row = p_bias + i_seq.to(tl.int64) * stride_bb
+        b_bias = tl.load(p_row + o_n * stride_bn, mask=m_n & in_sequence, other=0.0)
+        b_z += b_bias[None, :].to(ACCUMULATOR)
+    b_z = tl.where(in_sequence, activate(b_z, ACTIVATION), 0.0)
+
     p_tile = p_z + o_m[:, None] * N + o_n[None, :]
     tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
 class JaggedDenseBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, offsets, precision):
-        ctx.save_for_backward(x, y, offsets)
-        ctx.precision = precision
+    def forward(ctx, x, y, offsets, precision, bias, activation):
+        ctx.save_for_backward(x, y, offsets, bias)
+        ctx.precision, ctx.activation = precision, activation
         total, K = x.shape
         num_seqs, _, N = y.shape
         z = x.new_empty(total, N)
@@ -89,6 +118,7 @@ class JaggedDenseBmm(torch.autograd.Function):
                 jagged_dense_bmm_kernel[grid](
                     x,
                     y,
+                    bias,
                     offsets,
                     z,
                     num_seqs,
@@ -97,6 +127,8 @@ class JaggedDenseBmm(torch.autograd.Function):
                     N,
                     *x.stride(),
                     *y.stride(),
+                    *((0, 0) if bias is None else bias.stride()),
+                    ACTIVATION=activation,
                     ACCUMULATOR=accumulator(x),
                     INPUT_PRECISION=precision,
                     TILE_M=TILE_M,
@@ -107,21 +139,38 @@ class JaggedDenseBmm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_z):
-        x, y, offsets = ctx.saved_tensors
-        need_x, need_y = ctx.needs_input_grad[:2]
-        grad_x = grad_y = None
+        x, y, offsets, bias = ctx.saved_tensors
+        need_x, need_y, _, _, need_bias, _ = ctx.needs_input_grad
+        grad_x = grad_y = grad_bias = None
+        if ctx.activation is not None:
+            product = JaggedDenseBmm.apply(x, y, offsets, ctx.precision, bias, None)
+            with torch.enable_grad():
+                leaf = product.detach().requires_grad_()
+                function = getattr(torch.nn.functional, ctx.activation)
+                (grad_z,) = torch.autograd.grad(function(leaf), leaf, grad_z)
         if need_x:
-            grad_x = JaggedDenseBmm.apply(grad_z, y.transpose(1, 2), offsets, ctx.precision)
+            grad_x = JaggedDenseBmm.apply(
+                grad_z, y.transpose(1, 2), offsets, ctx.precision, None, None
+            )
         if need_y:
             grad_y = transposed.JaggedJaggedBmm.apply(x, grad_z, offsets, ctx.precision)
-        return grad_x, grad_y, None, None
+        if need_bias:
+            grad_bias = reduction.JaggedSum.apply(grad_z, offsets, False)
+        return grad_x, grad_y, None, None, grad_bias, None
 
 
-def jagged_dense_bmm(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """z_b = x_b y_b for x [T, D] and y [B, D, N]: [T, N], zeros outside every sequence.
+def jagged_dense_bmm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """z_b = activation(x_b y_b + bias_b) for x [T, D], y [B, D, N] and bias [B, N]: [T, N].
 
-    Any strides are read as they are. The gradients are this family's own operators, so it can be
-    differentiated any number of times.
+    Zeros outside every sequence. Any strides are read as they are. The gradients are this family's
+    own operators, so without activation it can be differentiated any number of times.
     """
     op = "jagged_dense_bmm"
     check_values(op, x=x, y=y)
@@ -130,4 +179,11 @@ def jagged_dense_bmm(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) ->
     expected = f"[{len(offsets) - 1}, {x.shape[1]}, N]"
     fits = y.dim() == 3 and y.shape[:2] == (len(offsets) - 1, x.shape[1])
     check(op, fits, "y", expected, list(y.shape))
-    return JaggedDenseBmm.apply(x, y, offsets.contiguous(), input_precision())
+    if bias is not None:
+        check_values(op, x=x, bias=bias)
+        shape = [len(y), y.shape[2]]
+        check(op, list(bias.shape) == shape, "bias", shape, list(bias.shape))
+    known = activation in ACTIVATIONS
+    check(op, known, "activation", "None, relu, gelu, silu, sigmoid or tanh", activation)
+    precision = input_precision()
+    return JaggedDenseBmm.apply(x, y, offsets.contiguous(), precision, bias, activation)

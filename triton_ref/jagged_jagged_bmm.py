@@ -106,10 +106,10 @@ class JaggedJaggedBmm(torch.autograd.Function):
         grad_x = grad_y = None
         if need_x:
             grad_x = transposed.JaggedDenseBmm.apply(
-                y, grad_z.transpose(1, 2), offsets, ctx.precision
+                y, grad_z.transpose(1, 2), offsets, ctx.precision, None, None
             )
         if need_y:
-            grad_y = transposed.JaggedDenseBmm.apply(x, grad_z, offsets, ctx.precision)
+            grad_y = transposed.JaggedDenseBmm.apply(x, grad_z, offsets, ctx.precision, None, None)
         return grad_x, grad_y, None, None
 
 

@@ -12,8 +12,9 @@ namespace jagged_cuda::cpu {
 namespace {
 
 // allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
-Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/) {
-  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets);
+Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/,
+                        std::optional<Tensor> bias, int64_t activation) {
+  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets, bias, activation);
   const auto sequences = read_sequences("jagged_dense_bmm", "offsets", offsets, sizes.total);
   x = rows_contiguous("jagged_dense_bmm", x);
   // The backward pass gives y transposed: either of its last dimensions may be the contiguous one.
@@ -34,6 +35,12 @@ Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/)
   params.out = out.mutable_data_ptr();
   params.inner = sizes.inner;
   params.columns = sizes.columns;
+  if (bias) {
+    bias = rows_contiguous("jagged_dense_bmm", *bias);
+    params.bias = bias->const_data_ptr();
+    params.bias_stride = bias->stride(0);
+  }
+  params.activation = sizes.activation;
   zero_rows_outside(sequences, sizes.total, sizes.columns * element_bytes(params.element),
                     params.out);
 

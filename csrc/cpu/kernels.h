@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/activation.h"
+
 namespace jagged_cuda::cpu {
 
 enum class Element : int { kFloat, kDouble, kHalf, kBFloat16 };
@@ -73,6 +75,9 @@ struct DenseBmmParams {
   int64_t y_seq_stride, y_row_stride, y_column_stride;
   void* out;  // [T, columns], contiguous
   int64_t inner, columns;
+  const void* bias = nullptr;  // [B, columns] or null
+  int64_t bias_stride = 0;     // elements between rows of bias
+  Activation activation = Activation::kNone;
 };
 
 struct DenseBmmItem {
@@ -85,9 +90,10 @@ constexpr int64_t kDenseRows = 192, kDenseColumns = 512, kDenseDepth = 256;
 
 template <class T>
 struct DenseBmmBuffers {
-  T* x;    // [kDenseRows, padded_row(depth)]: converted x
-  T* y;    // [depth, padded_row(columns)]: packed y, written up to a multiple of 4 rows
-  T* out;  // [kDenseRows, padded_row(columns)]
+  T* x;     // [kDenseRows, padded_row(depth)]: converted x
+  T* y;     // [depth, padded_row(columns)]: packed y, written up to a multiple of 4 rows
+  T* out;   // [kDenseRows, padded_row(columns)]
+  T* bias;  // [padded_row(columns)]
   int64_t x_row, y_row;
 
   DenseBmmBuffers(Arena& arena, const DenseBmmParams& params) {
@@ -98,6 +104,7 @@ struct DenseBmmBuffers {
     x = arena.take<T>(kDenseRows * x_row);
     y = arena.take<T>((depth + 3) * y_row);
     out = arena.take<T>(kDenseRows * y_row);
+    bias = arena.take<T>(y_row);
   }
 };
 

@@ -45,10 +45,11 @@ DenseOperand prepare_dense(const Tensor& y) {
   return {copy, false, has_aligned_lines(copy, {0, 1})};
 }
 
-// x [T, D], y [B, D, N], offsets [B + 1] -> [T, N]
-Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32) {
+// x [T, D], y [B, D, N], offsets [B + 1], bias [B, N] or none -> [T, N]
+Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32,
+                        const std::optional<Tensor>& bias, int64_t activation) {
   constexpr const char* op = "jagged_dense_bmm";
-  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets);
+  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets, bias, activation);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.total);
@@ -56,10 +57,15 @@ Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets,
   if (sizes.total == 0 || sizes.columns == 0) return out;
   const Tensor rows = rows_contiguous(op, x);
   const DenseOperand dense = prepare_dense(y);
+  const std::optional<Tensor> bias_rows =
+      bias ? std::optional<Tensor>(rows_contiguous(op, *bias)) : std::nullopt;
 
   JaggedDenseBmmParams params;
   params.x = rows.const_data_ptr();
   params.y = dense.y.const_data_ptr();
+  params.bias = bias_rows ? bias_rows->const_data_ptr() : nullptr;
+  params.bias_stride = bias_rows ? bias_rows->stride(0) : 0;
+  params.activation = sizes.activation;
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, sizes.total);
   params.inner = sizes.inner;

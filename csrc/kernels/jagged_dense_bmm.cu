@@ -1,8 +1,8 @@
 // jagged_dense_bmm: choice of the arithmetic, and the kernel for fp64.
 //
-// fp64: z_b = x_b y_b in tiles of 16 rows (gemm/fp64.cuh: mapping, shared memory, barriers). Grid:
-// x, the virtual tiles of 16 rows; each CTA walks N in steps of 16. Empty tiles return at once,
-// rows outside every sequence become zeros, as they are a product with K = 0.
+// fp64: z_b = activation(x_b y_b + bias_b) in tiles of 16 rows (gemm/fp64.cuh: mapping, shared
+// memory, barriers). Grid: x, the virtual tiles of 16 rows; each CTA walks N in steps of 16. Empty
+// tiles return at once, rows outside every sequence become zeros, as they are a product with K = 0.
 #include "kernels/gemm/fp64.cuh"
 #include "kernels/jagged_dense_bmm.cuh"
 
@@ -32,7 +32,14 @@ __global__ __launch_bounds__(kThreadsFp64) void jagged_dense_bmm_fp64_kernel(
     const double sum = multiply_fp64({gX, params.x_stride, 1}, {gY + n * along_n, along_k, along_n},
                                      rows, params.columns - n, depth);
     if (row < rows && n + column < params.columns) {
-      static_cast<double*>(params.out)[(global_row + row) * params.columns + n + column] = sum;
+      double result = 0.0;
+      if (tile.seq >= 0) {
+        const double* gBias = static_cast<const double*>(params.bias);
+        const double bias =
+            gBias != nullptr ? gBias[tile.seq * params.bias_stride + n + column] : 0.0;
+        result = activate(sum + bias, params.activation);
+      }
+      static_cast<double*>(params.out)[(global_row + row) * params.columns + n + column] = result;
     }
   }
 }

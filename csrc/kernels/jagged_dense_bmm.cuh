@@ -1,4 +1,5 @@
-// jagged_dense_bmm on tensor cores: z_b = x_b y_b for each sequence b, fp32 sums.
+// jagged_dense_bmm on tensor cores: z_b = activation(x_b y_b + bias_b) for each sequence b, fp32
+// sums; bias and activation follow in registers (gemm/epilogue.cuh).
 //
 // A = x_b [L, D], jagged along M and with stride 1 along K; B = y_b [D, N] with stride 1 along
 // either.
@@ -13,7 +14,7 @@
 // by row.
 #pragma once
 
-#include "kernels/gemm/engine.cuh"
+#include "kernels/gemm/epilogue.cuh"
 #include "kernels/jagged_dense_bmm.h"
 #include "kernels/prim/launch.cuh"
 
@@ -59,9 +60,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_den
   const Operand<Element> x{static_cast<const Element*>(params.x) + global_row * params.x_stride,
                            params.x_stride, params.x_vectors};  // [rows, D]
   const Operand<Element> y{static_cast<const Element*>(params.y) + tile.seq * params.y_seq_stride,
-                           params.y_stride, params.y_vectors};  // [D, N]
+                           params.y_stride, params.y_vectors};      // [D, N]
+  const Element* gBias = static_cast<const Element*>(params.bias);  // [B, N] or null
+  if (gBias != nullptr) gBias += tile.seq * params.bias_stride;
+  const Epilogue<Element> epilogue{gBias, params.activation};
   multiply<Config>(shared_storage<Config>(), x, y, rows, begin, end, params.inner,
-                   [&](const Accumulator<Config>& rAcc, int row, int column, int64_t n) {
+                   [&](Accumulator<Config>& rAcc, int row, int column, int64_t n) {
+                     if (epilogue.exists()) {
+                       apply_epilogue<Config>(rAcc, epilogue, n, column,
+                                              clamp_extent(end - n, Config::kTileN));
+                     }
                      store_tile<Config>(rAcc, gOut + n, params.columns, row, column, rows,
                                         clamp_extent(end - n, Config::kTileN));
                    });

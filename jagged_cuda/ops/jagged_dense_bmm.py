@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,20 +12,32 @@ from jagged_cuda.ops._memory import call
 from jagged_cuda.ops._precision import allow_tf32
 from jagged_cuda.ops._registration import register
 
+# In the order of csrc/ops/activation.h.
+_ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
 
-def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+
+def jagged_dense_bmm(
+    x: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Literal["relu", "gelu", "silu", "sigmoid", "tanh"] | None = None,
+) -> Tensor:
     """Multiply the rows of each sequence by the sequence's own dense matrix.
 
-    For each sequence b: ``z_b = x_b @ y_b``.
+    For each sequence b: ``z_b = activation(x_b @ y_b + bias[b])``.
 
     Args:
         x: `[T, D]` jagged; float32, float64, float16 or bfloat16.
         y: `[B, D, N]` dense, of x's dtype and device.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]``.
+        bias: `[B, N]`, of x's dtype and device; added to each row of its sequence.
+        activation: applied last; "gelu" is the one of the error function.
 
     Returns:
-        `[T, N]` of x's dtype; rows outside every sequence are 0.
+        `[T, N]` of x's dtype; rows outside every sequence are 0, whatever the activation.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
@@ -34,10 +46,14 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Notes:
         Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA
         obeys ``torch.backends.cuda.matmul.fp32_precision``: products are as accurate as float32
-        unless it allows TF32. The gradient of x is this operator with y transposed, that of y is
-        jagged_jagged_bmm, so that derivatives of any order exist. Deterministic, and a sequence's
-        result does not depend on its neighbours. x is read in place if its last dimension is
-        contiguous, y if one of its last two is; any other layout costs one copy of that operand.
+        unless it allows TF32. Bias and activation are applied to the sums, before they are rounded
+        to x's dtype. The gradient of x is this operator with y transposed, that of y is
+        jagged_jagged_bmm, that of bias jagged_sum, so that derivatives of any order exist. With
+        relu, sigmoid and tanh the gradient reads the result that was saved; with gelu and silu it
+        multiplies x and y once more, since the result does not tell what went into it.
+        Deterministic, and a sequence's result does not depend on its neighbours. x and bias are
+        read in place if their last dimension is contiguous, y if one of its last two is; any other
+        layout costs one copy of that operand.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, Table 1.
@@ -47,10 +63,23 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         >>> jagged_dense_bmm(x, y, torch.tensor([0, 4, 5])).shape
         torch.Size([5, 3])
     """
-    return call(torch.ops.jagged_cuda.jagged_dense_bmm.default, x, y, offsets, allow_tf32())
+    if activation not in _ACTIVATIONS:
+        expected = "None, relu, gelu, silu, sigmoid or tanh"
+        _contract.fail_argument("jagged_dense_bmm", "activation", expected, str(activation))
+    op = torch.ops.jagged_cuda.jagged_dense_bmm.default
+    if bias is None and activation is None:
+        return call(op, x, y, offsets, allow_tf32())
+    return call(op, x, y, offsets, allow_tf32(), bias, _ACTIVATIONS.index(activation))
 
 
-def _fake(x: Tensor, y: Tensor, offsets: Tensor, allow_tf32: bool = False) -> Tensor:
+def _fake(
+    x: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    allow_tf32: bool = False,
+    bias: Tensor | None = None,
+    activation: int = 0,
+) -> Tensor:
     op = "jagged_dense_bmm"
     _contract.check_dim(op, "x", x, 2, "[T, D]")
     _contract.check_dim(op, "y", y, 3, "[B, D, N]")
@@ -58,24 +87,56 @@ def _fake(x: Tensor, y: Tensor, offsets: Tensor, allow_tf32: bool = False) -> Te
     _contract.check_like(op, "y", y, x)
     _contract.check_offsets(op, "offsets", offsets, x)
     _contract.check_shape(op, "y", y, (offsets.shape[0] - 1, x.shape[1], y.shape[2]))
+    if bias is not None:
+        _contract.check_shape(op, "bias", bias, (y.shape[0], y.shape[2]))
+        _contract.check_like(op, "bias", bias, x)
+    if not 0 <= activation < len(_ACTIVATIONS):
+        _contract.fail_argument(op, "activation", "from 0 to 5", str(activation))
     return x.new_empty((x.shape[0], y.shape[2]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, y, offsets, ctx.allow_tf32 = inputs
-    ctx.save_for_backward(x, y, offsets)
+    x, y, offsets, ctx.allow_tf32, bias, activation = inputs
+    ctx.activation = _ACTIVATIONS[activation]
+    known = output if ctx.activation in ("relu", "sigmoid", "tanh") else None
+    ctx.save_for_backward(x, y, offsets, bias, known)
 
 
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    x, y, offsets = ctx.saved_tensors
+def _grad_of_activation(ctx: Any, grad_out: Tensor) -> Tensor:
+    """The gradient of x_b @ y_b + bias. Rows outside every sequence hold anything."""
+    x, y, offsets, bias, out = ctx.saved_tensors
+    aten = torch.ops.aten
+    if ctx.activation is None:
+        return grad_out
+    if ctx.activation == "relu":
+        return aten.threshold_backward(grad_out, out, 0)
+    if ctx.activation == "sigmoid":
+        return aten.sigmoid_backward(grad_out, out)
+    if ctx.activation == "tanh":
+        return aten.tanh_backward(grad_out, out)
+    op = torch.ops.jagged_cuda.jagged_dense_bmm.default
+    product = call(op, x, y, offsets, ctx.allow_tf32, bias)
+    if ctx.activation == "gelu":
+        return aten.gelu_backward(grad_out, product)
+    if torch.is_grad_enabled():  # aten.silu_backward has no derivative
+        share = product.sigmoid()
+        return grad_out * share * (1 + product * (1 - share))
+    return aten.silu_backward(grad_out, product)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, y, offsets, bias, _ = ctx.saved_tensors
     ops = torch.ops.jagged_cuda
-    grad_x = grad_y = None
+    grad_out = _grad_of_activation(ctx, grad_out)
+    grad_x = grad_y = grad_bias = None
     if ctx.needs_input_grad[0]:
         y_transposed = y.transpose(1, 2)
         grad_x = call(ops.jagged_dense_bmm.default, grad_out, y_transposed, offsets, ctx.allow_tf32)
     if ctx.needs_input_grad[1]:
         grad_y = call(ops.jagged_jagged_bmm.default, x, grad_out, offsets, ctx.allow_tf32)
-    return grad_x, grad_y, None, None
+    if bias is not None and ctx.needs_input_grad[4]:
+        grad_bias = call(ops.jagged_sum.default, grad_out, offsets)
+    return grad_x, grad_y, None, None, grad_bias, None
 
 
 register(

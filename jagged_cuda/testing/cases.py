@@ -157,8 +157,8 @@ _FEATURES = (1, 2, 3, 8, 15, 16, 31, 32, 33, 40, 64, 65, 128, 129, 200)
 # --- jagged_dense_bmm
 
 
-def _jagged_dense_bmm(device: torch.device, **changed: Tensor) -> object:
-    arguments = {
+def _jagged_dense_bmm(device: torch.device, **changed: Any) -> object:
+    arguments: dict[str, Any] = {
         "x": _tensor(device, 6, 4),
         "y": _tensor(device, 2, 4, 5),
         "offsets": _offsets(device, 0, 2, 6),
@@ -234,6 +234,35 @@ JAGGED_DENSE_BMM = Case(
             "offsets_device",
             lambda d: _jagged_dense_bmm(d, offsets=_offsets(torch.device("cpu"), 0, 2, 6)),
             "jagged_dense_bmm: offsets must be on {device}, got on cpu",
+            two_devices=True,
+        ),
+        Invalid(
+            "bias_shape",
+            lambda d: _jagged_dense_bmm(d, bias=_tensor(d, 5)),
+            "jagged_dense_bmm: bias must be [2, 5], got [5]",
+        ),
+        Invalid(
+            "bias_dtype",
+            lambda d: _jagged_dense_bmm(d, bias=_tensor(d, 2, 5, dtype=torch.float16)),
+            "jagged_dense_bmm: bias must be float32, got float16",
+        ),
+        Invalid(
+            "activation",
+            lambda d: _jagged_dense_bmm(d, activation="swish"),
+            "jagged_dense_bmm: activation must be None, relu, gelu, silu, sigmoid or tanh,"
+            " got swish",
+        ),
+        Invalid(
+            "registered_activation",
+            lambda d: torch.ops.jagged_cuda.jagged_dense_bmm(
+                _tensor(d, 6, 4), _tensor(d, 2, 4, 5), _offsets(d, 0, 2, 6), False, None, 6
+            ),
+            "jagged_dense_bmm: activation must be from 0 to 5, got 6",
+        ),
+        Invalid(
+            "bias_device",
+            lambda d: _jagged_dense_bmm(d, bias=_tensor(torch.device("cpu"), 2, 5)),
+            "jagged_dense_bmm: bias must be on {device}, got on cpu",
             two_devices=True,
         ),
         Invalid(

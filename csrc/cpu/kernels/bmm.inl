@@ -28,6 +28,43 @@ void pack_y(const DenseBmmParams& p, int64_t seq, int64_t row_begin, int64_t row
   }
 }
 
+// out [rows, columns] = activate(out + bias), in place; bias may be null.
+template <class T, class Activate>
+void finish_rows(T* out, int64_t out_row, int64_t rows, int64_t columns, const T* bias,
+                 Activate activate) {
+  for (int64_t row = 0; row < rows; ++row) {
+    T* line = out + row * out_row;
+    if (bias != nullptr) {
+      for (int64_t i = 0; i < columns; ++i) line[i] = activate(line[i] + bias[i]);
+    } else {
+      for (int64_t i = 0; i < columns; ++i) line[i] = activate(line[i]);
+    }
+  }
+}
+
+template <class T>
+void finish_rows(T* out, int64_t out_row, int64_t rows, int64_t columns, const T* bias,
+                 Activation activation) {
+  const auto finish = [&](auto activate) {
+    finish_rows(out, out_row, rows, columns, bias, activate);
+  };
+  switch (activation) {
+    case Activation::kNone:
+      if (bias != nullptr) finish([](T z) { return z; });
+      return;
+    case Activation::kRelu:
+      return finish([](T z) { return z < T(0) ? T(0) : z; });  // a NaN stays one
+    case Activation::kGelu:
+      return finish([](T z) { return z * T(0.5) * (1 + std::erf(z * T(0.7071067811865476))); });
+    case Activation::kSilu:
+      return finish([](T z) { return z / (1 + std::exp(-z)); });
+    case Activation::kSigmoid:
+      return finish([](T z) { return 1 / (1 + std::exp(-z)); });
+    case Activation::kTanh:
+      return finish([](T z) { return std::tanh(z); });
+  }
+}
+
 // Operands are used in place where they are accumulators and whole vectors of columns, else from
 // converted blocks.
 template <class T>
@@ -76,6 +113,13 @@ void dense_bmm(const DenseBmmParams& p, const DenseBmmItem& item, void* scratch)
       product.add = block > 0;
       multiply(product);
     }
+    if (p.bias != nullptr) {
+      const int64_t first = item.seq * p.bias_stride + column;
+      load_elements(buffers.bias, element_at(p.bias, p.element, first), p.element, columns);
+    }
+    finish_rows(out_in_place ? static_cast<T*>(out) : buffers.out,
+                out_in_place ? p.columns : buffers.y_row, item.rows, columns,
+                p.bias != nullptr ? buffers.bias : nullptr, p.activation);
     if (!out_in_place) {
       for (int64_t row = 0; row < item.rows; ++row) {
         store_elements(element_at(out, p.element, row * p.columns),

@@ -367,6 +367,12 @@ struct Accumulator {
     }
   }
 
+  // In place of the finished sum.
+  __device__ __forceinline__ void set(int i, int j, int e, float value) {
+    total[i][j][e] = value;
+    if constexpr (Config::Math::kCompensated) small[i][j][e] = 0.0f;
+  }
+
   // The finished sum.
   __device__ __forceinline__ float value(int i, int j, int e) const {
     if constexpr (Config::Math::kCompensated) {

@@ -1,0 +1,204 @@
+"""Bias and activation of jagged_dense_bmm: a case of its own, beside the one without them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
+
+import jagged_cuda
+from jagged_cuda.testing import last_kernel, reference
+from jagged_cuda.testing.cases import JAGGED_DENSE_BMM, Tensors
+from jagged_cuda.testing.judge import judge
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Spec
+
+ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
+DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def activate(z: Tensor, activation: str | None) -> Tensor:
+    return z if activation is None else getattr(F, activation)(z)
+
+
+def biased(spec: Spec, tensors: Tensors) -> Tensor:
+    """`[T, N]`: what goes into the activation"""
+    z = reference.pad(tensors["x"], spec.layout) @ tensors["y"] + tensors["bias"][:, None]
+    return reference.unpad(z, spec.layout)
+
+
+def activated(spec: Spec, z: Tensor) -> Tensors:
+    inside = spec.layout.seq_of_row(z.device) < spec.layout.num_seqs
+    return {"out": activate(z, spec.choices["activation"]).where(inside[:, None], 0.0)}
+
+
+def definition(spec: Spec, tensors: Tensors) -> Tensors:
+    return activated(spec, biased(spec, tensors))
+
+
+def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    """As in PyTorch, where the activation reads and writes, and saves, what is stored."""
+    z = biased(spec, tensors)
+    return {"out": activated(spec, z.to(storage))["out"].to(z.dtype)}
+
+
+def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    """On absolute values. No activation is steeper than 1.2, nor bends by more than 1."""
+    leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
+    z = biased(spec, leaves)
+    found = {"out": 1.2 * z.detach() + 1}
+    if cotangents is not None:
+        through = cotangents["out"].abs() * (1.2 + z.detach())
+        gradients = torch.autograd.grad(z, list(leaves.values()), through)
+        found |= {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return found
+
+
+def call(ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
+    options = {"bias": tensors["bias"], "activation": spec.choices["activation"]}
+    return {"out": ops.jagged_dense_bmm(tensors["x"], tensors["y"], offsets, **options)}
+
+
+CASE = dataclasses.replace(
+    JAGGED_DENSE_BMM,
+    choices=dict(JAGGED_DENSE_BMM.choices) | {"activation": ACTIVATIONS},
+    shapes=lambda spec: (
+        JAGGED_DENSE_BMM.shapes(spec) | {"bias": (spec.layout.num_seqs, spec.choices["N"])}
+    ),
+    rows={"x": "q", "y": "seq", "bias": "seq", "out": "q"},
+    function=call,
+    reference=definition,
+    rounded=(rounded,),
+    terms=terms,
+    differentiable=("x", "y", "bias"),
+)
+LAYOUT = Layout((70, 0, 33, 1), base=2, tail=3)
+
+
+def spec_of(activation: str | None, **choices: Any) -> Spec:
+    return Spec(
+        seed=1, layout=LAYOUT, choices={"D": 24, "N": 16, "activation": activation} | choices
+    )
+
+
+@ACTIVATION
+@DTYPE
+@pytest.mark.parametrize("profile", ["small", "edge"])
+def test_agrees_with_the_definition(
+    activation: str | None, dtype: torch.dtype, profile: str, device: torch.device
+) -> None:
+    for seed in range(3 if device.type == "cpu" else 12):
+        spec = CASE.spec(profile, seed)
+        choices = dict(spec.choices) | {"activation": activation}
+        judge(CASE, dataclasses.replace(spec, choices=choices), dtype, device)
+
+
+@ACTIVATION
+@DTYPE
+@pytest.mark.parametrize("columns", [5, 8, 32, 129])
+def test_tiles(
+    activation: str | None, dtype: torch.dtype, columns: int, device: torch.device
+) -> None:
+    judge(CASE, spec_of(activation, N=columns), dtype, device)
+
+
+@pytest.mark.cuda
+@ACTIVATION
+def test_tf32(activation: str | None, tf32: None) -> None:
+    judge(CASE, spec_of(activation), torch.float32, "cuda")
+    assert last_kernel("cuda").endswith("jagged_sum")
+
+
+@ACTIVATION
+def test_gradients(activation: str | None, device: torch.device) -> None:
+    """Of any order: the second one too, with an activation or without."""
+    spec = dataclasses.replace(
+        CASE.spec("small", 0),
+        layout=Layout((3, 0, 1, 4), base=1, tail=1),
+        choices={"D": 3, "N": 2, "activation": activation},
+        storage={},
+        poisoned=False,
+    )
+    sample = CASE.sample(spec, torch.float64, device)
+    names = ("x", "y", "bias")
+
+    def function(*values: Tensor) -> Tensor:
+        tensors = dict(zip(names, values, strict=True))
+        return CASE.function(jagged_cuda, spec, tensors, sample.offsets, None)["out"]
+
+    leaves = [sample.tensors[name].clamp(-2, 2).requires_grad_() for name in names]
+    assert gradcheck(function, leaves)
+    assert gradgradcheck(function, leaves)
+
+
+@ACTIVATION
+def test_without_a_bias_and_rows_outside(activation: str | None, device: torch.device) -> None:
+    """Rows outside every sequence are 0, though sigmoid(0) is not."""
+    offsets = torch.tensor([1, 4], device=device)
+    x, y = torch.randn(6, 3, device=device), torch.randn(1, 3, 5, device=device)
+    x[0] = x[4:] = math.nan
+    out = jagged_cuda.jagged_dense_bmm(x, y, offsets, activation=activation)
+    torch.testing.assert_close(out[1:4], activate(x[1:4] @ y[0], activation))
+    assert not out[0].any() and not out[4:].any()
+
+
+def test_one_bias_for_all(device: torch.device) -> None:
+    """An expanded bias is read in place; its gradient is summed over the batch."""
+    offsets = LAYOUT.offsets(device)
+    x = torch.randn(LAYOUT.total, 3, device=device)
+    y = torch.randn(4, 3, 5, device=device)
+    bias = torch.randn(5, device=device, requires_grad=True)
+    out = jagged_cuda.jagged_dense_bmm(x, y, offsets, bias=bias.expand(4, 5))
+    plain = jagged_cuda.jagged_dense_bmm(x, y, offsets)
+    inside = (LAYOUT.seq_of_row(device) < 4)[:, None]
+    torch.testing.assert_close(out, (plain + bias).where(inside, 0.0))
+    (grad,) = torch.autograd.grad(out.sum(), bias)
+    torch.testing.assert_close(grad, torch.full_like(grad, sum(LAYOUT.lengths)))
+
+
+@ACTIVATION
+def test_nonfinite_sums(activation: str | None, device: torch.device) -> None:
+    sums = torch.tensor([math.nan, math.inf, 200.0, -200.0, 1e-4, -0.0], device=device)
+    x, y = torch.zeros(2, 1, device=device), torch.zeros(1, 1, 6, device=device)
+    offsets = torch.tensor([0, 2], device=device)
+    out = jagged_cuda.jagged_dense_bmm(x, y, offsets, bias=sums[None], activation=activation)
+    torch.testing.assert_close(out, activate(sums, activation).expand(2, 6), equal_nan=True)
+
+
+@ACTIVATION
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_compile(activation: str | None, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Fullgraph, dynamic, forward and backward; autocast casts the bias too."""
+    torch._dynamo.reset()
+
+    def step(x: Tensor, y: Tensor, bias: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            out = jagged_cuda.jagged_dense_bmm(x, y, offsets, bias=bias, activation=activation)
+        return out, *torch.autograd.grad(out.float().square().sum(), (x, y, bias))
+
+    compiled = torch.compile(step, fullgraph=False, dynamic=True, backend="aot_eager")
+    spec = dataclasses.replace(spec_of(activation), poisoned=False)
+    sample = CASE.sample(spec, torch.float32, device)
+    leaves = [t.detach().requires_grad_() for t in sample.tensors.values()]
+    for found, expected in zip(
+        compiled(*leaves, sample.offsets), step(*leaves, sample.offsets), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    assert step(*leaves, sample.offsets)[0].dtype == (dtype or torch.float32)
+
+
+def test_opcheck(device: torch.device) -> None:
+    sample = CASE.sample(spec_of("gelu"), torch.float32, device)
+    leaves = [t.detach().nan_to_num().requires_grad_() for t in sample.tensors.values()]
+    arguments = (*leaves[:2], sample.offsets, False, leaves[2])
+    for activation in range(len(ACTIVATIONS)):
+        op = torch.ops.jagged_cuda.jagged_dense_bmm.default
+        torch.library.opcheck(op, (*arguments, activation))
