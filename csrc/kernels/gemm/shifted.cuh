@@ -36,7 +36,7 @@ struct Granules {
   __device__ __forceinline__ void load(const Element* source, int exist, bool at_edge,
                                        const Extent& tensor) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(source);
-    shift = static_cast<int>(address) % 16 / 2;
+    shift = static_cast<int>(address % 16 / 2);
     const char* granule = reinterpret_cast<const char*>(address - address % 16);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
