@@ -110,6 +110,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
+  ptx::griddepcontrol_launch_dependents();
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
@@ -227,6 +228,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
   const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
@@ -272,6 +274,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   load_tile<kThreads>(shared.sV, row_of<Element>(params.v, global_row, kv_head),
                       params.v.row_stride, rows, params.dim_v, true);
   ptx::cp_async_commit();
+  ptx::griddepcontrol_wait();  // for delta
   if (first_query < last_query) load_queries(head, first_query, 0);
   ptx::cp_async_commit();
 

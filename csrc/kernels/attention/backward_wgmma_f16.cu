@@ -12,7 +12,7 @@ cudaError_t backward(const AttentionBackwardParams& params, cudaStream_t stream)
       launch<backward_dq_wgmma<Dq>>(params, tile_grid(params.q_offsets, Dq::kRows, params.heads),
                                     Dq::kThreads, sizeof(DqWgmmaStorage<Dq>), stream);
   if (error != cudaSuccess) return error;
-  return launch<backward_dkdv_wgmma<Dkdv>>(
+  return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
       params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
       sizeof(DkdvWgmmaStorage<Dkdv>), stream);
 }

@@ -226,6 +226,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_b
   using ScoresTile = SharedTile<Element, kStep, kTileM>;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<TargetBackwardStorage<Config>*>(shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
 
   const int kv_head = blockIdx.x % params.kv_heads;
   const TargetChunk chunk = find_chunk(params.offsets, blockIdx.x / params.kv_heads);
@@ -363,8 +364,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_b
 template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
+  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
   const MergeItem item(params, params.dim_qk);
   if (item.parts == 0) return;
+  ptx::griddepcontrol_wait();
   const int columns = round_up_to_8(params.dim_qk);
   const int64_t slot_elems = part_row(params, 1, 0, 0) * columns;
   const float* parts =

@@ -92,6 +92,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
   auto& shared = *reinterpret_cast<TargetForwardStorage<Config>*>(shared_bytes);
   auto& operands = shared.operands;
 
+  ptx::griddepcontrol_launch_dependents();
   const int row_tiles =
       (params.num_queries * (params.heads / params.kv_heads) + kTileM - 1) / kTileM;
   const int tiles_of_chunk = row_tiles * params.kv_heads, tile = blockIdx.x % tiles_of_chunk;
@@ -256,12 +257,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
 }
 
 // Adds up the parts of sequences of more than one chunk. Grid: x = sequences, times merge_pieces;
-// a thread has 4 columns of one row. No shared memory, no barrier.
+// a thread has 4 columns of one row. No shared memory, no barrier. CTAs start while the last ones
+// of target_forward run, and wait for them only if they have something to merge.
 template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_forward(
     const __grid_constant__ TargetAttentionParams params) {
+  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
   const MergeItem item(params, params.dim_v);
   if (item.parts == 0) return;
+  ptx::griddepcontrol_wait();
   const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);
   const int64_t rows_of_slot = part_row(params, 1, 0, 0);
   const int64_t first = part_row(params, item.slot, item.kv_head, item.row);

@@ -40,7 +40,8 @@ cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream)
   if (params.parts == nullptr) return cudaSuccess;
   const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
   if (ctas > kMaxGrid) return cudaErrorInvalidConfiguration;
-  return launch<kKernel>(params, dim3(static_cast<unsigned>(ctas)), kMergeThreads, 0, stream);
+  return launch_dependent<kKernel>(params, dim3(static_cast<unsigned>(ctas)), kMergeThreads, 0,
+                                   stream);
 }
 
 }  // namespace jagged_cuda::attention

@@ -149,6 +149,22 @@ __device__ __forceinline__ float lg2_approx(float x) {
   return result;
 }
 
+// griddepcontrol.launch_dependents: the next kernel of the stream may start, if it was launched by
+// launch_dependent, when all CTAs have said so or are done ("Parallel Synchronization and
+// Communication Instructions: griddepcontrol"; compute capability 9.0, else nothing).
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// griddepcontrol.wait: waits until the kernel before is done and what it wrote can be read.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
 // bar.sync ("Parallel Synchronization and Communication Instructions: bar"): `threads` threads of
 // the CTA meet at barrier `id`; 0 is that of __syncthreads.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
