@@ -13,6 +13,8 @@
 namespace jagged_cuda::cpu {
 namespace {
 
+constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
+
 constexpr int64_t kItemRows = 4096;
 
 struct Item {
@@ -49,7 +51,7 @@ Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
     const auto [begin, len] = sequences[static_cast<size_t>(seq)];
     for (int64_t row = 0; row < len; row += kItemRows) {
       const int64_t rows = std::min(kItemRows, len - row);
-      items.add({seq, begin + row, rows}, rows * row_bytes / 4);
+      items.add({seq, begin + row, rows}, rows * row_bytes * kByteCost);
     }
   }
   items.run(0, [&](const Item& item, void*) {

@@ -13,6 +13,8 @@
 namespace jagged_cuda::cpu {
 namespace {
 
+constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
+
 template <class Bits>
 void fill_elements(void* out, int64_t count, uint64_t bits) {
   std::fill_n(static_cast<Bits*>(out), count, static_cast<Bits>(bits));
@@ -33,7 +35,7 @@ Tensor jagged_to_padded(Tensor x, Tensor offsets, int64_t max_len, double fill) 
 
   WorkList<int64_t> items;
   for (int64_t seq = 0; seq < sizes.num_seqs && row_bytes > 0; ++seq) {
-    items.add(seq, max_len * row_bytes / 4);
+    items.add(seq, max_len * row_bytes * kByteCost);
   }
   items.run(0, [&](int64_t seq, void*) {
     const Sequence& sequence = sequences[static_cast<size_t>(seq)];

@@ -13,6 +13,8 @@
 namespace jagged_cuda::cpu {
 namespace {
 
+constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
+
 Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "padded_to_jagged";
   const PaddedToJaggedSizes sizes = parse_padded_to_jagged(x, offsets, total);
@@ -28,7 +30,7 @@ Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
 
   WorkList<int64_t> items;
   for (int64_t seq = 0; seq < sizes.num_seqs && row_bytes > 0; ++seq) {
-    items.add(seq, sequences[static_cast<size_t>(seq)].len * row_bytes / 4);
+    items.add(seq, sequences[static_cast<size_t>(seq)].len * row_bytes * kByteCost);
   }
   items.run(0, [&](int64_t seq, void*) {
     const Sequence& sequence = sequences[static_cast<size_t>(seq)];

@@ -31,6 +31,8 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets,
   params.columns = sizes.columns;
   char* result = static_cast<char*>(out.mutable_data_ptr());
 
+  // Memory's speed, in multiply-adds.
+  constexpr int64_t kElementCost = 6;
   WorkList<Item> whole, parts, parted;
   int64_t num_sums = 0;
   for (int64_t seq = 0; seq < sizes.num_seqs; ++seq) {
@@ -39,18 +41,19 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets,
     for (int64_t column = 0; column < sizes.columns; column += kSumColumns) {
       const int64_t columns = std::min(kSumColumns, sizes.columns - column);
       if (len <= kSumRows) {
-        whole.add({{begin, len, column, columns}, seq, divisor, 1, 0}, (len + 4) * columns / 4 + 8);
+        whole.add({{begin, len, column, columns}, seq, divisor, 1, 0},
+                  (len + 4) * (columns + 4) * kElementCost);
         continue;
       }
       const int64_t first = num_sums;
       for (int64_t row = 0; row < len; row += kSumRows, num_sums += columns) {
         const int64_t rows = std::min(kSumRows, len - row);
         parts.add({{begin + row, rows, column, columns}, seq, divisor, 0, num_sums},
-                  rows * columns / 4);
+                  rows * columns * kElementCost);
       }
       const int64_t num_parts = (num_sums - first) / columns;
       parted.add({{begin, len, column, columns}, seq, divisor, num_parts, first},
-                 num_parts * columns);
+                 num_parts * columns * kElementCost);
     }
   }
 

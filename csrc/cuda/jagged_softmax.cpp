@@ -1,4 +1,4 @@
-#include "cuda/glue.h"
+#include "cuda/rows_glue.h"
 #include "kernels/jagged_softmax.h"
 #include "ops/jagged_softmax.h"
 
@@ -6,19 +6,6 @@
 
 namespace jagged_cuda {
 namespace {
-
-ElementType element_type(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::BFloat16:
-      return ElementType::kBf16;
-    case ScalarType::Half:
-      return ElementType::kFp16;
-    case ScalarType::Double:
-      return ElementType::kFp64;
-    default:
-      return ElementType::kFp32;
-  }
-}
 
 // Whether rows of `columns` elements, `stride` apart, can be read and written as vectors of 4
 // elements (2 of fp64).
@@ -71,7 +58,7 @@ Tensor jagged_softmax(const Tensor& x, const Tensor& offsets, double scale) {
   params.x_stride = softmax_row_stride(rows, sizes.columns);
   params.scale = scale;
   params.vectors = has_vectors(rows, sizes.columns, params.x_stride);
-  params.type = element_type(x.scalar_type());
+  params.type = element_type_of(x);
   check_cuda(op, launch_jagged_softmax(params, current_stream(x)));
   record_kernel(kernel_name(params.type, false));
   return out;
@@ -100,7 +87,7 @@ Tensor jagged_softmax_backward(const Tensor& grad_out, const Tensor& out, const 
   params.scale = scale;
   params.vectors = has_vectors(grad_rows, sizes.columns, params.grad_out_stride) &&
                    has_vectors(out_rows, sizes.columns, params.out_stride);
-  params.type = element_type(out.scalar_type());
+  params.type = element_type_of(out);
   check_cuda(op, launch_jagged_softmax_backward(params, current_stream(out)));
   record_kernel(kernel_name(params.type, true));
   return grad_x;

@@ -22,10 +22,8 @@
 // zeros, all CTAs sharing the work. As in torch, a NaN or +inf makes its column NaN, and so does a
 // column of -inf.
 #include "kernels/jagged_softmax.h"
+#include "kernels/prim/element.cuh"
 #include "kernels/prim/launch.cuh"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -42,34 +40,10 @@ constexpr int kMaxVector = 4;
 // Up to here, each sequence has a CTA of its own; 132 SMs hold 1,056 at once.
 constexpr int kManySeqs = 2048;
 
-template <typename Element>
-using Sum = std::conditional_t<std::is_same_v<Element, double>, double, float>;
-
-template <typename Element, int kVector>
-struct alignas(sizeof(Element) * kVector) Vector {
-  Element elems[kVector];
-};
-
 struct SharedStorage {
   alignas(16) unsigned char partial[2][kWarps * kMaxLanes * kMaxVector * sizeof(float)];
 };
 static_assert(sizeof(SharedStorage) == 4096, "as the header says");
-
-__device__ __forceinline__ float to_sum(float value) { return value; }
-__device__ __forceinline__ double to_sum(double value) { return value; }
-__device__ __forceinline__ float to_sum(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_sum(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <typename Element>
-__device__ __forceinline__ Element from_sum(Sum<Element> value) {
-  if constexpr (std::is_same_v<Element, __half>) {
-    return __float2half_rn(value);
-  } else if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-    return __float2bfloat16_rn(value);
-  } else {
-    return value;
-  }
-}
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
