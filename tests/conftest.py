@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -70,3 +75,14 @@ def tf32():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield
     torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture
+def room_on_gpu() -> Iterator[None]:
+    """One test of a size that fills half a GPU runs at a time, whatever the number of processes."""
+    path = Path(tempfile.gettempdir()) / f"jagged_cuda_room_on_gpu_{os.getuid()}"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -609,6 +609,7 @@ def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> No
     [case for case in CASES.values() if case.huge is not None],
     ids=[name for name, case in CASES.items() if case.huge is not None],
 )
+@pytest.mark.usefixtures("room_on_gpu")
 def test_more_than_2_to_the_31_elements(case: Case) -> None:
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
     spec = spec_of(layout, poisoned=False, **case.huge)
@@ -631,14 +632,13 @@ def test_more_than_2_to_the_31_elements(case: Case) -> None:
     )
     assert max(t.numel() for t in (*tensors.values(), *found.values())) > 2**31
     last_sequences(case, sample, found, count=5)
-    del tensors, sample, found
-    torch.cuda.empty_cache()
 
 
 MATRICES = [name for name, case in CASES.items() if "matrix" in case.rows.values()]
 
 
 @pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.usefixtures("room_on_gpu")
 def test_more_than_2_to_the_31_elements_of_matrices(name: str) -> None:
     case = CASES[name]
     layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
@@ -660,8 +660,6 @@ def test_more_than_2_to_the_31_elements_of_matrices(name: str) -> None:
         },
     )
     last_sequences(case, sample, found, count=5)
-    del tensors, sample, found
-    torch.cuda.empty_cache()
 
 
 # --- determinism

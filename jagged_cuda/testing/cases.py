@@ -671,9 +671,12 @@ def _softmax_scale(spec: Spec) -> float:
     return spec.choices["scale"]
 
 
-def _softmax_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    scale = _softmax_scale(spec)
-    return {"out": reference.jagged_softmax_rounded(tensors["x"], spec.layout, scale, storage)}
+def _softmax_rounded(toward: int) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+        options = (_softmax_scale(spec), storage, toward)
+        return {"out": reference.jagged_softmax_rounded(tensors["x"], spec.layout, *options)}
+
+    return rounded
 
 
 def _softmax_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
@@ -723,7 +726,7 @@ JAGGED_SOFTMAX = Case(
     reference=lambda spec, t: {
         "out": reference.jagged_softmax(t["x"], spec.layout, _softmax_scale(spec))
     },
-    rounded=(_softmax_rounded,),
+    rounded=(_softmax_rounded(0), _softmax_rounded(1), _softmax_rounded(-1)),
     terms=_softmax_terms,
     differentiable=("x",),
     product=False,
@@ -807,10 +810,14 @@ def _jagged2_reference(spec: Spec, tensors: Tensors) -> Tensors:
     return {"out": reference.jagged2_softmax(tensors["a"], *_jagged2_options(spec))}
 
 
-def _jagged2_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    rows, columns, dim, scale = _jagged2_options(spec)
-    out = reference.jagged2_softmax_rounded(tensors["a"], rows, columns, dim, scale, storage)
-    return {"out": out}
+def _jagged2_rounded(toward: int) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+        rows, columns, dim, scale = _jagged2_options(spec)
+        options = (dim, scale, storage, toward)
+        out = reference.jagged2_softmax_rounded(tensors["a"], rows, columns, *options)
+        return {"out": out}
+
+    return rounded
 
 
 def _jagged2_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
@@ -867,7 +874,7 @@ JAGGED2_SOFTMAX = Case(
     function=_call_jagged2,
     registered=_registered_jagged2,
     reference=_jagged2_reference,
-    rounded=(_jagged2_rounded,),
+    rounded=(_jagged2_rounded(0), _jagged2_rounded(1), _jagged2_rounded(-1)),
     terms=_jagged2_terms,
     differentiable=("a",),
     product=False,

@@ -135,13 +135,26 @@ def _masked_softmax(logits: Tensor, mask: Tensor, dim: int) -> Tensor:
 
 
 class _RoundedSoftmax(torch.autograd.Function):
-    """Masked softmax of padded values whose backward reads the rounded result, as torch's does."""
+    """Masked softmax of padded values whose backward reads the rounded result, as torch's does.
+
+    The order of sums moves the last bits of a float32 result, which decide between two 16-bit values
+    where it lies halfway: `toward` 1 or -1 decides for the upper or the lower one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor, dim: int, scale: float, storage: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor,
+        dim: int,
+        scale: float,
+        storage: torch.dtype,
+        toward: int,
     ) -> Tensor:
-        out = _masked_softmax(scale * x, mask, dim).to(storage).to(x.dtype)
+        out = _masked_softmax(scale * x, mask, dim)
+        if storage.itemsize == 2:
+            out = out * (1 + toward * 2.0**-20)
+        out = out.to(storage).to(x.dtype)
         ctx.save_for_backward(out)
         ctx.dim, ctx.scale = dim, scale
         return out
@@ -150,7 +163,7 @@ class _RoundedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
         delta = (out * grad_out).sum(ctx.dim, keepdim=True)
-        return ctx.scale * out * (grad_out - delta), None, None, None, None
+        return ctx.scale * out * (grad_out - delta), None, None, None, None, None
 
 
 def _softmax_terms(
@@ -166,10 +179,12 @@ def _softmax_terms(
     return out_terms, abs(scale) * (out_terms * grad_out.abs() + out * delta_terms)
 
 
-def jagged_softmax_rounded(x: Tensor, layout: Layout, scale: float, storage: torch.dtype) -> Tensor:
+def jagged_softmax_rounded(
+    x: Tensor, layout: Layout, scale: float, storage: torch.dtype, toward: int
+) -> Tensor:
     inside = _inside(layout, x.device)
     inside = inside.reshape(*inside.shape, *(1,) * (x.dim() - 1))
-    return unpad(_RoundedSoftmax.apply(pad(x, layout), inside, 1, scale, storage), layout)
+    return unpad(_RoundedSoftmax.apply(pad(x, layout), inside, 1, scale, storage, toward), layout)
 
 
 def jagged_softmax_terms(
@@ -192,11 +207,17 @@ def jagged2_softmax(a: Tensor, layout: Layout, kv_layout: Layout, dim: int, scal
 
 
 def jagged2_softmax_rounded(
-    a: Tensor, layout: Layout, kv_layout: Layout, dim: int, scale: float, storage: torch.dtype
+    a: Tensor,
+    layout: Layout,
+    kv_layout: Layout,
+    dim: int,
+    scale: float,
+    storage: torch.dtype,
+    toward: int,
 ) -> Tensor:
     _, there = _matrix_elements(layout, kv_layout, a.shape[0], a.device)
     padded = pad_matrices(a, layout, kv_layout)
-    out = _RoundedSoftmax.apply(padded, there, dim, scale, storage)
+    out = _RoundedSoftmax.apply(padded, there, dim, scale, storage, toward)
     return unpad_matrices(out, layout, kv_layout, a.shape[0])
 
 

@@ -108,18 +108,19 @@ struct OnlineSoftmax {
       // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
       // instead.
       const float shift = new_max == -INFINITY ? 0.0f : new_max * scale_log2;
-      rescale[r][half] = ptx::ex2_approx(row_max[r][half] * scale_log2 - shift);
+      // Explicit, since whether the compiler fuses must not depend on the tile.
+      rescale[r][half] = ptx::ex2_approx(__fmaf_rn(row_max[r][half], scale_log2, -shift));
       row_max[r][half] = new_max;
       float sum = 0.0f;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - shift);
+          s[r][block][i] = ptx::ex2_approx(__fmaf_rn(s[r][block][i], scale_log2, -shift));
           sum += s[r][block][i];
         }
       }
-      row_sum[r][half] = row_sum[r][half] * rescale[r][half] + sum;
+      row_sum[r][half] = __fmaf_rn(row_sum[r][half], rescale[r][half], sum);
     }
   }
 
@@ -265,7 +266,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
       const int row = warp_row + 16 * r + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < rows) {
         gLse[static_cast<int64_t>(row) * params.heads] =
-            sum == 0.0f ? -INFINITY : softmax.row_max[r][half] * fabsf(scale) + logf(sum);
+            sum == 0.0f ? -INFINITY : __fmaf_rn(softmax.row_max[r][half], fabsf(scale), logf(sum));
       }
     }
   }

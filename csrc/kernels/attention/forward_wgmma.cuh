@@ -283,8 +283,9 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
         static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + head] =
-            sum == 0.0f ? -INFINITY
-                        : softmax.row_max[0][half] * fabsf(scale) + ptx::lg2_approx(sum) * kLn2;
+            sum == 0.0f
+                ? -INFINITY
+                : __fmaf_rn(softmax.row_max[0][half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
       }
     }
     store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, head),
