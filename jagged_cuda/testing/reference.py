@@ -137,8 +137,8 @@ def _masked_softmax(logits: Tensor, mask: Tensor, dim: int) -> Tensor:
 class _RoundedSoftmax(torch.autograd.Function):
     """Masked softmax of padded values whose backward reads the rounded result, as torch's does.
 
-    The order of sums moves the last bits of a float32 result, which decide between two 16-bit values
-    where it lies halfway: `toward` 1 or -1 decides for the upper or the lower one.
+    The order of sums moves the last bits of a float32 result, which decide between two 16-bit
+    values where it lies halfway: `toward` 1 or -1 decides for the upper or the lower one.
     """
 
     @staticmethod
