@@ -79,7 +79,7 @@ def tf32():
 
 @pytest.fixture
 def room_on_gpu() -> Iterator[None]:
-    """One test of a size that fills half a GPU runs at a time, whatever the number of processes."""
+    """Of the tests that need tens of GiB one runs at a time, whatever the number of processes."""
     path = Path(tempfile.gettempdir()) / f"jagged_cuda_room_on_gpu_{os.getuid()}"
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

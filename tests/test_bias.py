@@ -170,7 +170,11 @@ def test_nonfinite_sums(activation: str | None, device: torch.device) -> None:
     x, y = torch.zeros(2, 1, device=device), torch.zeros(1, 1, 6, device=device)
     offsets = torch.tensor([0, 2], device=device)
     out = jagged_cuda.jagged_dense_bmm(x, y, offsets, bias=sums[None], activation=activation)
-    torch.testing.assert_close(out, activate(sums, activation).expand(2, 6), equal_nan=True)
+    expected = activate(sums, activation)
+    if activation == "gelu":
+        # Not by F.gelu, whose AVX-512 kernel makes NaN of inf.
+        expected = sums * torch.special.ndtr(sums)
+    torch.testing.assert_close(out, expected.expand(2, 6), equal_nan=True)
 
 
 @ACTIVATION

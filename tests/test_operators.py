@@ -33,8 +33,15 @@ RUNS = [
 @DTYPE
 @pytest.mark.parametrize(("profile", "device", "seeds"), RUNS)
 def test_agrees_with_the_definition(
-    case: Case, dtype: str, profile: str, device: str, seeds: int
+    case: Case,
+    dtype: str,
+    profile: str,
+    device: str,
+    seeds: int,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if profile == "large":
+        request.getfixturevalue("room_on_gpu")
     for seed in range(seeds):
         judge_seed(case, profile, seed, dtype, device)
 

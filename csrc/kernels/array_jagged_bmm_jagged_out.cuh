@@ -107,7 +107,9 @@ cudaError_t launch_tile(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_
   };
   if (params.columns <= 32) return with(Tile<64, 32, 4, 1, 4>{});
   if constexpr (!Math::kCompensated) {
-    if (params.columns > 64) return with(Tile<64, 128, 2, 4, 3>{});
+    // 16-bit elements in two stages: the granules of the next one wait in registers besides.
+    constexpr int kStages = sizeof(typename Math::Element) == 2 ? 2 : 3;
+    if (params.columns > 64) return with(Tile<64, 128, 2, 4, kStages>{});
   }
   return with(std::conditional_t<sizeof(typename Math::Element) == 2, Tile<64, 64, 4, 2, 3>,
                                  Tile<64, 64, 2, 2, 3>>{});
