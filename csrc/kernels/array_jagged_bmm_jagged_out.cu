@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kThreadsFp64) void array_jagged_bmm_jagged_out_fp64
   const bool transpose = params.transpose;
   const JaggedTile tile =
       find_tile<kTileFp64>(transpose ? matrices.columns : matrices.rows, blockIdx.x);
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int64_t rows = tile.rows.len - tile.row, global_row = tile.rows.begin + tile.row;
   int64_t depth = 0;
   OperandFp64 a{static_cast<const double*>(params.a), 0, 0};

@@ -64,8 +64,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   }
 
   const JaggedTile tile = find_tile<kTileM>(params.matrices.rows, blockIdx.x);
-  // Wrong, decreasing offsets can make a row negative.
-  if (tile.seq < 0 || tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
   const int64_t pitch = matrix.columns.len;
   // The tiles of the sequence's columns are shared by the parts.
@@ -124,7 +123,7 @@ __global__ __launch_bounds__(kThreadsFp64) void jagged_jagged_bmm_jagged_out_fp6
     return;
   }
   const JaggedTile tile = find_tile<kTileFp64>(params.matrices.rows, blockIdx.x);
-  if (tile.seq < 0 || tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
   if (!matrix.fits) return;
   const int64_t rows = tile.rows.len - tile.row, pitch = matrix.columns.len;
