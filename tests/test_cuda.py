@@ -39,6 +39,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
@@ -262,7 +263,7 @@ def test_path(
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of all GPUs run on Hopper too, when they are asked for."""
-    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
     spec = spec_of(LAYOUT, dims=(dim, dim))
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
@@ -271,11 +272,32 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
     assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}"
 
 
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@pytest.mark.parametrize("columns", [40, 128, 200, 264])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_array_products(
+    dtype: torch.dtype, columns: int, path: str, transpose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile of columns of each width, and two; matrices of many steps, with any pitch."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    case = CASES["array_jagged_bmm_jagged_out"]
+    layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
+    spec = spec_of(layout, N=columns, transpose=transpose)
+    kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
+    names = [f"{_WEIGHTED}.{kernel}", f"{_WEIGHTED}.transposed.{kernel}"]
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == names[transpose]
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == names[not transpose]
+
+
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "wgmma")
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "wgmma")
     case = CASES["jagged_flash_attention"]
     sample = case.sample(spec_of(LAYOUT), torch.bfloat16, CUDA)
-    with pytest.raises(RuntimeError, match="JAGGED_CUDA_ATTENTION must be mma_sync or nothing"):
+    with pytest.raises(RuntimeError, match="JAGGED_CUDA_TENSOR_CORES must be mma_sync or nothing"):
         case.call(jagged_cuda, sample)
 
 
@@ -288,7 +310,7 @@ def test_path_of_long_sequences(
 ) -> None:
     """Long on average, sequences are cut into larger tiles, or walked in larger steps."""
     if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
     layout = Layout((1300, 129, 1100), base=5, tail=9)
     spec = spec_of(layout, dims=(dim, dim), causal=causal)

@@ -553,8 +553,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
         const int depth_left = clamp_extent(depth - k, kTileK);
         // A multiple of kTileK lines or elements moves no address within its granule.
         if (!a.vectors) {
-          Shifted::shift(stage.sA, a.data, a.stride, kAlongK ? rows : depth_left,
-                         kAlongK ? depth_left : rows);
+          Shifted::shift_in_place(stage.sA, a.data, a.stride, kAlongK ? rows : depth_left,
+                                  kAlongK ? depth_left : rows);
         }
       }
       __syncthreads();  // this stage is there for all; the stage before it is free

@@ -73,6 +73,15 @@ struct ShiftedTile {
   static_assert(32 % kGranules == 0, "a line belongs to one warp");
   static_assert(kThreads % kGranules == 0 && kLines % kLineStep == 0);
 
+  // The same into the tile itself. A barrier must follow before other warps read it.
+  static __device__ __forceinline__ void shift_in_place(Element* sTile, const Element* global,
+                                                        int64_t stride, int lines, int elems) {
+    shift(sTile, global, stride, lines, elems, [&](int line, int index, uint4 granule) {
+      __syncwarp();  // the lane before has read this granule
+      *reinterpret_cast<uint4*>(&sTile[line * kLine + kGranule * index]) = granule;
+    });
+  }
+
   // Starts the copies of all granules that hold an element of the tile.
   static __device__ __forceinline__ void copy(Element* sTile, const Element* global, int64_t stride,
                                               int lines, int elems, bool at_edge,
@@ -96,10 +105,11 @@ struct ShiftedTile {
     }
   }
 
-  // Shifts the elements of the lines into place, and writes zeros where none exist. The calling
-  // thread's own copies must have arrived; a barrier must follow before other warps read the tile.
-  static __device__ __forceinline__ void shift(Element* sTile, const Element* global,
-                                               int64_t stride, int lines, int elems) {
+  // Calls store(line, index, granule) for each eight elements of the tile, zeros where none exist.
+  // The calling thread's own copies must have arrived.
+  template <typename Store>
+  static __device__ __forceinline__ void shift(const Element* sTile, const Element* global,
+                                               int64_t stride, int lines, int elems, Store store) {
     const int first = threadIdx.x / kGranules, index = threadIdx.x % kGranules;
     // Only the address within a granule counts.
     uint32_t element = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(global) / 2) +
@@ -108,12 +118,11 @@ struct ShiftedTile {
 #pragma unroll
     for (int step = 0; step < kLines; step += kLineStep) {
       const int line = first + step;
-      uint4* sGranule = reinterpret_cast<uint4*>(&sTile[line * kLine + kGranule * index]);
+      const uint4* sGranule =
+          reinterpret_cast<const uint4*>(&sTile[line * kLine + kGranule * index]);
       const int exist = line < lines ? elems - kGranule * index : 0;
-      const uint4 shifted =
-          shift_granules(sGranule[0], sGranule[1], element % kGranule, exist > 0 ? exist : 0);
-      __syncwarp();  // the lane before has read this granule
-      *sGranule = shifted;
+      store(line, index,
+            shift_granules(sGranule[0], sGranule[1], element % kGranule, exist > 0 ? exist : 0));
       element += kLineStep * static_cast<uint32_t>(stride);
     }
   }
