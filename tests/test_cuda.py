@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,9 +43,23 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
+
+
+def _on_hopper(path: str) -> str:
+    """The 16-bit path there; array_jagged_bmm_jagged_out takes it for more columns than these."""
+    return re.sub(r"mma_sync(?=\.(bf|fp)16)", "wgmma", path) if HOPPER else path
+
+
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
-        (name, dtype, tf32, choices, f"{first}.{path}", f"{last}.{path}")
+        (
+            name,
+            dtype,
+            tf32,
+            choices,
+            f"{first}.{_on_hopper(path) if first == _MATRICES else path}",
+            f"{last}.{path}",
+        )
         for name, choices, first, last in (
             ("jagged_jagged_bmm_jagged_out", {}, _MATRICES, f"{_WEIGHTED}.transposed"),
             ("array_jagged_bmm_jagged_out", {}, _WEIGHTED, f"{_WEIGHTED}.transposed"),
@@ -291,6 +306,23 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[transpose]
     judge(case, spec, dtype, CUDA)
     assert last_kernel("cuda") == names[not transpose]
+
+
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@pytest.mark.parametrize("inner", [8, 64, 200])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_matrices(
+    dtype: torch.dtype, inner: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    case = CASES["jagged_jagged_bmm_jagged_out"]
+    spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
+    kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == f"{_MATRICES}.{kernel}"
+    judge(case, spec, dtype, CUDA)
 
 
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
