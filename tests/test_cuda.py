@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
@@ -236,6 +237,19 @@ def calls(case: Case) -> Callable[[Sample], Tensors]:
 def assert_same_bits(found: Tensors, expected: Tensors) -> None:
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+
+@CASE
+def test_in_a_new_thread(case: Case) -> None:
+    """A thread that has called nothing of CUDA before, as a backward pass's, has no context yet."""
+    spec = spec_of(LAYOUT, D=64, N=64)
+    sample = case.sample(spec, torch.bfloat16, CUDA)
+    # Its memory is then the allocator's, which need not ask CUDA for any.
+    expected = {name: t.detach().cpu() for name, t in case.call(jagged_cuda, sample).items()}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(case.call, jagged_cuda, sample).result()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].cpu(), values, rtol=0, atol=0, equal_nan=True)
 
 
 # --- kernel paths

@@ -42,9 +42,9 @@ struct MatricesWgmmaConfig {
   static constexpr int kTileM = 64, kStepK = 64;
   static constexpr int kThreads = 128;
   // Chosen by time on an H100 (docs/performance_log.md).
-  static constexpr int kTileN = 128;
-  static constexpr int kSlots = 2;
-  static constexpr int kMinCtas = 3;
+  static constexpr int kTileN = 64;
+  static constexpr int kSlots = 3;
+  static constexpr int kMinCtas = 4;
 };
 
 template <typename Config>
@@ -74,8 +74,8 @@ template <int kTileN, int kLine, typename Element>
 __device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, kTileN / 8>& sum,
                                               Element* sRows, Element* global, int64_t pitch,
                                               int rows, int columns) {
-  constexpr int kGranule = 8, kLanes = 16;  // that share a row
-  static_assert(kTileN / kGranule <= kLanes);
+  constexpr int kGranule = 8, kGranules = kTileN / kGranule;
+  static_assert(32 % kGranules == 0);
   const int lane = threadIdx.x % 32;
   const auto shift_of = [](const Element* row) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(Element) % kGranule);
@@ -88,28 +88,34 @@ __device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, 
     __syncwarp();  // the rows before have been read
 #pragma unroll
     for (int block = 0; block < kTileN / 8; ++block) {
+      if (8 * block >= columns) break;
       sRow[8 * block] = to_element<Element>(sum[0][block][2 * half]);
       sRow[8 * block + 1] = to_element<Element>(sum[0][block][2 * half + 1]);
     }
     __syncwarp();  // the rows are there for all lanes
+                   // Granules that the row fills.
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      const int line = 2 * pair + lane / kLanes;
-      if (8 * half + line >= rows) continue;
+    for (int step = 0; step < 8; step += 32 / kGranules) {
+      const int line = step + lane / kGranules, elem = lane % kGranules * kGranule;
+      Element* gRow = gHalf + line * pitch;
+      const int shift = shift_of(gRow);
+      if (8 * half + line < rows && elem >= shift && elem + kGranule <= shift + columns) {
+        *reinterpret_cast<uint4*>(gRow - shift + elem) =
+            *reinterpret_cast<const uint4*>(&sRows[line * kLine + elem]);
+      }
+    }
+    // The elements before the first and after the last of them.
+#pragma unroll
+    for (int step = 0; step < 8; step += 2) {
+      const int line = step + lane / 16, place = lane % kGranule;
+      const bool is_tail = lane % 16 >= kGranule;
       Element* gRow = gHalf + line * pitch;
       const int shift = shift_of(gRow), last = shift + columns;
-      gRow -= shift;
-      // The last lane takes the granule too that a shift adds.
-      for (int first = lane % kLanes * kGranule; first < last; first += kGranule) {
-        const uint4 granule = *reinterpret_cast<const uint4*>(&sRows[line * kLine + first]);
-        if (first >= shift && first + kGranule <= last) {
-          *reinterpret_cast<uint4*>(gRow + first) = granule;
-        } else {
-          for (int e = max(first, shift); e < min(first + kGranule, last); ++e) {
-            gRow[e] = sRows[line * kLine + e];
-          }
-        }
-        if (lane % kLanes != kTileN / kGranule - 1) break;
+      const int tail = last / kGranule * kGranule;
+      const bool exists = is_tail ? tail > 0 || shift == 0 : shift > 0;
+      const int elem = (is_tail ? tail : 0) + place;
+      if (8 * half + line < rows && exists && elem >= shift && elem < last) {
+        gRow[elem - shift] = sRows[line * kLine + elem];
       }
     }
   }
