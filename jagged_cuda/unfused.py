@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from jagged_cuda.offsets import matrix_offsets as running_sum
@@ -65,7 +63,7 @@ def jagged_attention(
                 [0.0000, 0.5000, 0.5000]])
     """
     if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     if matrix_offsets is None:
         matrix_offsets = running_sum(offsets, kv_offsets)
     scores = jagged_jagged_bmm_jagged_out(
