@@ -4,10 +4,10 @@
     python examples/feature_interaction.py --events ratings.csv   an interaction log
 
 A ranking model holds dense features, as many for every user, beside histories, which are longer for
-one user than for another. In the paper's Figure 1 histories stay jagged while they interact. Here
-is such a block, small and whole: the events of a history meet each other, the candidates meet the
-events, and what they find is ranked beside the candidates and the mean of the history. It comes in
-three forms with the same parameters:
+one user than for another. After the paper's Figure 1, histories stay jagged while they interact.
+Here is such a block, small and whole: the events of a history meet each other, the candidates meet
+the events, and what they find is ranked beside the candidates and the mean of the history. It comes
+in three forms with the same parameters:
 
     padded   plain PyTorch on [B, M, D], padded behind each history, under a mask
     jagged   the six operators of the paper's Table 1 on [T, D], with their scores in memory
