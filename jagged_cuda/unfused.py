@@ -10,6 +10,7 @@ from jagged_cuda.ops import (
     jagged2_softmax,
     jagged_jagged_bmm_jagged_out,
 )
+from jagged_cuda.ops._attention import default_scale
 
 __all__ = ["jagged_attention"]
 
@@ -63,7 +64,7 @@ def jagged_attention(
                 [0.0000, 0.5000, 0.5000]])
     """
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+        scale = default_scale(q)
     if matrix_offsets is None:
         matrix_offsets = running_sum(offsets, kv_offsets)
     scores = jagged_jagged_bmm_jagged_out(
