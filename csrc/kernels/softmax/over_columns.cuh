@@ -3,6 +3,7 @@
 // Grid: x, a warp for each virtual tile of kColumnTile elements of the vector (prim/jagged.cuh, of
 // which a matrix is a stretch): so many rows begin in it, whatever their length. The warp takes the
 // rows that begin in its tile:
+//   - 16-bit elements, forward, up to 249 columns, aligned vectors: by granules (granules.cuh)
 //   - up to 32 columns: several rows at once, each by a power of two of lanes
 //   - up to 32 kColumnItems: kRowsAtOnce rows at once, kept in registers: one pass
 //   - longer: one row at a time, read twice, with a running maximum and sum the first time
@@ -14,7 +15,7 @@
 #pragma once
 
 #include "kernels/prim/launch.cuh"
-#include "kernels/softmax/lines.cuh"
+#include "kernels/softmax/granules.cuh"
 
 namespace jagged_cuda::softmax {
 
@@ -23,8 +24,11 @@ constexpr int kColumnWarps = kColumnThreads / 32;
 constexpr int kColumnTile = 1024;
 constexpr int kColumnItems = 8;
 constexpr int kRowsAtOnce = 2;  // forward; backward one, of which there are two operands
-template <typename Element>
-constexpr int kColumnCtas = sizeof(Element) == 8 ? 5 : 10;  // an SM, as registers allow
+// CTAs an SM, as registers allow
+template <typename Params, typename Element>
+constexpr int kColumnCtas = sizeof(Element) == 8                                   ? 5
+                            : sizeof(Element) == 2 && !Operands<Params>::kBackward ? 7
+                                                                                   : 10;
 
 template <typename Params>
 struct ColumnsLaunch {
@@ -209,7 +213,7 @@ __device__ __forceinline__ void softmax_short(const Element* gX, const Element* 
 }
 
 template <typename Params, typename Element>
-__global__ __launch_bounds__(kColumnThreads, kColumnCtas<Element>) void over_columns_kernel(
+__global__ __launch_bounds__(kColumnThreads, kColumnCtas<Params, Element>) void over_columns_kernel(
     const __grid_constant__ ColumnsLaunch<Params> launch) {
   using Operand = Operands<Params>;
   const Params& params = launch.params;
@@ -235,8 +239,15 @@ __global__ __launch_bounds__(kColumnThreads, kColumnCtas<Element>) void over_col
   const int64_t begin = matrix.begin + first_row * columns;
   const Element* gX = static_cast<const Element*>(Operand::x(params)) + begin;
   const Element* gGrad = static_cast<const Element*>(Operand::grad(params)) + begin;
-  gOut += begin;
   const auto scale = static_cast<Sum<Element>>(params.scale);
+  if constexpr (sizeof(Element) == 2 && !Operand::kBackward) {
+    if (columns <= kMaxGranuleColumns && is_granule_aligned(params.a) && is_granule_aligned(gOut)) {
+      softmax_granules(static_cast<const Element*>(params.a), gOut, params.matrices.capacity, begin,
+                       rows, static_cast<int>(columns), scale);
+      return;
+    }
+  }
+  gOut += begin;
 
   if (columns > 32 * kColumnItems) {
     for (int row = 0; row < rows; ++row) {
