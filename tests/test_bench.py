@@ -25,6 +25,7 @@ from jagged_cuda.bench import (
     peers,
     report,
     shapes,
+    sweep,
     table1,
     target,
 )
@@ -126,6 +127,34 @@ def test_target_counts_bytes_and_finds_a_wrong_result() -> None:
         check.require_gradients(gradients)
 
 
+def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:
+    found = run(tmp_path, "sweep")
+    assert len(sweep.CASES) == 7
+    keys = [row["case"] for row in found["rows"]]
+    assert keys == [f"{case} {p}%" for case in sweep.CASES for p in sweep.QUICK_PERCENTS]
+    for row in found["rows"]:
+        padded = "sdpa" if row["case"].startswith("attention") else "padded"
+        assert {OURS, padded} <= {
+            n for n, result in row["results"].items() if "median_us" in result
+        }
+        assert row["pass"] == "forward+backward"
+        assert (row["shape"]["fill"] == 1) == row["case"].endswith("100%")
+
+
+@pytest.mark.parametrize("percent", sweep.PERCENTS)
+def test_fill_is_the_mean_over_the_longest(percent: int) -> None:
+    layout = shapes.layout(shapes.filled(1024, 200, percent / 100), quick=False)
+    assert layout.max_len == 200 and min(layout.lengths) >= 1
+    assert layout.total / (1024 * 200) == pytest.approx(percent / 100, rel=0.15)
+
+
+def test_all_peers_can_be_asked_for() -> None:
+    session = Session(CpuTimer(1), Options(against=("all",)))
+    assert session.peers(attention.PEERS, ("varlen",)) == list(attention.PEERS)
+    session = Session(CpuTimer(1), Options(against=("none",)))
+    assert session.peers(attention.PEERS, ("varlen",)) == []
+
+
 def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = {"origin": "compiled here", "bytes": 10**6, "archs": ["9.0a"]}
     imported = {"torch_s": 1.0, "import_s": 0.05, "libraries": {"_C_cuda": library}}
@@ -139,7 +168,7 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("jagged_cuda.bench.host.QUICK_CALLS", 3)
     found = run(tmp_path, "all", "--cases", "512,jagged_softmax,torch.add,build")
     commands = {row["command"] for row in found["rows"]}
-    assert commands == {"table1", "figure2", "host"}
+    assert commands == {"table1", "figure2", "sweep", "host"}
     for row in found["rows"]:
         assert row["results"][OURS]["median_us"] > 0
         if row["command"] == "figure2":
@@ -177,7 +206,7 @@ def test_a_failed_build_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "text"),
     [
         (["table1", "--cases", "nothing"], "--cases must be of jagged_dense_bmm, "),
-        (["table1", "--against", "flex"], "--against must be of padded, sll, got flex"),
+        (["table1", "--against", "flex"], "--against must be of padded, sll, all, none, got flex"),
         (["attention", "--dtype", "fp8"], "--dtype must be of tf32, fp32, bf16, fp16, got fp8"),
         (["attention", "--repetitions", "0"], "--repetitions must be >= 1, got 0"),
         (["everything"], "invalid choice: 'everything'"),
@@ -354,9 +383,9 @@ def test_bytes_and_operations() -> None:
 
 def test_every_case_has_a_goal_and_every_peer_a_description() -> None:
     assert [int(case) for case in figure2.CASES] == [512, 1024, 2048, 4096]
-    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS, *target.PEERS):
+    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS, *target.PEERS, *sweep.PEERS):
         assert peers.DESCRIPTIONS[name]
-    for module in (table1, attention, figure2, target):
+    for module in (table1, attention, figure2, target, sweep):
         assert set(module.DEFAULT_PEERS) <= set(module.PEERS)
 
 
@@ -392,6 +421,17 @@ def test_a_lost_sequence_is_seen() -> None:
         checking.require_jagged("result", wrong, right.double(), layout, 0.02)
     with pytest.raises(WrongResultError, match=r"shape \[3\], expected"):
         checking.require_jagged("result", wrong[:3, 0], right, layout, 0.02)
+
+
+def test_a_sum_that_cancels_is_judged_by_the_others() -> None:
+    layout = Layout((1, 40, 1))
+    right = torch.ones(layout.total, 1)
+    right[0], right[-1] = 1e-6, 2.0
+    checking.require_jagged("result", right + 1e-6, right, layout, 1e-5)
+    wrong = right.clone()
+    wrong[-1] = 0
+    with pytest.raises(WrongResultError, match="relative error 1 in sequence 2"):
+        checking.require_jagged("result", wrong, right, layout, 1e-5)
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -543,11 +583,13 @@ def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> N
     _FakeCuda().install(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), repetitions=2)
     options = Options(
-        quick=True, cases=("jagged_softmax", "short", "512", "din"), against=("padded", "sdpa")
+        quick=True,
+        cases=("jagged_softmax", "short", "512", "din", "attention"),
+        against=("padded", "sdpa"),
     )
     session = Session(timer, options)
     session.calibrate()
-    for module in (table1, attention, figure2, target):
+    for module in (table1, attention, figure2, target, sweep):
         module.run(session)
     assert session.rows and not session.failed
     table = report.tables(session, report.environment(timer.device))

@@ -21,6 +21,7 @@ from jagged_cuda.bench import (
     peers,
     report,
     shapes,
+    sweep,
     table1,
     target,
 )
@@ -32,6 +33,7 @@ COMMANDS: dict[str, ModuleType] = {
     "attention": attention,
     "figure2": figure2,
     "target": target,
+    "sweep": sweep,
     "host": host,
     "build": build,
 }
@@ -55,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("command", choices=[*COMMANDS, "all"])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where it works")
-    parser.add_argument("--against", type=_names, metavar="NAME,...", help="peers; none: no peers")
+    parser.add_argument("--against", type=_names, metavar="NAME,...", help="peers; all, none")
     parser.add_argument(
         "--cases", type=_names, metavar="NAME,...", default=("*",), help="names or patterns"
     )
@@ -84,8 +86,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--cases must be of {expected}, got {pattern}")
     known = [name for module in modules for name in getattr(module, "PEERS", ())]
     for name in options.against or ():
-        if name not in (*known, "none"):
-            expected = ", ".join(dict.fromkeys(known)) or "none"
+        if name not in (*known, "all", "none"):
+            expected = ", ".join(dict.fromkeys((*known, "all", "none")))
             parser.error(f"--against must be of {expected}, got {name}")
     for name in options.dtype or ():
         if name not in shapes.PRECISIONS:

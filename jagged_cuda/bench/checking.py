@@ -17,7 +17,8 @@ from jagged_cuda.bench.operands import Operands
 from jagged_cuda.testing.lengths import Layout
 
 # The gradients of a shorter sequence may cancel to nearly nothing (of one row: to nothing), so that
-# their relative error says nothing; the tests judge those.
+# their relative error says nothing; the tests judge those. A result may too (one sum of products):
+# it is judged by the size of the other sequences' rows where that is larger.
 MIN_ROWS_OF_GRADIENTS = 16
 CHUNK = 1024
 
@@ -27,14 +28,21 @@ class WrongResultError(AssertionError):
 
 
 def relative_errors(actual: Tensor, reference: Tensor, owner: Tensor, num_owners: int) -> Tensor:
-    """`[num_owners]`: |actual - reference| / |reference| over the rows of each owner."""
+    """`[num_owners]`: |actual - reference| / |reference| over the rows of each owner.
+
+    An owner of few rows is taken for no smaller than as many rows of average size.
+    """
     exact = reference.double().reshape(reference.shape[0], -1)
     difference = actual.detach().double().reshape(exact.shape) - exact
 
-    def norm(values: Tensor) -> Tensor:
-        return values.new_zeros(num_owners).index_add(0, owner, values.square().sum(1)).sqrt()
+    def sum_of(values: Tensor) -> Tensor:
+        return values.new_zeros(num_owners).index_add(0, owner, values)
 
-    error, size = norm(difference), norm(exact)
+    squares = exact.square().sum(1)
+    error, size = sum_of(difference.square().sum(1)).sqrt(), sum_of(squares).sqrt()
+    rows = sum_of(torch.ones_like(squares))
+    average = (rows * squares.sum() / max(1, squares.numel())).sqrt()
+    size = torch.where(rows < MIN_ROWS_OF_GRADIENTS, torch.maximum(size, average), size)
     return torch.where((error == 0) & (size == 0), 0.0, error / size)
 
 
