@@ -12,8 +12,9 @@ from jagged_cuda.bench.operands import Operands
 from jagged_cuda.bench.session import HINTED, OURS, Row, Session
 from jagged_cuda.bench.shapes import Precision
 
-PEERS = ("varlen", "sdpa", "flex", "fa3", "cudnn", "sll")
-DEFAULT_PEERS = ("varlen", "sdpa")
+PEERS = ("varlen", "sdpa", "fa3", "cudnn_frontend", "sll", "cudnn", "flex")
+# All but a second way to cuDNN, and what compiles for many seconds in each case.
+DEFAULT_PEERS = ("varlen", "sdpa", "fa3", "cudnn_frontend", "sll")
 
 
 @dataclass(frozen=True)

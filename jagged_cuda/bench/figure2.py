@@ -10,8 +10,8 @@ from jagged_cuda.bench.operands import Operands
 from jagged_cuda.bench.session import HINTED, OURS, UNFUSED, Row, Session
 from jagged_cuda.bench.shapes import Precision
 
-PEERS = ("dense", "sdpa", "varlen", "fa3", "cudnn", "sll")
-DEFAULT_PEERS = ("dense", "sdpa", "varlen", "sll")
+PEERS = ("dense", "sdpa", "varlen", "fa3", "cudnn_frontend", "sll", "cudnn")
+DEFAULT_PEERS = ("dense", "sdpa", "varlen", "cudnn_frontend", "sll")
 NUM_SEQS, DIM = 256, 128
 QUICK_SEQS, QUICK_DIM = 4, 32
 QUICK_PART = 16  # quick: the longest lengths are divided by this

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda import unfused
-from jagged_cuda.bench import peers
+from jagged_cuda.bench import cudnn_frontend, peers
 from jagged_cuda.bench.candidate import Candidate
 from jagged_cuda.bench.operands import Operands
 from jagged_cuda.bench.peers import AbsentError
@@ -91,6 +91,17 @@ def varlen(operands: Operands) -> Candidate:
 
 def cudnn(operands: Operands) -> Candidate:
     return _custom_function("cudnn", peers.CudnnAttention.apply, operands)
+
+
+def cudnn_graph(operands: Operands) -> Candidate:
+    peers.need_cuda("cudnn_frontend", operands.q.device)
+    q, k = operands.q.flatten(0, -3), operands.k
+    offsets = (operands.query_offsets, operands.offsets)
+    longest = (operands.max_queries, operands.layout.max_len)
+    ragged = cudnn_frontend.RaggedAttention(
+        q, k, *offsets, *longest, operands.scale, operands.causal
+    )
+    return _jagged(operands, lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ragged), True)
 
 
 def fa3(operands: Operands) -> Candidate:
@@ -225,5 +236,6 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
         "flex": functools.partial(flex, operands),
         "fa3": functools.partial(fa3, operands),
         "cudnn": functools.partial(cudnn, operands),
+        "cudnn_frontend": functools.partial(cudnn_graph, operands),
         "sll": functools.partial(sll, operands, precision),
     }

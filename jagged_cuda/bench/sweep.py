@@ -18,10 +18,10 @@ from jagged_cuda.bench.session import OURS, Row, Session
 from jagged_cuda.bench.shapes import Precision
 from jagged_cuda.testing.lengths import Layout
 
-PEERS = ("padded", "sdpa", "varlen", "flex", "fa3", "cudnn", "sll")
+ATTENTION_PEERS = ("sdpa", "varlen", "cudnn_frontend", "sll", "cudnn")
+PEERS = ("padded", *ATTENTION_PEERS)
 DEFAULT_PEERS = ("padded", "sdpa", "varlen")
 ATTENTION = "attention"
-ATTENTION_PEERS = ("sdpa", "varlen", "flex", "fa3", "cudnn", "sll")
 PERCENTS = (5, 10, 20, 35, 50, 75, 100)
 QUICK_PERCENTS = (10, 100)
 NUM_SEQS, NUM_SEQS_ON_CPU = 1024, 32

@@ -12,8 +12,8 @@ from jagged_cuda.bench.operands import Operands
 from jagged_cuda.bench.session import HINTED, OURS, Row, Session
 from jagged_cuda.bench.shapes import Precision
 
-PEERS = ("varlen", "sdpa", "sll", "fa3")
-DEFAULT_PEERS = ("varlen", "sdpa", "sll")
+PEERS = ("varlen", "sdpa", "sll", "fa3", "cudnn_frontend", "cudnn")
+DEFAULT_PEERS = ("varlen", "sdpa", "sll", "fa3")
 QUICK_QUERIES, QUICK_DIM = 5, 16
 
 
