@@ -9,5 +9,6 @@ checking.py   is the result right, sequence by sequence
 peers.py      other implementations, found by import
 session.py    one run: its timer, its options, what it has measured
 report.py     environment, JSON and tables
+results.py plot.py    what a results file says, and its figures
 table1.py attention.py figure2.py target.py sweep.py host.py build.py    one command each
 """

@@ -19,6 +19,7 @@ from jagged_cuda.bench import (
     figure2,
     host,
     peers,
+    plot,
     report,
     shapes,
     sweep,
@@ -37,6 +38,8 @@ COMMANDS: dict[str, ModuleType] = {
     "host": host,
     "build": build,
 }
+# These measure nothing: they read a results file.
+FILE_COMMANDS = {"plot": plot}
 QUICK_REPETITIONS = 3
 
 
@@ -53,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="peers:\n"
         + "\n".join(f"  {name:8} {text}" for name, text in peers.DESCRIPTIONS.items())
         + "\n\ncases:\n"
-        + "\n".join(f"  {name:10} {', '.join(m.CASES)}" for name, m in COMMANDS.items()),
+        + "\n".join(f"  {name:10} {', '.join(m.CASES)}" for name, m in COMMANDS.items())
+        + f"\n\nof a results file: {', '.join(FILE_COMMANDS)} (plot --help, ...)",
     )
     parser.add_argument("command", choices=[*COMMANDS, "all"])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where it works")
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, metavar="N", help="default: by the time of one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was measured")
     parser.add_argument(
         "--seconds-budget", type=float, metavar="S", help="start no case after S seconds"
     )
@@ -94,6 +99,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--dtype must be of {', '.join(shapes.PRECISIONS)}, got {name}")
     if options.repetitions is not None and options.repetitions < 1:
         parser.error(f"--repetitions must be >= 1, got {options.repetitions}")
+    if options.plot is not None and not plot.is_possible():
+        parser.error(f"--plot: {plot.NEEDS}")
 
 
 def _modules(command: str) -> dict[str, ModuleType]:
@@ -108,6 +115,8 @@ def _why_no_cuda() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in FILE_COMMANDS:
+        return FILE_COMMANDS[arguments[0]].main(arguments[1:])
     parser = _parser()
     parsed = parser.parse_args(arguments)
     _check(parser, parsed)
@@ -153,6 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(BrokenPipeError):
             report.print_tables(session, where)
         save()
+    if parsed.plot is not None:
+        try:
+            plot.draw(report.as_json(session, arguments, where), parsed.plot)
+        except ValueError as error:
+            print(error, file=sys.stderr)
     return 1 if session.failed else 0
 
 

@@ -1,0 +1,137 @@
+"""What is made of a results file: figures, README's table, the stamp of a commit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jagged_cuda.bench import __main__ as command_line
+from jagged_cuda.bench import plot, sweep
+from jagged_cuda.bench.session import OURS, UNFUSED
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "benchmarks" / "results" / "h100.json"
+
+
+def _row(command: str, case: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
+    row = {
+        "command": command,
+        "case": case,
+        "pass": "forward",
+        "precision": "bf16",
+        "shape": {"B": 4, "T": 30, "max_len": 10, "H": 1, "D": 8, "N": 2, "fill": 0.75},
+        "flops": 1e9,
+        "bytes": [10**7],
+        "results": {
+            name: {"median_us": time, "peak_mib": time} if isinstance(time, float) else time
+            for name, time in times.items()
+        },
+    }
+    return row | more
+
+
+def _content(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "environment": {
+            "device": "cuda",
+            "gpu": "some GPU",
+            "torch": "2.11.0",
+            "commit": "0123456789abcdef",
+            "changed_since_commit": False,
+            "version": "0.1.0",
+            "sources": "abc",
+        },
+        "calibration": {"copy_tbytes_per_s": 3.0, "bf16_matmul_tflops": 790.0},
+        "rows": list(rows),
+    }
+
+
+def _save(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+# --- figures
+
+
+def test_labels_are_spread_and_keep_their_order() -> None:
+    assert plot.spread([], 1.0) == []
+    assert plot.spread([3.0, 1.0], 1.0) == [3.0, 1.0]  # far enough apart: where they want to be
+    assert plot.spread([5.0, 5.0, 5.0], 2.0) == [3.0, 5.0, 7.0]
+    wanted = [0.0, 0.1, 9.0, 9.5, 9.4, 30.0]
+    found = plot.spread(wanted, 1.0)
+    ordered = sorted(found)
+    assert [found.index(at) for at in ordered] == sorted(range(6), key=lambda i: wanted[i])
+    assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(ordered))
+
+
+@pytest.fixture
+def content() -> dict[str, Any]:
+    lost = {"error": "out of memory"}
+    times = {OURS: 100.0, UNFUSED: 300.0, "sdpa": 500.0, "varlen": 150.0}
+    return _content(
+        _row("figure2", "512", times | {"dense": 900.0}),
+        _row("figure2", "1024", times | {"dense": lost}),
+        *(_row("sweep", f"{case} 5%", times | {"padded": 700.0}) for case in sweep.CASES),
+        _row("attention", "short", times),
+        _row("table1", "jagged_dense_bmm", {OURS: 3.0, "padded": 5.0, "sll": 4.0}),
+    )
+
+
+def test_a_figure_has_the_panels_that_the_rows_suffice_for(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
+    file, figure = _save(tmp_path / "run.json", content), tmp_path / "new" / "figure.png"
+    assert command_line.main(["plot", str(file), "--plot", str(figure)]) == 0
+    assert f"{figure}: {', '.join(plot.PANELS)}" in capsys.readouterr().out
+    assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size < 200_000
+    del content["rows"][2:], content["calibration"]["bf16_matmul_tflops"]
+    assert plot.draw(content, figure) == ["time", "memory"]
+    for row in content["rows"]:
+        row["results"][OURS]["peak_mib"] = None  # as on a CPU
+    assert plot.draw(content, figure) == ["time"]
+    with pytest.raises(ValueError, match="no rows for memory, fill"):
+        plot.draw(content, figure, ["memory", "fill"])
+
+
+def test_what_a_figure_says(content: dict[str, Any]) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure", reason="the figure needs matplotlib")
+    axes = figure_module.Figure().add_axes((0, 0, 1, 1))
+    plot._DRAW["time"](axes, content, plot._ROWS["time"](content))
+    said = [text.get_text() for text in axes.texts]
+    assert {"jagged_cuda", "jagged_cuda, unfused  3×", "FlashAttention-2  1.5×"} <= set(said)
+    assert "padded, unfused (fails at 1024)" in said
+    assert axes.lines[0].get_xydata().tolist() == [[512, 100], [1024, 100]]
+    axes = figure_module.Figure().add_axes((0, 0, 1, 1))
+    plot._DRAW["fill"](axes, content, plot._ROWS["fill"](content))
+    assert axes.lines[0].get_xydata().tolist() == [[25, 5]]  # padding, sdpa's time over ours
+    axes = figure_module.Figure().add_axes((0, 0, 1, 1))
+    plot._DRAW["roofline"](axes, content, plot._ROWS["roofline"](content))
+    found = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"]
+    assert found[0] == [[100, 10]]  # FLOP a byte; TFLOP/s
+
+
+def test_without_matplotlib_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plot, "is_possible", lambda: False)
+    for arguments in (
+        ["table1", "--plot", str(tmp_path / "figure.png")],
+        ["plot", str(COMMITTED), "--plot", str(tmp_path / "figure.png")],
+    ):
+        with pytest.raises(SystemExit):
+            command_line.main(arguments)
+        assert "needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
+    file = _save(tmp_path / "other.json", {})
+    with pytest.raises(SystemExit):
+        command_line.main(["plot", str(file), "--plot", str(tmp_path / "figure.png")])
+    assert "is no results file" in capsys.readouterr().err
