@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jagged_cuda.bench import __main__ as command_line
-from jagged_cuda.bench import plot, sweep
+from jagged_cuda.bench import plot, report, stamp, sweep
 from jagged_cuda.bench.session import OURS, UNFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,3 +137,67 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         command_line.main(["plot", str(file), "--plot", str(tmp_path / "figure.png")])
     assert "is no results file" in capsys.readouterr().err
+
+
+# --- the stamp of a commit
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository of two commits, whose sources differ."""
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    root = tmp_path / "repository"
+    for name in ("csrc/kernel.cu", "jagged_cuda/__init__.py"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(f"the first {name}")
+    build = (ROOT / "jagged_cuda" / "_build.py").read_text()
+    (root / "jagged_cuda" / "_build.py").write_text(build)
+    _git(root, "init", "--quiet")
+    _commit(root)
+    (root / "csrc" / "kernel.cu").write_text("another")
+    _commit(root)
+    return root
+
+
+def _git(root: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+    command = ["git", "-C", str(root), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _commit(root: Path) -> None:
+    _git(root, "add", ".")
+    _git(root, "commit", "--quiet", "--message", "a commit")
+
+
+def test_a_commit_is_stamped_if_its_sources_were_measured(repository: Path) -> None:
+    content = _content()
+    first, second = _git(repository, "rev-parse", "HEAD~1"), _git(repository, "rev-parse", "HEAD")
+    content["environment"] |= stamp.hashes_of(repository, first) | {"commit": None}
+    with pytest.raises(stamp.StampError, match=f"sources of {second[:12]} is "):
+        stamp.stamp(content, repository, "HEAD")
+    assert content["environment"]["commit"] is None
+    assert stamp.stamp(content, repository, "HEAD~1") == first
+    assert content["environment"]["commit"] == first
+    (repository / "jagged_cuda" / "__init__.py").write_text("python alone differs")
+    _git(repository, "checkout", "--quiet", "-B", "other", first)
+    _commit(repository)
+    with pytest.raises(stamp.StampError, match="package of "):
+        stamp.stamp(content, repository, "HEAD")
+    with pytest.raises(stamp.StampError, match="nowhere"):
+        stamp.stamp(content, repository, "nowhere")
+
+
+def test_hashes_are_those_that_a_run_writes(repository: Path) -> None:
+    """Of the same files, whether they come out of the history or lie in a folder."""
+    found = stamp.hashes_of(repository, "HEAD")
+    assert found["package"] == report.package_hash(repository / "jagged_cuda")
+    from jagged_cuda import _build
+
+    assert found["sources"] == _build.source_hash(repository / "csrc")
+
+
+def test_the_command_is_recorded_without_its_outputs() -> None:
+    arguments = ["all", "--out", "a.json", "--cases", "short", "--plot=b.png", "--quick"]
+    assert report._without_outputs(arguments) == ["all", "--cases", "short", "--quick"]

@@ -22,6 +22,7 @@ from jagged_cuda.bench import (
     plot,
     report,
     shapes,
+    stamp,
     sweep,
     table1,
     target,
@@ -39,7 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "build": build,
 }
 # These measure nothing: they read a results file.
-FILE_COMMANDS = {"plot": plot}
+FILE_COMMANDS = {"plot": plot, "stamp": stamp}
 QUICK_REPETITIONS = 3
 
 
@@ -50,6 +51,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jagged_cuda.bench",
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time jagged_cuda's operators beside their peers. Each result of ours is"
         "\nchecked before it is timed; a wrong or failing one makes the exit status 1.",
