@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jagged_cuda.bench import __main__ as command_line
-from jagged_cuda.bench import plot, report, stamp, sweep
-from jagged_cuda.bench.session import OURS, UNFUSED
+from jagged_cuda.bench import plot, report, results, stamp, sweep, table
+from jagged_cuda.bench.session import HINTED, OURS, UNFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "benchmarks" / "results" / "h100.json"
@@ -137,6 +137,64 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         command_line.main(["plot", str(file), "--plot", str(tmp_path / "figure.png")])
     assert "is no results file" in capsys.readouterr().err
+
+
+# --- README's table
+
+
+def test_the_table_names_the_fastest_of_each_pass() -> None:
+    shape = {"B": 4, "T": 20, "max_len": 10, "H": 2, "D": 8, "causal": True}
+    out_of_memory = {"absent": "sdpa: padded, the batch does not fit"}
+    forward = {OURS: 50.0, HINTED: 1.0, "sdpa": 60.0, "varlen": 45.0, "fa3": 40.04}
+    backward = {OURS: 1500.0, "sdpa": out_of_memory, "varlen": 2000.0, "fa3": {"absent": "no"}}
+    content = _content(
+        _row("attention", "short", forward, shape=shape),
+        _row("attention", "short", backward, shape=shape) | {"pass": "backward"},
+        _row("attention", "cut off before its backward", forward, shape=shape),
+        _row("attention", "short", forward, shape=shape, precision="fp32"),
+    )
+    lines = table.markdown(content | {"command": "the command"}).splitlines()
+    assert (
+        "| 4 of 5 on average, 10 at most; 2 heads of 8, causal | 50.0 / **1,500** | 60.0 / - |"
+        " **40.0** / 2,000 (FlashAttention-3 / FlashAttention-2) |"
+    ) in lines
+    assert len([line for line in lines if line.startswith("| 4 of")]) == 1
+    assert "| | self-attention |" in lines
+    assert "| FlashAttention-2 | 0.90 to 1.33 |" in lines
+    assert "| FlashAttention-3 | 0.80 |" in lines and "| padded PyTorch | 1.20 |" in lines
+    assert "`-`: padded, the batch does not fit." in lines
+    assert "the command" in lines
+
+
+def test_the_unfused_form_is_told_beside_its_padded_twin(content: dict[str, Any]) -> None:
+    text = table.markdown(content | {"command": ""})
+    assert "is 3.00 times as fast as unfused attention on padded data, in 3.00 times less" in text
+    assert "at longest lengths of 512 to 512" in text  # dense fails at 1,024
+    content["rows"][0]["results"]["dense"] = {"error": "out of memory"}
+    assert "unfused" not in table.markdown(content | {"command": ""})
+
+
+def test_a_document_is_updated_between_its_markers(tmp_path: Path) -> None:
+    document = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
+    new = table.updated(document, "new")
+    assert new == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter"
+    assert table.updated(new, "new") == new
+    for wrong in ("", document + document, f"{table.END}{table.BEGIN}"):
+        with pytest.raises(ValueError, match="must"):
+            table.updated(wrong, "new")
+
+
+def test_readme_is_what_the_command_makes_of_the_committed_results(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(readme)
+    assert command_line.main(["table", str(COMMITTED), "--update", str(copy)]) == 0
+    assert copy.read_text() == readme, "make readme"
+    digest = results.digest(results.load(COMMITTED)).encode()
+    for name in ("h100.png", "h100_roofline.png"):
+        assert f"benchmarks/results/{name}" in readme
+        figure = (COMMITTED.parent / name).read_bytes()
+        assert digest in figure and len(figure) < 200_000, "make readme"
 
 
 # --- the stamp of a commit

@@ -24,6 +24,7 @@ from jagged_cuda.bench import (
     shapes,
     stamp,
     sweep,
+    table,
     table1,
     target,
 )
@@ -40,7 +41,7 @@ COMMANDS: dict[str, ModuleType] = {
     "build": build,
 }
 # These measure nothing: they read a results file.
-FILE_COMMANDS = {"plot": plot, "stamp": stamp}
+FILE_COMMANDS = {"plot": plot, "table": table, "stamp": stamp}
 QUICK_REPETITIONS = 3
 
 

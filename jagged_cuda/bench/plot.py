@@ -92,7 +92,7 @@ def draw(content: dict[str, Any], path: Path, panels: Sequence[str] | None = Non
     figure.text(
         LEFT / width, 0.13 / height, results.machine(content), fontsize=SMALL_FONT, color=GREY
     )
-    _save(figure, path)
+    _save(figure, path, results.digest(content))
     return list(found)
 
 
@@ -107,9 +107,9 @@ def _lines(names: Sequence[str]) -> list[list[str]]:
     return lines
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, made_of: str) -> None:
     """As a PNG with a palette: a third of the size, and looks the same."""
-    from PIL import Image, ImageColor
+    from PIL import Image, ImageColor, PngImagePlugin
 
     colours = {GREY, "#000000", *(colour for _, colour in STYLES.values())}
     mixed = [(ImageColor.getrgb(colour), part) for colour in sorted(colours) for part in SHADES]
@@ -121,7 +121,9 @@ def _save(figure: Any, path: Path) -> None:
     figure.savefig(whole, format="png")
     found = Image.open(whole).convert("RGB").quantize(palette=shades, dither=Image.Dither.NONE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    found.save(path, format="png", optimize=True)
+    info = PngImagePlugin.PngInfo()
+    info.add_text("results", made_of)
+    found.save(path, format="png", optimize=True, pnginfo=info)
 
 
 # --- axes and labels

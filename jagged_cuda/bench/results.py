@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,11 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or "rows" not in found:
         raise ValueError(f"{path} is no results file: it has no rows")
     return found
+
+
+def digest(content: dict[str, Any]) -> str:
+    """What a figure carries, so that it can be told of which results it was made."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def rows_of(content: dict[str, Any], command: str, precision: str | None = None) -> list[Row]:
