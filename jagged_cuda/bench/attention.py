@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jagged_cuda.bench import implementations, shapes
-from jagged_cuda.bench.checking import AttentionCheck
 from jagged_cuda.bench.operands import Operands
-from jagged_cuda.bench.session import HINTED, OURS, Row, Session
+from jagged_cuda.bench.session import HINTED, OURS, Session
 from jagged_cuda.bench.shapes import Precision
 
 PEERS = ("varlen", "sdpa", "fa3", "cudnn_frontend", "sll", "cudnn", "flex")
@@ -48,10 +47,7 @@ CASES_ON_CPU = ("short", "tiny")
 
 
 def run(session: Session) -> None:
-    def run_case(case: Case, precision: Precision) -> None:
-        _run_case(session, case, precision)
-
-    session.each_case("attention", ATTENTION_CASES, run_case, cases_on_cpu=CASES_ON_CPU)
+    session.each_case("attention", ATTENTION_CASES, _run_case, cases_on_cpu=CASES_ON_CPU)
 
 
 def _run_case(session: Session, case: Case, precision: Precision) -> None:
@@ -61,29 +57,13 @@ def _run_case(session: Session, case: Case, precision: Precision) -> None:
     operands = Operands.draw(
         layout, heads, dim, session.device, precision.dtype, causal=case.causal
     )
-
-    def row(pass_name: str, moved: int, flops: float, index: int) -> Row:
-        new = Row(
-            command="attention",
-            case=case.name,
-            pass_name=pass_name,
-            precision=precision.name,
-            shape=operands.shape(),
-            seed=shapes.SEED,
-            bytes=(moved,),
-            flops=flops,
-        )
-        if session.is_reference_machine and precision.name == "bf16":
-            new.goal_us = case.goal_us[index]
+    rows = []
+    for index, pass_name in enumerate(("forward", "backward")):
+        row = implementations.row("attention", case.name, pass_name, operands, precision)
+        if session.has_attention_goals(precision):
+            row.goal_us = case.goal_us[index]
             if case.recorded_us is not None:
-                new.recorded_us = {"varlen": case.recorded_us[index]}
-        return session.add(new)
-
-    rows = (
-        row("forward", operands.forward_bytes, operands.flops, 0),
-        row("backward", operands.backward_bytes, 2.5 * operands.flops, 1),
-    )
-    makers = implementations.makers(operands, precision)
+                row.recorded_us = {"varlen": case.recorded_us[index]}
+        rows.append(session.add(row))
     names = (OURS, HINTED, *session.peers(PEERS, DEFAULT_PEERS))
-    check = AttentionCheck(operands, precision.limit)
-    session.run(rows, {name: makers[name] for name in names}, check)
+    implementations.measure(session, rows, operands, precision, names)

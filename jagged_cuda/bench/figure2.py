@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jagged_cuda.bench import implementations, shapes
-from jagged_cuda.bench.checking import AttentionCheck
 from jagged_cuda.bench.operands import Operands
-from jagged_cuda.bench.session import HINTED, OURS, UNFUSED, Row, Session
+from jagged_cuda.bench.session import HINTED, OURS, UNFUSED, Session
 from jagged_cuda.bench.shapes import Precision
 
 PEERS = ("dense", "sdpa", "varlen", "fa3", "cudnn_frontend", "sll", "cudnn")
@@ -41,10 +40,7 @@ CASES_ON_CPU = ("512",)  # the others take minutes there
 
 
 def run(session: Session) -> None:
-    def run_case(case: Case, precision: Precision) -> None:
-        _run_case(session, case, precision)
-
-    session.each_case("figure2", FIGURE_CASES, run_case, cases_on_cpu=CASES_ON_CPU)
+    session.each_case("figure2", FIGURE_CASES, _run_case, cases_on_cpu=CASES_ON_CPU)
 
 
 def _run_case(session: Session, case: Case, precision: Precision) -> None:
@@ -53,24 +49,10 @@ def _run_case(session: Session, case: Case, precision: Precision) -> None:
         num_seqs, dim, longest = QUICK_SEQS, QUICK_DIM, longest // QUICK_PART
     layout = shapes.layout(shapes.uniform(num_seqs, longest), quick=False)
     operands = Operands.draw(layout, 1, dim, session.device, precision.dtype)
-    row = Row(
-        command="figure2",
-        case=case.name,
-        pass_name="forward+backward",
-        precision=precision.name,
-        shape=operands.shape(),
-        seed=shapes.SEED,
-        bytes=(operands.forward_bytes, operands.backward_bytes),
-        flops=3.5 * operands.flops,
-        has_memory=True,
-    )
-    if session.is_reference_machine and precision.name == "bf16":
+    row = implementations.row("figure2", case.name, "forward+backward", operands, precision)
+    row.has_memory = True
+    if session.has_attention_goals(precision):
         row.goal_us, row.goal_mib = case.goal_us, case.goal_mib
     session.add(row)
-    makers = implementations.makers(operands, precision)
-    check = AttentionCheck(operands, precision.limit)
-    session.run((row,), {name: makers[name] for name in (OURS, HINTED)}, check)
-    check_scores = AttentionCheck(operands, precision.limit, scores_in_memory=True)
-    session.run((row,), {UNFUSED: makers[UNFUSED]}, check_scores)
-    names = session.peers(PEERS, DEFAULT_PEERS)
-    session.run((row,), {name: makers[name] for name in names}, check)
+    names = (OURS, HINTED, UNFUSED, *session.peers(PEERS, DEFAULT_PEERS))
+    implementations.measure(session, (row,), operands, precision, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda import unfused
-from jagged_cuda.bench import cudnn_frontend, peers
+from jagged_cuda.bench import cudnn_frontend, peers, shapes
 from jagged_cuda.bench.candidate import Candidate
+from jagged_cuda.bench.checking import AttentionCheck
 from jagged_cuda.bench.operands import Operands
 from jagged_cuda.bench.peers import AbsentError
-from jagged_cuda.bench.session import HINTED, OURS, UNFUSED
+from jagged_cuda.bench.session import HINTED, OURS, UNFUSED, Row, Session
 from jagged_cuda.bench.shapes import Precision
 from jagged_cuda.bench.timing import memory_bytes
 from jagged_cuda.testing import reference
@@ -239,3 +240,37 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
         "cudnn_frontend": functools.partial(cudnn_graph, operands),
         "sll": functools.partial(sll, operands, precision),
     }
+
+
+# --- what every command of attention does
+
+
+def row(command: str, case: str, pass_name: str, operands: Operands, precision: Precision) -> Row:
+    moved, flops = operands.counts(pass_name)
+    return Row(
+        command=command,
+        case=case,
+        pass_name=pass_name,
+        precision=precision.name,
+        shape=operands.shape(),
+        seed=shapes.SEED,
+        bytes=moved,
+        flops=flops,
+    )
+
+
+def measure(
+    session: Session,
+    rows: Sequence[Row],
+    operands: Operands,
+    precision: Precision,
+    names: Sequence[str],
+) -> None:
+    """Check and time these implementations, those that have their scores in memory as such."""
+    found = makers(operands, precision)
+    checks = [
+        AttentionCheck(operands, precision.limit, in_memory)
+        for in_memory in ((False, True) if UNFUSED in names else (False,))
+    ]
+    for name in names:
+        session.run(rows, {name: found[name]}, checks[name == UNFUSED])

@@ -109,6 +109,14 @@ class Operands:
         full = 4.0 * sum((self.queries or n) * n for n in self.layout.lengths) * heads * dim
         return full / 2 if self.causal else full
 
+    def counts(self, pass_name: str) -> tuple[tuple[int, ...], float]:
+        """Bytes of each kernel that a pass must launch, and its useful operations."""
+        if pass_name == "forward":
+            return (self.forward_bytes,), self.flops
+        if pass_name == "backward":
+            return (self.backward_bytes,), 2.5 * self.flops
+        return (self.forward_bytes, self.backward_bytes), 3.5 * self.flops
+
     def shape(self) -> dict[str, int | bool]:
         found: dict[str, int | bool] = {
             "B": self.layout.num_seqs,

@@ -155,6 +155,9 @@ class Session:
         on_cuda = self.device.type == "cuda" and not self.options.quick
         return on_cuda and REFERENCE_GPU in torch.cuda.get_device_name(self.device)
 
+    def has_attention_goals(self, precision: Precision) -> bool:
+        return precision.name == "bf16" and self.is_reference_machine
+
     def out_of_time(self) -> bool:
         budget = self.options.seconds_budget
         return budget is not None and self.seconds > budget
@@ -179,7 +182,7 @@ class Session:
         self,
         command: str,
         cases: Sequence[_Case],
-        run: Callable[[_Case, Precision], None],
+        run: Callable[[Session, _Case, Precision], None],
         on_cuda: Sequence[str] = ("bf16",),
         on_cpu: Sequence[str] = ("fp32",),
         cases_on_cpu: Collection[str] | None = None,
@@ -197,7 +200,7 @@ class Session:
                         self.note(f"{command}: the time was spent before {case.name}")
                         return
                     self.progress(f"{command}: {case.name} {precision.name}")
-                    run(case, precision)
+                    run(self, case, precision)
 
     def _takes(self, case: str, cases_on_cpu: Collection[str] | None) -> bool:
         is_unasked = self.options.cases == ("*",) and not self.options.quick

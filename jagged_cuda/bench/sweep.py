@@ -6,13 +6,9 @@ at a fill (mean / longest) of 100 %, uniform at 50 %, long-tailed below.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jagged_cuda.bench import implementations, shapes, table1
-from jagged_cuda.bench.candidate import Candidate
-from jagged_cuda.bench.checking import AttentionCheck, Check
 from jagged_cuda.bench.operands import Operands
 from jagged_cuda.bench.session import OURS, Row, Session
 from jagged_cuda.bench.shapes import Precision
@@ -50,14 +46,19 @@ CASES = tuple(case.name for case in SWEEP_CASES)
 
 
 def run(session: Session) -> None:
-    def run_case(case: Case, precision: Precision) -> None:
-        for percent in QUICK_PERCENTS if session.options.quick else PERCENTS:
-            if session.out_of_time():
-                session.note(f"sweep: the time was spent before {case.name} {percent}%")
-                return
-            _run_case(session, case, percent, precision)
+    session.each_case("sweep", SWEEP_CASES, _run_case)
 
-    session.each_case("sweep", SWEEP_CASES, run_case)
+
+def _run_case(session: Session, case: Case, precision: Precision) -> None:
+    for percent in QUICK_PERCENTS if session.options.quick else PERCENTS:
+        name = f"{case.name} {percent}%"
+        if session.out_of_time():
+            session.note(f"sweep: the time was spent before {name}")
+            return
+        if case.operator is None:
+            _run_attention(session, name, percent, precision)
+        else:
+            _run_operator(session, case.operator, name, percent, precision)
 
 
 def _layout(session: Session, percent: int, max_len: int) -> Layout:
@@ -66,54 +67,28 @@ def _layout(session: Session, percent: int, max_len: int) -> Layout:
     return shapes.layout(shapes.filled(num_seqs, max_len, percent / 100), session.options.quick)
 
 
-def _run_case(session: Session, case: Case, percent: int, precision: Precision) -> None:
-    of = _attention if case.operator is None else functools.partial(_operator, case.operator)
-    row, candidates, known, check = of(session, percent, precision)
-    row.case = f"{case.name} {percent}%"
+def _add(session: Session, row: Row) -> None:
+    row.has_memory = True
     row.shape["fill"] = round(row.shape["T"] / (row.shape["B"] * row.shape["max_len"]), 4)
     session.add(row)
-    names = (OURS, *session.peers(known, DEFAULT_PEERS))
-    session.run((row,), {name: candidates[name] for name in names}, check)
 
 
-_Prepared = tuple[Row, Mapping[str, Callable[[], Candidate]], tuple[str, ...], Check]
-
-
-def _attention(session: Session, percent: int, precision: Precision) -> _Prepared:
+def _run_attention(session: Session, name: str, percent: int, precision: Precision) -> None:
     is_small = session.device.type == "cpu"
     layout = _layout(session, percent, ATTENTION_MAX_LEN_ON_CPU if is_small else ATTENTION_MAX_LEN)
     operands = Operands.draw(layout, HEADS, DIM, session.device, precision.dtype)
-    moved = (operands.forward_bytes, operands.backward_bytes)
-    row = _row(precision, operands.shape(), moved, 3.5 * operands.flops)
-    makers = implementations.makers(operands, precision)
-    return row, makers, ATTENTION_PEERS, AttentionCheck(operands, precision.limit)
+    row = implementations.row("sweep", name, "forward+backward", operands, precision)
+    _add(session, row)
+    names = (OURS, *session.peers(ATTENTION_PEERS, DEFAULT_PEERS))
+    implementations.measure(session, (row,), operands, precision, names)
 
 
-def _operator(
-    operator: table1.Operator, session: Session, percent: int, precision: Precision
-) -> _Prepared:
+def _run_operator(
+    session: Session, operator: table1.Operator, name: str, percent: int, precision: Precision
+) -> None:
     layout = _layout(session, percent, table1.MAX_LEN)
     batch = table1.draw_batch(layout, session.device, precision.dtype, session.options.quick)
-    elems = (operator.forward_elems(batch), *operator.backward_elems(batch))
-    flops = 3 * operator.flops(batch) if operator.flops else None
-    moved = tuple(count * precision.elem_bytes for count in elems)
-    row = _row(precision, batch.shape(), moved, flops)
-    check = table1.OperatorCheck(operator, batch, precision.limit)
-    makers = table1.makers(operator, batch, precision, check.grad_out)
-    return row, makers, table1.PEERS, check
-
-
-def _row(
-    precision: Precision, shape: Mapping[str, int], moved: tuple[int, ...], flops: float | None
-) -> Row:
-    return Row(
-        command="sweep",
-        case="",
-        pass_name="forward+backward",
-        precision=precision.name,
-        shape=dict(shape),
-        seed=shapes.SEED,
-        bytes=moved,
-        flops=flops,
-        has_memory=True,
-    )
+    row = table1.row("sweep", name, "forward+backward", operator, batch, precision)
+    _add(session, row)
+    names = (OURS, *session.peers(table1.PEERS, DEFAULT_PEERS))
+    table1.measure(session, (row,), operator, batch, precision, names)

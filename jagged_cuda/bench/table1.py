@@ -321,7 +321,7 @@ def run(session: Session) -> None:
         layout = shapes.layout(shapes.uniform(NUM_SEQS, MAX_LEN), session.options.quick)
         return draw_batch(layout, session.device, dtype, session.options.quick)
 
-    def run_case(operator: Operator, precision: Precision) -> None:
+    def run_case(session: Session, operator: Operator, precision: Precision) -> None:
         if operator.flops is None and precision.allow_tf32:
             return  # without products, tf32 is fp32
         _run_operator(session, operator, batch_of(precision.dtype), precision)
@@ -375,32 +375,59 @@ def makers(
     }
 
 
-def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
+def row(
+    command: str,
+    case: str,
+    pass_name: str,
+    operator: Operator,
+    batch: Batch,
+    precision: Precision,
+) -> Row:
+    """Of a pass: forward, backward, or both together."""
+    passes = {
+        "forward": ((operator.forward_elems(batch),), 1),
+        "backward": (operator.backward_elems(batch), 2),
+    }
+    parts = [passes[name] for name in pass_name.split("+")]
     flops = None if operator.flops is None else operator.flops(batch)
+    return Row(
+        command=command,
+        case=case,
+        pass_name=pass_name,
+        precision=precision.name,
+        shape=dict(batch.shape()),
+        seed=shapes.SEED,
+        bytes=tuple(count * precision.elem_bytes for elems, _ in parts for count in elems),
+        flops=flops and flops * sum(times for _, times in parts),
+    )
 
-    def row(pass_name: str, elems: tuple[int, ...], flops: float | None) -> Row:
-        return Row(
-            command="table1",
-            case=operator.name,
-            pass_name=pass_name,
-            precision=precision.name,
-            shape=batch.shape(),
-            seed=shapes.SEED,
-            bytes=tuple(count * precision.elem_bytes for count in elems),
-            flops=flops,
-        )
 
-    forward = row("forward", (operator.forward_elems(batch),), flops)
-    if session.is_reference_machine:
-        forward.goal_us = operator.goal_us.get(precision.name)
-        forward.recorded_us = operator.recorded_us.get(precision.name, {})
-    backward = row("backward", operator.backward_elems(batch), flops and 2 * flops)
-    session.add(forward)
-    session.add(backward)
+def measure(
+    session: Session,
+    rows: Sequence[Row],
+    operator: Operator,
+    batch: Batch,
+    precision: Precision,
+    names: Sequence[str],
+) -> None:
+    """Check and time these implementations."""
     check = OperatorCheck(operator, batch, precision.limit)
     found = makers(operator, batch, precision, check.grad_out)
+    session.run(rows, {name: found[name] for name in names}, check)
+
+
+def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
+    rows = [
+        row("table1", operator.name, pass_name, operator, batch, precision)
+        for pass_name in ("forward", "backward")
+    ]
+    if session.is_reference_machine:
+        rows[0].goal_us = operator.goal_us.get(precision.name)
+        rows[0].recorded_us = operator.recorded_us.get(precision.name, {})
+    for added in rows:
+        session.add(added)
     names = (OURS, *session.peers(PEERS, DEFAULT_PEERS))
-    session.run((forward, backward), {name: found[name] for name in names}, check)
+    measure(session, rows, operator, batch, precision, names)
 
 
 def _padded(

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jagged_cuda.bench import implementations, shapes
-from jagged_cuda.bench.checking import AttentionCheck
 from jagged_cuda.bench.operands import Operands
-from jagged_cuda.bench.session import HINTED, OURS, Row, Session
+from jagged_cuda.bench.session import HINTED, OURS, Session
 from jagged_cuda.bench.shapes import Precision
 
 PEERS = ("varlen", "sdpa", "sll", "fa3", "cudnn_frontend", "cudnn")
@@ -40,10 +39,7 @@ CASES_ON_CPU = ("paper",)
 
 
 def run(session: Session) -> None:
-    def run_case(case: Case, precision: Precision) -> None:
-        _run_case(session, case, precision)
-
-    session.each_case("target", TARGET_CASES, run_case, cases_on_cpu=CASES_ON_CPU)
+    session.each_case("target", TARGET_CASES, _run_case, cases_on_cpu=CASES_ON_CPU)
 
 
 def _run_case(session: Session, case: Case, precision: Precision) -> None:
@@ -51,28 +47,11 @@ def _run_case(session: Session, case: Case, precision: Precision) -> None:
     queries, dim = (QUICK_QUERIES, QUICK_DIM) if quick else (case.queries, case.dim)
     layout = shapes.layout(case.draw, quick)
     operands = Operands.draw(layout, 1, dim, session.device, precision.dtype, queries=queries)
-
-    def row(pass_name: str, moved: tuple[int, ...], flops: float, index: int) -> Row:
-        new = Row(
-            command="target",
-            case=case.name,
-            pass_name=pass_name,
-            precision=precision.name,
-            shape=operands.shape(),
-            seed=shapes.SEED,
-            bytes=moved,
-            flops=flops,
-        )
-        if session.is_reference_machine and precision.name == "bf16":
-            new.goal_us = case.goal_us[index]
-        return session.add(new)
-
-    both = (operands.forward_bytes, operands.backward_bytes)
-    rows = (
-        row("forward", (operands.forward_bytes,), operands.flops, 0),
-        row("forward+backward", both, 3.5 * operands.flops, 1),
-    )
-    makers = implementations.makers(operands, precision)
+    rows = []
+    for index, pass_name in enumerate(("forward", "forward+backward")):
+        row = implementations.row("target", case.name, pass_name, operands, precision)
+        if session.has_attention_goals(precision):
+            row.goal_us = case.goal_us[index]
+        rows.append(session.add(row))
     names = (OURS, HINTED, *session.peers(PEERS, DEFAULT_PEERS))
-    check = AttentionCheck(operands, precision.limit)
-    session.run(rows, {name: makers[name] for name in names}, check)
+    implementations.measure(session, rows, operands, precision, names)
