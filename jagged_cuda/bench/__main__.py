@@ -57,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Time jagged_cuda's operators beside their peers. Each result of ours is"
         "\nchecked before it is timed; a wrong or failing one makes the exit status 1.",
         epilog="peers:\n"
-        + "\n".join(f"  {name:8} {text}" for name, text in peers.DESCRIPTIONS.items())
+        + "\n".join(f"  {name:14} {text}" for name, text in peers.DESCRIPTIONS.items())
         + "\n\ncases:\n"
-        + "\n".join(f"  {name:10} {', '.join(m.CASES)}" for name, m in COMMANDS.items())
+        + "\n".join(f"  {name:14} {', '.join(m.CASES)}" for name, m in COMMANDS.items())
         + f"\n\nof a results file: {', '.join(FILE_COMMANDS)} (plot --help, ...)",
     )
     parser.add_argument("command", choices=[*COMMANDS, "all"])

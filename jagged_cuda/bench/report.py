@@ -91,6 +91,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "triton": triton_version,
         "peers": peers.versions(),
         "version": jagged_cuda.__version__,
