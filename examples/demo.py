@@ -48,17 +48,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         device = choose_device(args.device)
         histories = load_histories(args.events, args.seed)
-    except DataError as error:
-        print(f"demo.py: {args.events}: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
+    except (DataError, RuntimeError) as error:
         print(f"demo.py: {error}", file=sys.stderr)
         return 2
 
     batches = make_batches(
         histories,
         num_batches=args.steps,
-        batch_size=args.batch_size or (256 if device.type == "cuda" else 32),
+        batch_size=args.batch_size or default_batch_size(device),
         cap=args.cap,
         num_negatives=args.negatives,
         bucketed=args.bucketed,
@@ -106,29 +103,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    def positive(text: str) -> int:
-        number = int(text)
-        if number < 1:
-            raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
-        return number
-
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--events", type=Path, metavar="FILE", help="CSV or CSV.gz to train on")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser = data_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the figure")
     parser.add_argument("--steps", type=positive, default=100, help="of each training")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cap", type=positive, default=512, help="events kept of a history")
-    parser.add_argument("--batch-size", type=positive, help="histories; 32, or 256 on a GPU")
     parser.add_argument(
         "--bucketed",
         action="store_true",
         help="batch users of like length together, the cheapest remedy against padding",
     )
-    parser.add_argument("--dim", type=positive, default=64, help="features of a state")
     parser.add_argument("--heads", type=positive, default=2)
     parser.add_argument("--blocks", type=positive, default=2)
     parser.add_argument("--negatives", type=positive, default=128, help="beside each target")
@@ -138,12 +120,38 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def data_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser of what every example takes: its data, its device and its sizes."""
+    parser = argparse.ArgumentParser(
+        description=doc.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--events", type=Path, metavar="FILE", help="CSV or CSV.gz to read")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cap", type=positive, default=512, help="events kept of a history")
+    parser.add_argument("--batch-size", type=positive, help="histories; 32, or 256 on a GPU")
+    parser.add_argument("--dim", type=positive, default=64, help="features of a state")
+    return parser
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
+
+
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("--device cuda must find a GPU that PyTorch can use, got none")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def default_batch_size(device: torch.device) -> int:
+    return 256 if device.type == "cuda" else 32
 
 
 def describe_device(device: torch.device) -> str:
@@ -157,10 +165,20 @@ def load_histories(path: Path | None, seed: int) -> Histories:
     if path is None:
         return draw_histories(DRAWN_USERS, seed)
     bar = ProgressBar("reading", 1)
-    return read_events(path, bar.update)
+    try:
+        return read_events(path, bar.update)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def print_plan(histories: Histories, batches: list[Batch], device: torch.device) -> None:
+    print_data(histories)
+    print(f"training  {len(batches)} steps of {len(batches[0].offsets) - 1} histories, float32")
+    print(f"device    {describe_device(device)}, torch {torch.__version__}")
+    print(flush=True)
+
+
+def print_data(histories: Histories) -> None:
     lengths = histories.lengths.double()
     print(f"data      {histories.source}")
     print(
@@ -168,9 +186,6 @@ def print_plan(histories: Histories, batches: list[Batch], device: torch.device)
         f" {histories.num_items:,} items; events a user: mean {lengths.mean():.1f},"
         f" median {lengths.median():.0f}, largest {lengths.max():,.0f}"
     )
-    print(f"training  {len(batches)} steps of {len(batches[0].offsets) - 1} histories, float32")
-    print(f"device    {describe_device(device)}, torch {torch.__version__}")
-    print(flush=True)
 
 
 def compare_losses(result: Result) -> str:

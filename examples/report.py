@@ -99,7 +99,7 @@ def _ratio(padded: float, jagged: float) -> str:
     return f"{padded / jagged:.1f}x"
 
 
-def _compare(padded: float, jagged: float) -> str:
+def compare(padded: float, jagged: float) -> str:
     return f"{padded / jagged:.1f}x less" if jagged < padded else f"{jagged / padded:.1f}x more"
 
 
@@ -176,7 +176,7 @@ def draw_figure(result: Result, path: Path) -> None:
         for column, (title, unit, heights) in enumerate(bars, start=1):
             axes = figure.add_subplot(grid[:, column], title=title, ylabel=unit)
             drawn = axes.bar(["padded", "jagged"], heights, color=[padded_color, jagged_color])
-            labels = [f"{heights[0]:,.0f}", f"{heights[1]:,.0f}\n({_compare(*heights)})"]
+            labels = [f"{heights[0]:,.0f}", f"{heights[1]:,.0f}\n({compare(*heights)})"]
             axes.bar_label(drawn, labels=labels, padding=2)
             axes.margins(y=0.16)
 

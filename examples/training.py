@@ -50,7 +50,7 @@ def train(
     """
     device = next(model.parameters()).device
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, eps=ADAM_EPS)
-    model.loss(_move(batches[0], device)).backward()
+    model.loss(move(batches[0], device)).backward()
     optimizer.zero_grad()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -64,7 +64,7 @@ def train(
 
     losses, step_seconds = [], []
     for cpu_batch in batches:
-        batch = _move(cpu_batch, device)
+        batch = move(cpu_batch, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
@@ -78,11 +78,11 @@ def train(
         optimizer.zero_grad()
         largest = max(batches, key=lambda batch: batch.items.numel())
         held_bytes = _held_bytes(model, optimizer)
-        peak_memory_bytes = held_bytes + _peak_allocated_bytes(lambda: step(largest))
+        peak_memory_bytes = held_bytes + peak_allocated_bytes(lambda: step(largest))
     return Measurement(losses, step_seconds, peak_memory_bytes)
 
 
-def _move(batch: Batch, device: torch.device) -> Batch:
+def move(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(None if tensor is None else tensor.to(device) for tensor in batch))
 
 
@@ -94,7 +94,7 @@ def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def _peak_allocated_bytes(run: Callable[[], object]) -> int:
+def peak_allocated_bytes(run: Callable[[], object]) -> int:
     """The most that PyTorch holds on the CPU at once during run(), beyond what it held before."""
     cpu_only = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from jagged_cuda.offsets import matrix_offsets as running_sum
@@ -12,6 +10,7 @@ from jagged_cuda.ops import (
     jagged2_softmax,
     jagged_jagged_bmm_jagged_out,
 )
+from jagged_cuda.ops._attention import default_scale
 
 __all__ = ["jagged_attention"]
 
@@ -65,7 +64,7 @@ def jagged_attention(
                 [0.0000, 0.5000, 0.5000]])
     """
     if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
+        scale = default_scale(q)
     if matrix_offsets is None:
         matrix_offsets = running_sum(offsets, kv_offsets)
     scores = jagged_jagged_bmm_jagged_out(

@@ -137,6 +137,71 @@ FAULTS = (
         "begin = std::clamp<int64_t>(offsets[seq] - offsets[0], 0, total);",
         "--op jagged_softmax",
     ),
+    Fault(
+        "tail mask off by one",
+        "cuda",
+        "kernels/attention/forward_wgmma.cuh",
+        "tile.row + own_row, key, tile.num_keys, lane",
+        "tile.row + own_row, key, tile.num_keys + 1, lane",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "swapped offset",
+        "cuda",
+        "kernels/attention/forward_wgmma.cuh",
+        "kv = sequence_rows(params.kv_offsets, found.seq);",
+        "kv = sequence_rows(params.q_offsets, found.seq);",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "wrong LSE scale",
+        "cuda",
+        "kernels/attention/forward_wgmma.cuh",
+        "ptx::lg2_approx(sum) * kLn2",
+        "ptx::lg2_approx(sum)",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "stale tile after an empty sequence",
+        "cuda",
+        "kernels/gemm/engine.cuh",
+        "      ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);",
+        "      if (line < lines) ptx::cp_async_16(&sTile[line * kLine + elem], source, bytes);",
+        "--op jagged_jagged_bmm",
+    ),
+    Fault(
+        "missing GQA division",
+        "cuda",
+        "kernels/attention/forward_wgmma.cuh",
+        "tile.key_begin + key, head / group,",
+        "tile.key_begin + key, head % attention.kv_heads,",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "dq not zeroed",
+        "cuda",
+        "kernels/attention/backward_wgmma.cuh",
+        "    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),\n"
+        "                          params.grad_q.row_stride, rows, params.dim_qk);\n",
+        "",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "window off by one",
+        "cuda",
+        "kernels/attention/window.cuh",
+        "row + window.diagonal - window.before - column;",
+        "row + window.diagonal - window.before - column + 1;",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "wrong base",
+        "cuda",
+        "kernels/prim/jagged.cuh",
+        "const int64_t begin = clamped_offset(offsets, seq), end",
+        "const int64_t begin = clamped_offset(offsets, seq) - clamped_offset(offsets, 0), end",
+        "--op jagged_jagged_bmm",
+    ),
 )
 
 
@@ -224,7 +289,7 @@ class Workshop:
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", choices=[fault.name for fault in FAULTS])
+    parser.add_argument("--only", choices=sorted({fault.name for fault in FAULTS}))
     options = parser.parse_args(given)
     chosen = [
         fault

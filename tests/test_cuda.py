@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,11 +41,26 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
+
+
+def _on_hopper(path: str) -> str:
+    """The 16-bit path there; array_jagged_bmm_jagged_out takes it for more columns than these."""
+    return re.sub(r"mma_sync(?=\.(bf|fp)16)", "wgmma", path) if HOPPER else path
+
+
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
-        (name, dtype, tf32, choices, f"{first}.{path}", f"{last}.{path}")
+        (
+            name,
+            dtype,
+            tf32,
+            choices,
+            f"{first}.{_on_hopper(path) if first == _MATRICES else path}",
+            f"{last}.{path}",
+        )
         for name, choices, first, last in (
             ("jagged_jagged_bmm_jagged_out", {}, _MATRICES, f"{_WEIGHTED}.transposed"),
             ("array_jagged_bmm_jagged_out", {}, _WEIGHTED, f"{_WEIGHTED}.transposed"),
@@ -222,6 +239,19 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
 
+@CASE
+def test_in_a_new_thread(case: Case) -> None:
+    """A thread that has called nothing of CUDA before, as a backward pass's, has no context yet."""
+    spec = spec_of(LAYOUT, D=64, N=64)
+    sample = case.sample(spec, torch.bfloat16, CUDA)
+    # Its memory is then the allocator's, which need not ask CUDA for any.
+    expected = {name: t.detach().cpu() for name, t in case.call(jagged_cuda, sample).items()}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(case.call, jagged_cuda, sample).result()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].cpu(), values, rtol=0, atol=0, equal_nan=True)
+
+
 # --- kernel paths
 
 
@@ -262,7 +292,7 @@ def test_path(
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of all GPUs run on Hopper too, when they are asked for."""
-    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
     spec = spec_of(LAYOUT, dims=(dim, dim))
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
@@ -271,11 +301,49 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
     assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}"
 
 
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@pytest.mark.parametrize("columns", [40, 128, 200, 264])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_array_products(
+    dtype: torch.dtype, columns: int, path: str, transpose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile of columns of each width, and two; matrices of many steps, with any pitch."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    case = CASES["array_jagged_bmm_jagged_out"]
+    layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
+    spec = spec_of(layout, N=columns, transpose=transpose)
+    kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
+    names = [f"{_WEIGHTED}.{kernel}", f"{_WEIGHTED}.transposed.{kernel}"]
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == names[transpose]
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == names[not transpose]
+
+
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@pytest.mark.parametrize("inner", [8, 64, 200])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_matrices(
+    dtype: torch.dtype, inner: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    case = CASES["jagged_jagged_bmm_jagged_out"]
+    spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
+    kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == f"{_MATRICES}.{kernel}"
+    judge(case, spec, dtype, CUDA)
+
+
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "wgmma")
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "wgmma")
     case = CASES["jagged_flash_attention"]
     sample = case.sample(spec_of(LAYOUT), torch.bfloat16, CUDA)
-    with pytest.raises(RuntimeError, match="JAGGED_CUDA_ATTENTION must be mma_sync or nothing"):
+    with pytest.raises(RuntimeError, match="JAGGED_CUDA_TENSOR_CORES must be mma_sync or nothing"):
         case.call(jagged_cuda, sample)
 
 
@@ -288,7 +356,7 @@ def test_path_of_long_sequences(
 ) -> None:
     """Long on average, sequences are cut into larger tiles, or walked in larger steps."""
     if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
     layout = Layout((1300, 129, 1100), base=5, tail=9)
     spec = spec_of(layout, dims=(dim, dim), causal=causal)

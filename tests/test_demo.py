@@ -190,13 +190,17 @@ def test_the_two_models_agree_in_loss_and_gradient():
 # The whole demo
 
 
-def run_demo(*args: str) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py"), *args],
+        [sys.executable, str(EXAMPLES / name), *args],
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def run_demo(*args: str) -> subprocess.CompletedProcess[str]:
+    return run_example("demo.py", *args)
 
 
 @pytest.mark.parametrize("with_events", [False, True])

@@ -26,7 +26,7 @@ NAMES = {
 
 
 def test_every_kind_of_fault_is_planted() -> None:
-    assert {fault.name for fault in FAULTS} == NAMES
+    assert {fault.name for fault in FAULTS if fault.device == "cuda"} == NAMES
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -818,7 +818,6 @@ def compile_for_hopper():
         "jagged_to_padded_kernel",
         "padded_to_jagged_kernel",
         "jagged_sum_kernel",
-        "jagged_broadcast_kernel",
         "jagged_softmax_kernel",
         "jagged_softmax_backward_kernel",
         "jagged_flash_attention_kernel",

@@ -1,63 +1,18 @@
 """Each row of a sequence gets what the sequence has."""
 
 import torch
-import triton
-import triton.language as tl
 
 from . import jagged_sum as inverse
-from .common import check, check_offsets, check_values, find_tile, load_rows, num_tiles
-
-BLOCK_ELEMS = 1024
-
-
-@triton.jit(do_not_specialize=["num_seqs", "total"])
-def jagged_broadcast_kernel(
-    p_x,  # [B, C]
-    p_offsets,  # [B + 1]
-    p_z,  # [T, C], contiguous
-    num_seqs,
-    total,
-    C,
-    stride_xb,
-    stride_xc,
-    TILE_T: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
-    i_seq, first_row = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE_T)
-    in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
-    _, end = load_rows(p_offsets, i_seq, num_seqs, total)
-    o_t = first_row + tl.arange(0, TILE_T)  # int64
-    o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    m_c = o_c < C
-    # [TILE_C]
-    p_row = p_x + i_seq.to(tl.int64) * stride_xb
-    b_x = tl.load(p_row + o_c * stride_xc, mask=m_c & in_sequence, other=0.0)
-    b_z = tl.broadcast_to(b_x[None, :], (TILE_T, TILE_C))
-    tl.store(p_z + o_t[:, None] * C + o_c[None, :], b_z, mask=(o_t < end)[:, None] & m_c[None, :])
+from .common import check, check_offsets, check_values
+from .padded_to_jagged import take_rows
 
 
 class JaggedBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, offsets, total):
         ctx.save_for_backward(offsets)
-        z = x.new_empty(total, x.shape[1])
-        if z.numel() > 0:
-            tile_c = min(64, triton.next_power_of_2(x.shape[1]))
-            tile_t = BLOCK_ELEMS // tile_c
-            grid = (num_tiles(total, len(x), tile_t), triton.cdiv(x.shape[1], tile_c))
-            with torch.cuda.device_of(x):
-                jagged_broadcast_kernel[grid](
-                    x,
-                    offsets,
-                    z,
-                    len(x),
-                    total,
-                    x.shape[1],
-                    *x.stride(),
-                    TILE_T=tile_t,
-                    TILE_C=tile_c,
-                )
-        return z
+        # No sequence is longer than total, and the stride between a sequence's rows is 0.
+        return take_rows(x.unsqueeze(1).expand(-1, total, -1), offsets, total)
 
     @staticmethod
     def backward(ctx, grad_z):

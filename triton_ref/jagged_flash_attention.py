@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from .attention import add_keys, check_heads, end_rows, load_block, plan, probs_and_grad_logits
 from .common import (
-    EXACT_PRODUCTS,
-    accumulator,
     accumulator_type,
     check,
     check_offsets,
@@ -39,13 +38,6 @@ def sees(o_row, o_col, len_q, len_k, left, right):
     distance = o_col[None, :] - (o_row[:, None] + len_k - len_q)
     inside = (o_row < len_q)[:, None] & (o_col < len_k)[None, :]
     return inside & (distance >= -left) & (distance <= right)
-
-
-@triton.jit
-def load_matrix(p_first, o_row, o_dim, m_row, m_dim, stride_row, stride_dim):
-    """Rows of one head, zeros where masked: [rows, dims]."""
-    p_block = p_first + o_row[:, None] * stride_row + o_dim[None, :].to(tl.int64) * stride_dim
-    return tl.load(p_block, mask=m_row[:, None] & m_dim[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
@@ -101,7 +93,7 @@ def jagged_flash_attention_kernel(
     m_d = o_d < D
     m_dv = o_dv < DV
     # [TILE_M, BLOCK_D]
-    b_q = load_matrix(p_q + i_head * stride_qh, begin_q + o_m, o_d, m_m, m_d, stride_qt, stride_qd)
+    b_q = load_block(p_q + i_head * stride_qh, begin_q + o_m, o_d, m_m, m_d, stride_qt, stride_qd)
 
     b_max = tl.full([TILE_M], float("-inf"), dtype=ACCUMULATOR)
     b_sum = tl.zeros([TILE_M], dtype=ACCUMULATOR)
@@ -114,30 +106,18 @@ def jagged_flash_attention_kernel(
         o_n = start_n + tl.arange(0, TILE_N)
         m_n = o_n < len_k
         # [TILE_N, BLOCK_D]
-        b_k = load_matrix(
+        b_k = load_block(
             p_k + i_kv_head * stride_kh, begin_k + o_n, o_d, m_n, m_d, stride_kt, stride_kd
         )
         # [TILE_N, BLOCK_DV]
-        b_v = load_matrix(
+        b_v = load_block(
             p_v + i_kv_head * stride_vh, begin_k + o_n, o_dv, m_n, m_dv, stride_vt, stride_vd
         )
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
         b_s = tl.where(sees(o_m, o_n, len_q, len_k, left, right), b_s, float("-inf"))
+        b_max, b_sum, b_out = add_keys(b_s, b_v, b_max, b_sum, b_out, INPUT_PRECISION)
 
-        b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
-        # While a row has seen nothing, -inf - -inf would be NaN.
-        b_shift = tl.where(b_max_new == float("-inf"), 0.0, b_max_new)
-        b_p = tl.exp(b_s - b_shift[:, None])
-        b_rescale = tl.exp(b_max - b_shift)
-        b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
-        b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=INPUT_PRECISION)
-        b_out = b_out * b_rescale[:, None] + b_pv
-        b_max = b_max_new
-
-    m_sees = b_max > float("-inf")
-    b_sum = tl.where(m_sees, b_sum, 1.0)
-    b_out = b_out / b_sum[:, None]
-    b_lse = tl.where(m_sees, b_max + tl.log(b_sum), float("-inf"))
+    b_out, b_lse = end_rows(b_max, b_sum, b_out)
     o_out = (begin_q + o_m) * num_heads + i_head
     tl.store(p_lse + o_out, b_lse, mask=m_m)
     p_tile = p_out + o_out[:, None] * DV + o_dv[None, :]
@@ -205,13 +185,13 @@ def jagged_flash_attention_backward_dq_kernel(
     m_dv = o_dv < DV
     o_out = (begin_q + o_m) * num_heads + i_head
     # [TILE_M, BLOCK_D]
-    b_q = load_matrix(p_q + i_head * stride_qh, begin_q + o_m, o_d, m_m, m_d, stride_qt, stride_qd)
+    b_q = load_block(p_q + i_head * stride_qh, begin_q + o_m, o_d, m_m, m_d, stride_qt, stride_qd)
     # [TILE_M, BLOCK_DV]
-    b_grad_out = load_matrix(
+    b_grad_out = load_block(
         p_grad_out + i_head * stride_gh, begin_q + o_m, o_dv, m_m, m_dv, stride_gt, stride_gd
     )
     # [TILE_M, BLOCK_DV]
-    b_out = load_matrix(p_out, o_out, o_dv, m_m, m_dv, DV, 1)
+    b_out = load_block(p_out, o_out, o_dv, m_m, m_dv, DV, 1)
     # [TILE_M]
     b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
 
@@ -229,19 +209,17 @@ def jagged_flash_attention_backward_dq_kernel(
         o_n = start_n + tl.arange(0, TILE_N)
         m_n = o_n < len_k
         # [TILE_N, BLOCK_D]
-        b_k = load_matrix(
+        b_k = load_block(
             p_k + i_kv_head * stride_kh, begin_k + o_n, o_d, m_n, m_d, stride_kt, stride_kd
         )
         # [TILE_N, BLOCK_DV]
-        b_v = load_matrix(
+        b_v = load_block(
             p_v + i_kv_head * stride_vh, begin_k + o_n, o_dv, m_n, m_dv, stride_vt, stride_vd
         )
         m_s = sees(o_m, o_n, len_q, len_k, left, right)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-        b_p = tl.exp(b_s - b_lse[:, None])
-        b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
-        # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
-        b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
+        _, b_grad_s = probs_and_grad_logits(
+            b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
+        )
         b_grad_q += tl.dot(b_grad_s.to(b_k.dtype), b_k, input_precision=INPUT_PRECISION)
 
     p_tile = p_grad_q + o_out[:, None] * D + o_d[None, :]
@@ -307,11 +285,11 @@ def jagged_flash_attention_backward_dkdv_kernel(
     m_d = o_d < D
     m_dv = o_dv < DV
     # [TILE_N, BLOCK_D]
-    b_k = load_matrix(
+    b_k = load_block(
         p_k + i_kv_head * stride_kh, begin_k + o_n, o_d, m_n, m_d, stride_kt, stride_kd
     )
     # [TILE_N, BLOCK_DV]
-    b_v = load_matrix(
+    b_v = load_block(
         p_v + i_kv_head * stride_vh, begin_k + o_n, o_dv, m_n, m_dv, stride_vt, stride_vd
     )
 
@@ -327,11 +305,11 @@ def jagged_flash_attention_backward_dkdv_kernel(
             m_m = o_m < len_q
             o_out = (begin_q + o_m) * (num_kv_heads * group_size) + i_head
             # [TILE_M, BLOCK_D]
-            b_q = load_matrix(
+            b_q = load_block(
                 p_q + i_head * stride_qh, begin_q + o_m, o_d, m_m, m_d, stride_qt, stride_qd
             )
             # [TILE_M, BLOCK_DV]
-            b_grad_out = load_matrix(
+            b_grad_out = load_block(
                 p_grad_out + i_head * stride_gh,
                 begin_q + o_m,
                 o_dv,
@@ -346,14 +324,12 @@ def jagged_flash_attention_backward_dkdv_kernel(
             b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
 
             m_s = sees(o_m, o_n, len_q, len_k, left, right)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-            # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
-            b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
+            b_p, b_grad_s = probs_and_grad_logits(
+                b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
+            )
             b_grad_v += tl.dot(
                 tl.trans(b_p.to(b_grad_out.dtype)), b_grad_out, input_precision=INPUT_PRECISION
             )
-            b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
-            b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
             b_grad_k += tl.dot(
                 tl.trans(b_grad_s.to(b_q.dtype)), b_q, input_precision=INPUT_PRECISION
             )
@@ -457,27 +433,6 @@ class JaggedFlashAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None, None, None, None, None
 
 
-def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
-    """The sizes that are compiled into the kernels: head dims, tiles, types."""
-    head_dim, value_dim = q.shape[2], v.shape[2]
-    widest = max(head_dim, value_dim)
-    # A tile of 64 rows of 128 values of 16 bits is 16 KiB; the backward keeps six or so at once.
-    # tl.dot takes 16 rows and more.
-    tile = max(16, (128 if widest <= 128 else 64) // q.element_size())
-    return {
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
-        "TILE_M": tile,
-        "TILE_N": tile,
-        "ACCUMULATOR": accumulator(q),
-        "INPUT_PRECISION": precision,
-        "num_stages": 2,
-        **EXACT_PRODUCTS,
-    }
-
-
 def jagged_flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -541,13 +496,4 @@ def check_arguments(op, q, k, v, offsets, kv_offsets):
     check_offsets(op, kv_offsets, q, "kv_offsets")
     check(op, len(kv_offsets) == len(offsets), "kv_offsets", list(offsets.shape), len(kv_offsets))
     check(op, q.dim() == 3, "q", "[Tq, H, D] or [T, D]", list(q.shape))
-    head_dim = q.shape[2]
-    fits = k.dim() == 3 and k.shape[2] == head_dim
-    check(op, fits, "k", f"[Tk, G, {head_dim}]", list(k.shape))
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
-    fits = v.dim() == 3 and v.shape[:2] == k.shape[:2]
-    check(op, fits, "v", f"[{len(k)}, {num_kv_heads}, Dv]", list(v.shape))
-    grouped = num_heads % num_kv_heads == 0 if num_kv_heads > 0 else num_heads == 0
-    check(op, grouped, "q's heads", f"a multiple of k's {num_kv_heads}", num_heads)
-    check(op, 1 <= head_dim <= 256, "head dim of q and k", "1 to 256", head_dim)
-    check(op, 1 <= v.shape[2] <= 256, "head dim of v", "1 to 256", v.shape[2])
+    check_heads(op, q, k, v, "Tk")

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from .attention import add_keys, check_heads, end_rows, load_block, plan, probs_and_grad_logits
 from .common import (
-    EXACT_PRODUCTS,
-    accumulator,
     accumulator_type,
     check,
     check_offsets,
@@ -27,7 +26,6 @@ from .common import (
     load_rows,
     num_tiles,
 )
-from .jagged_flash_attention import load_matrix
 
 RUN_TIME_SIZES = ["num_seqs", "total", "num_queries", "group_size"]
 
@@ -78,7 +76,7 @@ def jagged_target_attention_kernel(
     m_d = o_d < D
     m_dv = o_dv < DV
     # [TILE_M, BLOCK_D]
-    b_q = load_matrix(
+    b_q = load_block(
         p_q + i_seq * stride_qb + i_head * stride_qh, o_m, o_d, m_m, m_d, stride_qn, stride_qd
     )
 
@@ -89,26 +87,14 @@ def jagged_target_attention_kernel(
         o_n = first_key + tl.arange(0, TILE_N)
         m_n = o_n < end
         # [TILE_N, BLOCK_D]
-        b_k = load_matrix(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
+        b_k = load_block(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
         # [TILE_N, BLOCK_DV]
-        b_v = load_matrix(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
+        b_v = load_block(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_max, b_sum, b_out = add_keys(b_s, b_v, b_max, b_sum, b_out, INPUT_PRECISION)
 
-        b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
-        # While all logits were -inf, -inf - -inf would be NaN.
-        b_shift = tl.where(b_max_new == float("-inf"), 0.0, b_max_new)
-        b_p = tl.exp(b_s - b_shift[:, None])
-        b_rescale = tl.exp(b_max - b_shift)
-        b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
-        b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=INPUT_PRECISION)
-        b_out = b_out * b_rescale[:, None] + b_pv
-        b_max = b_max_new
-
-    m_sees = b_max > float("-inf")
-    b_sum = tl.where(m_sees, b_sum, 1.0)
-    b_out = b_out / b_sum[:, None]
-    b_lse = tl.where(m_sees, b_max + tl.log(b_sum), float("-inf"))
+    b_out, b_lse = end_rows(b_max, b_sum, b_out)
     o_out = (i_seq * num_queries + o_m) * num_heads + i_head
     tl.store(p_lse + o_out, b_lse, mask=m_m)
     p_tile = p_out + o_out[:, None] * DV + o_dv[None, :]
@@ -166,13 +152,13 @@ def jagged_target_attention_backward_dq_kernel(
     m_dv = o_dv < DV
     o_out = (i_seq * num_queries + o_m) * num_heads + i_head
     # [TILE_M, BLOCK_D]
-    b_q = load_matrix(
+    b_q = load_block(
         p_q + i_seq * stride_qb + i_head * stride_qh, o_m, o_d, m_m, m_d, stride_qn, stride_qd
     )
     # [TILE_M, BLOCK_DV]
-    b_grad_out = load_matrix(p_grad_out, o_out, o_dv, m_m, m_dv, DV, 1)
+    b_grad_out = load_block(p_grad_out, o_out, o_dv, m_m, m_dv, DV, 1)
     # [TILE_M, BLOCK_DV]
-    b_out = load_matrix(p_out, o_out, o_dv, m_m, m_dv, DV, 1)
+    b_out = load_block(p_out, o_out, o_dv, m_m, m_dv, DV, 1)
     # [TILE_M]
     b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
 
@@ -187,14 +173,12 @@ def jagged_target_attention_backward_dq_kernel(
         o_n = first_key + tl.arange(0, TILE_N)
         m_n = o_n < end
         # [TILE_N, BLOCK_D]
-        b_k = load_matrix(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
+        b_k = load_block(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
         # [TILE_N, BLOCK_DV]
-        b_v = load_matrix(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-        b_p = tl.exp(b_s - b_lse[:, None])
-        b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
-        # Where masked, p may be inf.
-        b_grad_s = tl.where(m_n[None, :], b_p * (b_grad_p - b_delta[:, None]), 0.0)
+        b_v = load_block(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
+        _, b_grad_s = probs_and_grad_logits(
+            b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_n[None, :], scale, INPUT_PRECISION
+        )
         b_grad_q += tl.dot(b_grad_s.to(b_k.dtype), b_k, input_precision=INPUT_PRECISION)
 
     p_tile = p_grad_q + o_out[:, None] * D + o_d[None, :]
@@ -252,9 +236,9 @@ def jagged_target_attention_backward_dkdv_kernel(
     m_d = o_d < D
     m_dv = o_dv < DV
     # [TILE_N, BLOCK_D]
-    b_k = load_matrix(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
+    b_k = load_block(p_k + i_kv_head * stride_kh, o_n, o_d, m_n, m_d, stride_kt, stride_kd)
     # [TILE_N, BLOCK_DV]
-    b_v = load_matrix(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
+    b_v = load_block(p_v + i_kv_head * stride_vh, o_n, o_dv, m_n, m_dv, stride_vt, stride_vd)
 
     b_grad_k = tl.zeros([TILE_N, BLOCK_D], dtype=ACCUMULATOR)
     b_grad_v = tl.zeros([TILE_N, BLOCK_DV], dtype=ACCUMULATOR)
@@ -266,22 +250,21 @@ def jagged_target_attention_backward_dkdv_kernel(
             m_m = o_m < end_query
             o_out = (i_seq.to(tl.int64) * num_queries + o_m) * (num_kv_heads * group_size) + i_head
             # [TILE_M, BLOCK_D]
-            b_q = load_matrix(p_head, o_m, o_d, m_m, m_d, stride_qn, stride_qd)
+            b_q = load_block(p_head, o_m, o_d, m_m, m_d, stride_qn, stride_qd)
             # [TILE_M, BLOCK_DV]
-            b_grad_out = load_matrix(p_grad_out, o_out, o_dv, m_m, m_dv, DV, 1)
+            b_grad_out = load_block(p_grad_out, o_out, o_dv, m_m, m_dv, DV, 1)
             # [TILE_M]
             b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
             # [TILE_M]
             b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
 
             m_s = m_m[:, None] & m_n[None, :]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-            b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
+            b_p, b_grad_s = probs_and_grad_logits(
+                b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
+            )
             b_grad_v += tl.dot(
                 tl.trans(b_p.to(b_grad_out.dtype)), b_grad_out, input_precision=INPUT_PRECISION
             )
-            b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
-            b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
             b_grad_k += tl.dot(
                 tl.trans(b_grad_s.to(b_q.dtype)), b_q, input_precision=INPUT_PRECISION
             )
@@ -304,7 +287,7 @@ class JaggedTargetAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, offsets)
         ctx.options = scale, precision
         if lse.numel() > 0:
-            config = plan(q, v, precision)
+            config = plan_queries(q, v, precision)
             with torch.cuda.device_of(q):
                 grid = (num_seqs, num_heads, triton.cdiv(num_queries, config["TILE_M"]))
                 jagged_target_attention_kernel[grid](
@@ -337,7 +320,7 @@ class JaggedTargetAttention(torch.autograd.Function):
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
         )
         delta = torch.empty_like(lse)
-        config = plan(q, v, precision)
+        config = plan_queries(q, v, precision)
         num_seqs, num_queries, num_heads, _ = q.shape
         sizes = (num_seqs, len(k), num_queries, num_heads // max(k.shape[1], 1))
         strides = (*q.stride(), *k.stride(), *v.stride())
@@ -380,24 +363,11 @@ class JaggedTargetAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None, None
 
 
-def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
-    """The sizes that are compiled into the kernels: head dims, tiles, types."""
-    head_dim, value_dim = q.shape[3], v.shape[2]
-    widest = max(head_dim, value_dim)
-    # tl.dot takes 16 rows and more; the backward keeps six tiles or so at once.
-    tile = max(16, (128 if widest <= 128 else 64) // q.element_size())
-    return {
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
-        "TILE_M": min(tile, max(16, triton.next_power_of_2(q.shape[1]))),
-        "TILE_N": tile,
-        "ACCUMULATOR": accumulator(q),
-        "INPUT_PRECISION": precision,
-        "num_stages": 2,
-        **EXACT_PRODUCTS,
-    }
+def plan_queries(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
+    """As for any attention, with tiles no larger than the queries of a sequence need."""
+    config = plan(q, v, precision)
+    needed = max(16, triton.next_power_of_2(q.shape[1]))
+    return config | {"TILE_M": min(config["TILE_M"], needed)}
 
 
 def jagged_target_attention(
@@ -426,23 +396,15 @@ def jagged_target_attention(
         check(op, v.dim() == 2, "v", "[T, Dv] as q is [B, N, D]", list(v.shape))
         q, k, v = q.unsqueeze(2), k.unsqueeze(1), v.unsqueeze(1)
     check(op, q.dim() == 4, "q", "[B, N, H, D] or [B, N, D]", list(q.shape))
-    num_heads, head_dim = q.shape[2:]
     check(op, len(q) == len(offsets) - 1, "q", f"[{len(offsets) - 1}, N, H, D]", list(q.shape))
-    fits = k.dim() == 3 and k.shape[2] == head_dim
-    check(op, fits, "k", f"[T, G, {head_dim}]", list(k.shape))
-    fits = v.dim() == 3 and v.shape[:2] == k.shape[:2]
-    check(op, fits, "v", f"[{len(k)}, {k.shape[1]}, Dv]", list(v.shape))
-    grouped = num_heads % k.shape[1] == 0 if k.shape[1] > 0 else num_heads == 0
-    check(op, grouped, "q's heads", f"a multiple of k's {k.shape[1]}", num_heads)
-    check(op, 1 <= head_dim <= 256, "head dim of q and k", "1 to 256", head_dim)
-    check(op, 1 <= v.shape[2] <= 256, "head dim of v", "1 to 256", v.shape[2])
+    check_heads(op, q, k, v, "T")
 
     out, lse = JaggedTargetAttention.apply(
         q,
         k,
         v,
         offsets.contiguous(),
-        1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale),
         input_precision(),
     )
     if one_head:

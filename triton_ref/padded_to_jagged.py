@@ -39,30 +39,35 @@ def padded_to_jagged_kernel(
     tl.store(p_z + o_t[:, None] * C + o_c[None, :], b_x, mask=m_z)
 
 
+def take_rows(x: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """[total, C] of x [B, M, C]"""
+    z = x.new_empty(total, x.shape[2])
+    if z.numel() > 0:
+        tile_c = min(64, triton.next_power_of_2(x.shape[2]))
+        tile_t = BLOCK_ELEMS // tile_c
+        grid = (num_tiles(total, len(x), tile_t), triton.cdiv(x.shape[2], tile_c))
+        with torch.cuda.device_of(x):
+            padded_to_jagged_kernel[grid](
+                x,
+                offsets,
+                z,
+                len(x),
+                total,
+                x.shape[1],
+                x.shape[2],
+                *x.stride(),
+                TILE_T=tile_t,
+                TILE_C=tile_c,
+            )
+    return z
+
+
 class PaddedToJagged(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, offsets, total):
         ctx.save_for_backward(offsets)
         ctx.max_len = x.shape[1]
-        z = x.new_empty(total, x.shape[2])
-        if z.numel() > 0:
-            tile_c = min(64, triton.next_power_of_2(x.shape[2]))
-            tile_t = BLOCK_ELEMS // tile_c
-            grid = (num_tiles(total, len(x), tile_t), triton.cdiv(x.shape[2], tile_c))
-            with torch.cuda.device_of(x):
-                padded_to_jagged_kernel[grid](
-                    x,
-                    offsets,
-                    z,
-                    len(x),
-                    total,
-                    x.shape[1],
-                    x.shape[2],
-                    *x.stride(),
-                    TILE_T=tile_t,
-                    TILE_C=tile_c,
-                )
-        return z
+        return take_rows(x, offsets, total)
 
     @staticmethod
     def backward(ctx, grad_z):

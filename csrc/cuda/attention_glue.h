@@ -5,9 +5,6 @@
 
 #include "kernels/jagged_flash_attention.h"
 
-#include <cstdlib>
-#include <cstring>
-
 namespace jagged_cuda {
 
 inline AttentionElement attention_element(ScalarType dtype) {
@@ -28,16 +25,6 @@ inline AttentionElement attention_element(ScalarType dtype) {
 inline HeadsView view_heads(const Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
           tensor.size(1) > 1 ? tensor.stride(1) : 0};
-}
-
-// JAGGED_CUDA_ATTENTION=mma_sync makes every GPU take the kernels that run on all of them.
-inline bool mma_sync_only(const char* op) {
-  const char* choice = std::getenv("JAGGED_CUDA_ATTENTION");
-  if (choice == nullptr || *choice == '\0') return false;
-  if (std::strcmp(choice, "mma_sync") != 0) {
-    fail_argument(op, "the environment's JAGGED_CUDA_ATTENTION", "mma_sync or nothing", choice);
-  }
-  return true;
 }
 
 constexpr int64_t kVectorBytes = 16;

@@ -9,6 +9,8 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
 // Exported by libtorch_cuda; torch declares it under USE_CUDA only.
@@ -34,6 +36,16 @@ inline void check_cuda(const char* op, cudaError_t error) {
          "TORCH_CUDA_ARCH_LIST set");
   }
   fail(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
+}
+
+// JAGGED_CUDA_TENSOR_CORES=mma_sync makes every GPU take the kernels that run on all of them.
+inline bool mma_sync_only(const char* op) {
+  const char* choice = std::getenv("JAGGED_CUDA_TENSOR_CORES");
+  if (choice == nullptr || *choice == '\0') return false;
+  if (std::strcmp(choice, "mma_sync") != 0) {
+    fail_argument(op, "the environment's JAGGED_CUDA_TENSOR_CORES", "mma_sync or nothing", choice);
+  }
+  return true;
 }
 
 // Contiguous offsets as kernels take them; `offsets` must outlive the launch.

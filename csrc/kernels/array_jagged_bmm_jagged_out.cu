@@ -1,4 +1,4 @@
-// array_jagged_bmm_jagged_out: choice of the arithmetic, and the kernel for fp64.
+// array_jagged_bmm_jagged_out: choice of the kernel, and the one for fp64.
 //
 // fp64: z_b = A_b y_b, or A_b^T y_b, in tiles of 16 rows (gemm/fp64.cuh: mapping, shared memory,
 // barriers). Grid: x, the virtual tiles of 16 rows of the result; each CTA walks N in steps of 16.
@@ -6,6 +6,9 @@
 // become zeros, as they are a product with K = 0.
 #include "kernels/array_jagged_bmm_jagged_out.cuh"
 #include "kernels/gemm/fp64.cuh"
+#include "kernels/prim/wgmma_support.h"
+
+#include <limits>
 
 namespace jagged_cuda {
 namespace gemm {
@@ -15,6 +18,9 @@ extern template cudaError_t launch_math<Fp16>(const ArrayJaggedBmmJaggedOutParam
 extern template cudaError_t launch_math<Tf32>(const ArrayJaggedBmmJaggedOutParams&, cudaStream_t);
 extern template cudaError_t launch_math<Fp32>(const ArrayJaggedBmmJaggedOutParams&, cudaStream_t);
 
+cudaError_t launch_array_wgmma_bf16(const ArrayJaggedBmmJaggedOutParams&, cudaStream_t);
+cudaError_t launch_array_wgmma_f16(const ArrayJaggedBmmJaggedOutParams&, cudaStream_t);
+
 namespace {
 
 __global__ __launch_bounds__(kThreadsFp64) void array_jagged_bmm_jagged_out_fp64_kernel(
@@ -23,7 +29,7 @@ __global__ __launch_bounds__(kThreadsFp64) void array_jagged_bmm_jagged_out_fp64
   const bool transpose = params.transpose;
   const JaggedTile tile =
       find_tile<kTileFp64>(transpose ? matrices.columns : matrices.rows, blockIdx.x);
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int64_t rows = tile.rows.len - tile.row, global_row = tile.rows.begin + tile.row;
   int64_t depth = 0;
   OperandFp64 a{static_cast<const double*>(params.a), 0, 0};
@@ -59,8 +65,24 @@ cudaError_t launch_fp64(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_
 }  // namespace
 }  // namespace gemm
 
+bool takes_wgmma(const ArrayJaggedBmmJaggedOutParams& params) {
+  // Fewer columns than half of wgmma's smallest tile are as fast without it.
+  constexpr int64_t kMinColumns = 33, kMaxColumns = 1 << 20;
+  constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
+  const int64_t rows = params.matrices.rows.total, columns = params.matrices.columns.total;
+  const int64_t y_rows = params.transpose ? rows : columns;
+  return (params.math == gemm::Math::kBf16 || params.math == gemm::Math::kFp16) &&
+         !params.mma_sync_only && params.y_vectors && params.columns % 8 == 0 &&
+         params.columns >= kMinColumns && params.columns <= kMaxColumns && rows <= kMaxRows &&
+         columns <= kMaxRows && (y_rows <= 1 || params.y_stride >= params.columns) && has_wgmma();
+}
+
 cudaError_t launch_array_jagged_bmm_jagged_out(const ArrayJaggedBmmJaggedOutParams& params,
                                                cudaStream_t stream) {
+  if (takes_wgmma(params)) {
+    return params.math == gemm::Math::kBf16 ? gemm::launch_array_wgmma_bf16(params, stream)
+                                            : gemm::launch_array_wgmma_f16(params, stream);
+  }
   switch (params.math) {
     case gemm::Math::kBf16:
       return gemm::launch_math<gemm::Bf16>(params, stream);

@@ -45,8 +45,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 
   const JaggedTile tile =
       find_tile<kTileM>(kTranspose ? matrices.columns : matrices.rows, blockIdx.x);
-  // Wrong, decreasing offsets can make a row negative.
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int rows = clamp_extent(tile.rows.len - tile.row, kTileM);
   const int64_t begin = blockIdx.y * launch.columns_each;
   const int64_t end = min(begin + launch.columns_each, params.columns);

@@ -20,8 +20,12 @@ struct ArrayJaggedBmmJaggedOutParams {
   int64_t y_stride;       // elements between rows of y
   bool y_vectors;         // y is 16-byte aligned, and so is each of its rows
   bool transpose;
+  bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
   gemm::Math math;
 };
+
+// Whether the product runs on wgmma (array_jagged_bmm_jagged_out_wgmma.cuh).
+bool takes_wgmma(const ArrayJaggedBmmJaggedOutParams& params);
 
 // Enqueues the product; every row of `out` is written. No memory of its own, no synchronisation.
 cudaError_t launch_array_jagged_bmm_jagged_out(const ArrayJaggedBmmJaggedOutParams& params,

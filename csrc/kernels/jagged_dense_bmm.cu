@@ -19,8 +19,7 @@ namespace {
 __global__ __launch_bounds__(kThreadsFp64) void jagged_dense_bmm_fp64_kernel(
     const __grid_constant__ JaggedDenseBmmParams params) {
   const JaggedTile tile = find_tile<kTileFp64>(params.offsets, blockIdx.x);
-  // Wrong, decreasing offsets can make a row negative.
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int64_t rows = tile.rows.len - tile.row, global_row = tile.rows.begin + tile.row;
   const int64_t depth = tile.seq < 0 ? 0 : params.inner;
   const double* gX = static_cast<const double*>(params.x) + global_row * params.x_stride;

@@ -45,8 +45,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_den
   const JaggedDenseBmmParams& params = launch.params;
 
   const JaggedTile tile = find_tile<kTileM>(params.offsets, blockIdx.x);
-  // Wrong, decreasing offsets can make a row negative.
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int rows = clamp_extent(tile.rows.len - tile.row, kTileM);
   const int64_t global_row = tile.rows.begin + tile.row;
   const int64_t begin = blockIdx.y * launch.columns_each;

@@ -39,7 +39,7 @@ struct AttentionParams {
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.
   bool aligned;
-  bool mma_sync_only;  // JAGGED_CUDA_ATTENTION=mma_sync
+  bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };

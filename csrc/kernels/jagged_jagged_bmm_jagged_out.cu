@@ -23,9 +23,16 @@
 #include "kernels/gemm/matrices.cuh"
 #include "kernels/jagged_jagged_bmm_jagged_out.h"
 #include "kernels/prim/launch.cuh"
+#include "kernels/prim/wgmma_support.h"
+
+#include <limits>
 
 namespace jagged_cuda {
 namespace gemm {
+
+cudaError_t launch_matrices_wgmma_bf16(const JaggedJaggedBmmJaggedOutParams&, cudaStream_t);
+cudaError_t launch_matrices_wgmma_f16(const JaggedJaggedBmmJaggedOutParams&, cudaStream_t);
+
 namespace {
 
 struct JaggedJaggedBmmJaggedOutLaunch {
@@ -64,8 +71,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   }
 
   const JaggedTile tile = find_tile<kTileM>(params.matrices.rows, blockIdx.x);
-  // Wrong, decreasing offsets can make a row negative.
-  if (tile.seq < 0 || tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
   const int64_t pitch = matrix.columns.len;
   // The tiles of the sequence's columns are shared by the parts.
@@ -124,7 +130,7 @@ __global__ __launch_bounds__(kThreadsFp64) void jagged_jagged_bmm_jagged_out_fp6
     return;
   }
   const JaggedTile tile = find_tile<kTileFp64>(params.matrices.rows, blockIdx.x);
-  if (tile.seq < 0 || tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
   if (!matrix.fits) return;
   const int64_t rows = tile.rows.len - tile.row, pitch = matrix.columns.len;
@@ -153,8 +159,25 @@ cudaError_t launch_fp64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
 }  // namespace
 }  // namespace gemm
 
+bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
+  constexpr int64_t kMaxInner = 1 << 20;
+  constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
+  const auto copyable = [&](int64_t rows, int64_t stride, bool vectors) {
+    return vectors && rows <= kMaxRows && (rows <= 1 || stride >= params.inner);
+  };
+  return (params.math == gemm::Math::kBf16 || params.math == gemm::Math::kFp16) &&
+         !params.mma_sync_only && params.inner % 8 == 0 && params.inner > 0 &&
+         params.inner <= kMaxInner &&
+         copyable(params.matrices.rows.total, params.x_stride, params.x_vectors) &&
+         copyable(params.matrices.columns.total, params.y_stride, params.y_vectors) && has_wgmma();
+}
+
 cudaError_t launch_jagged_jagged_bmm_jagged_out(const JaggedJaggedBmmJaggedOutParams& params,
                                                 cudaStream_t stream) {
+  if (takes_wgmma(params)) {
+    return params.math == gemm::Math::kBf16 ? gemm::launch_matrices_wgmma_bf16(params, stream)
+                                            : gemm::launch_matrices_wgmma_f16(params, stream);
+  }
   switch (params.math) {
     case gemm::Math::kBf16:
       return gemm::launch_math<gemm::Bf16>(params, stream);

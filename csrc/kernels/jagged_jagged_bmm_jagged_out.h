@@ -21,8 +21,12 @@ struct JaggedJaggedBmmJaggedOutParams {
   int64_t y_stride;       // elements between rows of y
   bool x_vectors;         // x is 16-byte aligned, and so is each of its rows
   bool y_vectors;         // the same of y
+  bool mma_sync_only;     // JAGGED_CUDA_TENSOR_CORES=mma_sync
   gemm::Math math;
 };
+
+// Whether the product runs on wgmma (jagged_jagged_bmm_jagged_out_wgmma.cuh).
+bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params);
 
 // Enqueues the product; every element of `out` is written. No memory of its own, no
 // synchronisation.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract
+from jagged_cuda.ops import _attention, _contract
 from jagged_cuda.ops._memory import call
 from jagged_cuda.ops._precision import allow_tf32
 from jagged_cuda.ops._registration import register
@@ -82,7 +82,7 @@ def jagged_flash_attention(
     if one_head:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+        scale = _attention.default_scale(q)
     out, lse = call(
         torch.ops.jagged_cuda.jagged_flash_attention.default,
         q,
@@ -147,10 +147,6 @@ def _check(
         fail(op, "max_len", ">= 0", str(max_len))
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _fake(
     q: Tensor,
     k: Tensor,
@@ -165,8 +161,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     op = "jagged_flash_attention"
     _check(op, q, k, v, offsets, kv_offsets, window_left, window_right, max_len)
-    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    return out, q.new_empty(q.shape[:2], dtype=_lse_dtype(q.dtype))
+    return _attention.fake_results(q, v)
 
 
 def _fake_backward(
@@ -187,15 +182,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "jagged_flash_attention_backward"
     _check(op, q, k, v, offsets, kv_offsets, window_left, window_right, max_len)
-    total_q, heads, _ = q.shape
-    for name, tensor in (("out", out), ("grad_out", grad_out)):
-        _contract.check_shape(op, name, tensor, (total_q, heads, v.shape[2]))
-        _contract.check_like(op, name, tensor, q)
-    for name, rows in (("lse", lse), ("grad_lse", grad_lse)):
-        if rows is not None:
-            _contract.check_shape(op, name, rows, (total_q, heads))
-            _contract.check_dtype(op, name, rows, _lse_dtype(q.dtype))
-            _contract.check_device(op, name, rows, q)
+    _attention.check_results(op, q, v, out, lse, grad_out, grad_lse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -208,26 +195,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, offsets, kv_offsets = ctx.saved_tensors
-    no_gradient = (None,) * (2 + len(ctx.options))
-    if grad_out is None and grad_lse is None:
-        return (None, None, None, *no_gradient)
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    gradients = call(
-        torch.ops.jagged_cuda.jagged_flash_attention_backward.default,
-        grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        offsets,
-        kv_offsets,
-        *ctx.options,
-    )
-    return (*gradients, *no_gradient)
+    op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
+    return _attention.backward(op, ctx, grad_out, grad_lse)
 
 
 register("jagged_flash_attention_backward", fake=_fake_backward)

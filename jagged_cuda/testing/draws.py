@@ -37,7 +37,7 @@ ENVIRONMENT: dict[str, dict[str, tuple[str, ...]]] = {
         "JAGGED_CUDA_CPU_ISA": ("baseline", "avx2", "avx512"),
         "JAGGED_CUDA_CHECK": ("1",),
     },
-    "cuda": {"JAGGED_CUDA_ATTENTION": ("mma_sync",), "JAGGED_CUDA_CHECK": ("1",)},
+    "cuda": {"JAGGED_CUDA_TENSOR_CORES": ("mma_sync",), "JAGGED_CUDA_CHECK": ("1",)},
     "triton": {},
 }
 
@@ -341,7 +341,7 @@ def _draw_environment(rng: random.Random, backend: str, spec: Spec) -> dict[str,
     for name, values in ENVIRONMENT[backend].items():
         if name == "JAGGED_CUDA_CPU_ISA":
             values = cpu_isas()
-        often = 0.4 if name == "JAGGED_CUDA_ATTENTION" else 0.15  # half of a GPU's kernels
+        often = 0.4 if name == "JAGGED_CUDA_TENSOR_CORES" else 0.15  # half of a GPU's kernels
         if name not in os.environ and values and rng.random() < often:
             drawn[name] = rng.choice(values)
     if "short" in spec.choices.values():  # what does not fit is an error where it is checked

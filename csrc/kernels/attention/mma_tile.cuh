@@ -23,7 +23,6 @@ struct SharedTile {
   static constexpr int kChunkBytes = 16;
   static constexpr int kChunks = kColumns / kChunkElems;
   static constexpr int kRowBytes = kColumns * 2;
-  static constexpr int kGroupBytes = 8 * kChunkBytes;  // from one group of 8 chunks to the next
   static_assert(sizeof(Element) == 2 && (kChunks == 4 || kChunks % 8 == 0),
                 "the swizzle is written for these rows");
 
@@ -61,7 +60,7 @@ struct LaneAddress {
   __device__ __forceinline__ uint32_t block(int rows, int columns) const {
     const int chunk = columns / Tile::kChunkElems;
     return (base ^ (chunk % 8 * Tile::kChunkBytes)) + rows * Tile::kRowBytes +
-           chunk / 8 * Tile::kGroupBytes;
+           chunk / 8 * 8 * Tile::kChunkBytes;
   }
 
  private:

@@ -61,18 +61,6 @@ __device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, c
   }
 }
 
-// The same with a in registers.
-template <int kBlocks, typename ATile, typename BTile>
-__device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s,
-                                                   const RowOperand<true, 1, ATile>& a,
-                                                   const BTile& b) {
-  using Product = ptx::Wgmma<typename ATile::Element, false>;
-  const ptx::MatrixDescriptor b_rows = b.descriptor();
-#pragma unroll
-  for (int k = 0; k < ATile::kColumns; k += 16)
-    Product::run(s[0], a.fragments[k / 16][0], b_rows + BTile::column_step_bytes(k), k > 0);
-}
-
 // An accumulator as A operand, rounded to Element.
 template <typename Element, int kBlocks>
 struct PackedRows {

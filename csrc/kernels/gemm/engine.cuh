@@ -200,71 +200,6 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
   }
 }
 
-// A tile on its way into shared memory: start() and, once the stage before it has been multiplied,
-// finish(). Copies by cp.async need the first alone.
-template <int kThreads, int kLines, int kElems, int kLine, typename Operand>
-struct TileLoad {
-  template <typename Element>
-  __device__ __forceinline__ void start(Element* sTile, const Operand& operand,
-                                        const Element* global, int lines, int elems) {
-    load_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines, elems);
-  }
-  template <typename Element>
-  __device__ __forceinline__ void finish(Element* sTile) {}
-};
-
-// Unaligned lines of 16-bit elements wait in registers (gemm/shifted.cuh): the products of one
-// stage hide the latency of the next one's loads.
-template <int kThreads, int kLines, int kElems, int kLine, typename Element>
-struct GranulesLoad {
-  static constexpr int kVector = Granules<Element>::kElems, kVectors = kElems / kVector;
-  static constexpr int kLineStep = kThreads / kVectors;
-  static constexpr int kCopies = kLines / kLineStep;
-  static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
-  static_assert(kLines % kLineStep == 0);
-
-  Granules<Element> granules[kCopies];
-  int lines, exist;  // exist < 0: nothing waits
-
-  __device__ __forceinline__ void start(Element* sTile, const UnalignedOperand<Element>& operand,
-                                        const Element* global, int lines_there, int elems) {
-    exist = -1;
-    if (operand.vectors) {
-      load_tile<kThreads, kLines, kElems, kLine>(sTile, operand, global, lines_there, elems);
-      return;
-    }
-    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
-    lines = lines_there - first;
-    exist = max(0, min(kVector, elems - elem));
-    const Element* source = global + first * operand.stride + elem;
-#pragma unroll
-    for (int copy = 0; copy < kCopies; ++copy) {
-      granules[copy].load(source, copy * kLineStep < lines ? exist : 0, operand.at_edge,
-                          operand.tensor);
-      source += kLineStep * operand.stride;
-    }
-  }
-
-  __device__ __forceinline__ void finish(Element* sTile) {
-    if (exist < 0) return;
-    const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
-#pragma unroll
-    for (int copy = 0; copy < kCopies; ++copy) {
-      const int line = copy * kLineStep;
-      *reinterpret_cast<uint4*>(&sTile[(first + line) * kLine + elem]) =
-          granules[copy].combine(line < lines ? exist : 0);
-    }
-    exist = -1;
-  }
-};
-
-template <int kThreads, int kLines, int kElems, int kLine>
-struct TileLoad<kThreads, kLines, kElems, kLine, UnalignedOperand<__half>>
-    : GranulesLoad<kThreads, kLines, kElems, kLine, __half> {};
-template <int kThreads, int kLines, int kElems, int kLine>
-struct TileLoad<kThreads, kLines, kElems, kLine, UnalignedOperand<__nv_bfloat16>>
-    : GranulesLoad<kThreads, kLines, kElems, kLine, __nv_bfloat16> {};
-
 __device__ __forceinline__ int clamp_extent(int64_t left, int tile) {
   return left < tile ? static_cast<int>(left) : tile;
 }
@@ -566,17 +501,28 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
   const int row = warp % Config::kWarpsM * Config::kWarpTileM;
   const int column = warp / Config::kWarpsM * Config::kWarpTileN;
 
+  using Element = typename Config::Element;
   constexpr bool kAlongK = Config::kLayoutA == Layout::kAlongK;
-  TileLoad<kThreads, Config::kLinesA, kAlongK ? kTileK : kTileM, Config::kLineA, OperandA> load_a;
+  constexpr int kLinesA = Config::kLinesA, kElemsA = kAlongK ? kTileK : kTileM;
+  constexpr bool kShifts =
+      is_unaligned(static_cast<const OperandA*>(nullptr)) && sizeof(Element) == 2;
+  using Shifted = ShiftedTile<kThreads, kLinesA, kElemsA, Config::kLineA, Element>;
   int64_t load_n = begin, load_k = 0;
   const auto start_next = [&](Stage<Config>& stage) {
     if (load_n < end) {
       const int depth_left = clamp_extent(depth - load_k, kTileK);
       const int columns_left = clamp_extent(end - load_n, kTileN);
-      if constexpr (kAlongK) {
-        load_a.start(stage.sA, a, a.data + load_k, rows, depth_left);
-      } else {
-        load_a.start(stage.sA, a, a.data + load_k * a.stride, depth_left, rows);
+      const Element* gA = a.data + (kAlongK ? load_k : load_k * a.stride);
+      const int lines = kAlongK ? rows : depth_left, elems = kAlongK ? depth_left : rows;
+      bool copied = false;
+      if constexpr (kShifts) {
+        if (!a.vectors) {
+          Shifted::copy(stage.sA, gA, a.stride, lines, elems, a.at_edge, a.tensor);
+          copied = true;
+        }
+      }
+      if (!copied) {
+        load_tile<kThreads, kLinesA, kElemsA, Config::kLineA>(stage.sA, a, gA, lines, elems);
       }
       if constexpr (Config::kLayoutB == Layout::kAlongK) {
         load_tile<kThreads, kTileN, kTileK, Config::kLineB>(
@@ -594,7 +540,6 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
 #pragma unroll 1
   for (int s = 0; s < kStages - 1; ++s) {
     start_next(shared.stages[s]);
-    load_a.finish(shared.stages[s].sA);
   }
   int current = 0;
   for (int64_t n = begin; n < end; n += kTileN) {
@@ -603,14 +548,20 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
     rAcc.clear();
     for (int64_t k = 0; k == 0 || k < depth; k += kTileK) {
       ptx::cp_async_wait<kStages - 2>();
-      __syncthreads();  // this stage is there for all; the stage before it is free
-      Stage<Config>& next = shared.stages[current == 0 ? kStages - 1 : current - 1];
-      start_next(next);
-      if (at_work) {
-        multiply_stage<Config>(rAcc, shared.stages[current], row, column,
-                               clamp_extent(depth - k, kTileK));
+      Stage<Config>& stage = shared.stages[current];
+      if constexpr (kShifts) {
+        const int depth_left = clamp_extent(depth - k, kTileK);
+        // A multiple of kTileK lines or elements moves no address within its granule.
+        if (!a.vectors) {
+          Shifted::shift_in_place(stage.sA, a.data, a.stride, kAlongK ? rows : depth_left,
+                                  kAlongK ? depth_left : rows);
+        }
       }
-      load_a.finish(next.sA);
+      __syncthreads();  // this stage is there for all; the stage before it is free
+      start_next(shared.stages[current == 0 ? kStages - 1 : current - 1]);
+      if (at_work) {
+        multiply_stage<Config>(rAcc, stage, row, column, clamp_extent(depth - k, kTileK));
+      }
       current = current == kStages - 1 ? 0 : current + 1;
     }
     if (at_work) store(rAcc, row, column, n);

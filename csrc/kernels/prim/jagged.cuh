@@ -66,7 +66,7 @@ __device__ __forceinline__ int64_t stretch_bound(const OffsetsView& offsets, int
 
 // The tile with index `tile`, out of num_tiles(). All 32 lanes of a warp must call it together:
 // each step of the search probes 32 places at once, so that 1,024 sequences take two dependent
-// loads and a million four.
+// loads and a million four. Its row is never negative, whatever the offsets.
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int64_t tile) {
   const int lane = threadIdx.x % 32;
@@ -78,7 +78,7 @@ __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int6
     const int64_t bound = stretch_bound(offsets, probe < high ? probe : high);
     const bool before = probe < high && bound / kTile + probe <= tile;
     // The lanes before the first that has not passed: with wrong offsets others may follow, and
-    // low must still not lie behind the tile.
+    // start(low) must still not lie behind the tile.
     const unsigned stopped = ~__ballot_sync(0xffffffffu, before);
     const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
     const int64_t first = __shfl_sync(0xffffffffu, bound, passed > 0 ? passed - 1 : 0),

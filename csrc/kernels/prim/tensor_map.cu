@@ -38,12 +38,24 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), 1,
                              static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result = encode(
-      &map, source.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-      const_cast<void*>(source.data), extents, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box_columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto run = [&] {
+    return encode(
+        &map, source.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        3, const_cast<void*>(source.data), extents, strides, box, element_strides,
+        CU_TENSOR_MAP_INTERLEAVE_NONE,
+        box_columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = run();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has called nothing of the runtime yet, such as that of a backward pass, has no
+    // context, and the driver makes none.
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaSetDevice(device);
+    if (error != cudaSuccess) return error;
+    result = run();
+  }
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -75,8 +75,8 @@ struct MatrixDescriptor {
 // Warp w of the warpgroup holds rows 16 w to 16 w + 15 of c as mma_m16n8k16 does, block by block. a
 // [64, 16] K-major in shared memory, or in registers as mma_m16n8k16's; b [16, 8 kBlocks], K-major
 // (rows of b^T are contiguous) or, if kTransposed, the other way round. Nothing may be read or
-// changed before wgmma_wait_group.
-template <typename Element, bool kTransposed>
+// changed before wgmma_wait_group. An `a` in shared memory is [16, 64] instead if kTransposedA.
+template <typename Element, bool kTransposed, bool kTransposedA = false>
 struct Wgmma;
 
 #define JAGGED_CUDA_C(block) \
@@ -105,27 +105,28 @@ struct Wgmma;
 
 // The two forms for kBlocks blocks. The operands behind the accumulators are numbered from 4
 // kBlocks.
-#define JAGGED_CUDA_WGMMA_FORMS(type, columns, blocks, p0, p1, p2, p3, p4, p5, p6)                \
-  __device__ __forceinline__ static void run(float (&c)[blocks][4], MatrixDescriptor a,           \
-                                             MatrixDescriptor b, bool accumulate) {               \
-    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                                    \
-                      ", 0;\n"                                                                    \
-                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type       \
-                      " {" JAGGED_CUDA_REGISTERS_##blocks                                         \
-                      "}, %" #p0 ", %" #p1 ", p, 1, 1, 0, %" #p3                                  \
-                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value),                         \
-                      "l"(b.value), "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0)); \
-  }                                                                                               \
-  __device__ __forceinline__ static void run(float (&c)[blocks][4], const uint32_t (&a)[4],       \
-                                             MatrixDescriptor b, bool accumulate) {               \
-    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                    \
-                      ", 0;\n"                                                                    \
-                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type       \
-                      " {" JAGGED_CUDA_REGISTERS_##blocks                                         \
-                      "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1, %" #p6     \
-                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "r"(a[0]),                            \
-                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                              \
-                      "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0));               \
+#define JAGGED_CUDA_WGMMA_FORMS(type, columns, blocks, p0, p1, p2, p3, p4, p5, p6)               \
+  __device__ __forceinline__ static void run(float (&c)[blocks][4], MatrixDescriptor a,          \
+                                             MatrixDescriptor b, bool accumulate) {              \
+    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                                   \
+                      ", 0;\n"                                                                   \
+                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type      \
+                      " {" JAGGED_CUDA_REGISTERS_##blocks                                        \
+                      "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p4 ", %" #p3                          \
+                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value),                        \
+                      "l"(b.value), "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0), \
+                      "n"(kTransposedA ? 1 : 0));                                                \
+  }                                                                                              \
+  __device__ __forceinline__ static void run(float (&c)[blocks][4], const uint32_t (&a)[4],      \
+                                             MatrixDescriptor b, bool accumulate) {              \
+    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                   \
+                      ", 0;\n"                                                                   \
+                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type      \
+                      " {" JAGGED_CUDA_REGISTERS_##blocks                                        \
+                      "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1, %" #p6    \
+                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "r"(a[0]),                           \
+                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                             \
+                      "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0));              \
   }
 #define JAGGED_CUDA_WGMMA_SHAPES(type)                               \
   JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)   \
@@ -133,12 +134,12 @@ struct Wgmma;
   JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70) \
   JAGGED_CUDA_WGMMA_FORMS(type, 256, 32, 128, 129, 130, 131, 132, 133, 134)
 
-template <bool kTransposed>
-struct Wgmma<__half, kTransposed> {
+template <bool kTransposed, bool kTransposedA>
+struct Wgmma<__half, kTransposed, kTransposedA> {
   JAGGED_CUDA_WGMMA_SHAPES("f16")
 };
-template <bool kTransposed>
-struct Wgmma<__nv_bfloat16, kTransposed> {
+template <bool kTransposed, bool kTransposedA>
+struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
   JAGGED_CUDA_WGMMA_SHAPES("bf16")
 };
 

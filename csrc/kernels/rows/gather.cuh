@@ -32,8 +32,7 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index >= launch.tiles) return;
   const JaggedTile tile = find_tile<kRows>(launch.offsets, index);
-  // Wrong, decreasing offsets can make a row negative.
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int64_t left = tile.rows.len - tile.row;
   const int rows = left < kRows ? static_cast<int>(left) : kRows;
   const int64_t known = tile.seq < 0 ? 0 : launch.limit - tile.row;

@@ -216,8 +216,7 @@ __global__ __launch_bounds__(kColumnThreads, kColumnCtas<Element>) void over_col
   const int64_t index = blockIdx.x * int64_t{kColumnWarps} + threadIdx.x / 32;
   if (index >= launch.tiles) return;
   const JaggedTile tile = find_tile<kColumnTile>(elements_of(params.matrices), index);
-  // Wrong, decreasing offsets can make a place negative.
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   const int lane = threadIdx.x % 32;
   Element* gOut = static_cast<Element*>(Operand::result(params));
   const Matrix matrix = tile.seq < 0 ? Matrix{} : find_matrix(params.matrices, tile.seq);

@@ -234,8 +234,7 @@ __global__ __launch_bounds__(
   constexpr int kWarps = Config::kWarps, kItems = Config::kItems;
   __shared__ RowsShared<Sum<Element>, kWarps> shared;
   const JaggedTile tile = find_tile<kRowTile>(elements_of(params.matrices), blockIdx.x);
-  // Wrong, decreasing offsets can make a place negative.
-  if (tile.row < 0 || tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len) return;
   Element* gOut = static_cast<Element*>(Operand::result(params));
   const Matrix matrix = tile.seq < 0 ? Matrix{} : find_matrix(params.matrices, tile.seq);
   if (!matrix.fits) {
