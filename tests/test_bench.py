@@ -579,6 +579,24 @@ def test_cuda_timer_falls_back_to_the_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.method == "eager" and "replay" not in fake.log
 
 
+def test_a_graph_that_does_not_fit_beside_the_call_is_timed_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = _FakeCuda()
+    fake.install(monkeypatch)
+
+    @contextlib.contextmanager
+    def capture(graph: object, stream: object) -> Iterator[None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 33.00 GiB")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    found = CudaTimer(torch.device("cpu"), repetitions=4).measure(lambda: None)
+    assert found.method == "eager" and emptied
+
+
 def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     _FakeCuda().install(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), repetitions=2)
