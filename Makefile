@@ -31,7 +31,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz sanitize mutate lint format compdb wheel sdist info clean
+.PHONY: help setup demo test fuzz sanitize mutate readme lint format compdb wheel sdist info clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -65,6 +65,13 @@ sanitize: $(READY) ## Run every kernel path under compute-sanitizer's four tools
 mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
 	$(PY) tests/mutations.py
 	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/mutations.py --device cuda; fi
+
+RESULTS = benchmarks/results/h100
+
+readme: $(READY) ## Make README's tables and figures anew from benchmarks/results
+	$(PY) -m jagged_cuda.bench table $(RESULTS).json --update README.md
+	$(PY) -m jagged_cuda.bench plot $(RESULTS).json --plot $(RESULTS).png --panels time,memory,fill,operators
+	$(PY) -m jagged_cuda.bench plot $(RESULTS).json --plot $(RESULTS)_roofline.png --panels roofline
 
 SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 

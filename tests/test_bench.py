@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,27 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
+from jagged_cuda import unfused
 from jagged_cuda.bench import __main__ as command_line
 from jagged_cuda.bench import (
     attention,
     build,
     checking,
     figure2,
+    implementations,
     peers,
     report,
     shapes,
+    sweep,
     table1,
     target,
 )
 from jagged_cuda.bench import session as session_module
 from jagged_cuda.bench import timing as timing_module
+from jagged_cuda.bench.candidate import Candidate
 from jagged_cuda.bench.checking import WrongResultError
-from jagged_cuda.bench.session import HINTED, OURS, Options, Session
+from jagged_cuda.bench.operands import Operands
+from jagged_cuda.bench.session import HINTED, OURS, UNFUSED, Options, Row, Session
 from jagged_cuda.bench.timing import CpuTimer, CudaTimer, Measurement
 from jagged_cuda.testing import reference
 from jagged_cuda.testing.lengths import Layout
@@ -107,11 +112,12 @@ def test_target_beside_padded_attention(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_target_counts_bytes_and_finds_a_wrong_result() -> None:
     layout = Layout((20, 0, 40))
-    operands = target.Operands.draw(layout, 3, 8, torch.device("cpu"), torch.float32)
+    operands = Operands.draw(layout, 1, 8, torch.device("cpu"), torch.float32, queries=3)
     assert operands.forward_bytes == 4 * (2 * 72 + 2 * 480 + 9)
     assert operands.backward_bytes - operands.forward_bytes == 4 * (2 * 72 + 2 * 480)
-    check = target.Check(operands, 1e-4)
-    out, *gradients = target.ours(operands, hinted=True).step()
+    assert operands.flops == 4 * 3 * 480
+    check = checking.AttentionCheck(operands, 1e-4)
+    out, *gradients = implementations.ours(operands, hinted=True).step()
     check.require_out(out)
     check.require_gradients(gradients)
     with pytest.raises(checking.WrongResultError, match="wrong out of sequence 0"):
@@ -119,6 +125,34 @@ def test_target_counts_bytes_and_finds_a_wrong_result() -> None:
     gradients[1][-1] += 1
     with pytest.raises(checking.WrongResultError, match="wrong dk of sequence 2"):
         check.require_gradients(gradients)
+
+
+def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:
+    found = run(tmp_path, "sweep")
+    assert len(sweep.CASES) == 7
+    keys = [row["case"] for row in found["rows"]]
+    assert keys == [f"{case} {p}%" for case in sweep.CASES for p in sweep.QUICK_PERCENTS]
+    for row in found["rows"]:
+        padded = "sdpa" if row["case"].startswith("attention") else "padded"
+        assert {OURS, padded} <= {
+            n for n, result in row["results"].items() if "median_us" in result
+        }
+        assert row["pass"] == "forward+backward"
+        assert (row["shape"]["fill"] == 1) == row["case"].endswith("100%")
+
+
+@pytest.mark.parametrize("percent", sweep.PERCENTS)
+def test_fill_is_the_mean_over_the_longest(percent: int) -> None:
+    layout = shapes.layout(shapes.filled(1024, 200, percent / 100), quick=False)
+    assert layout.max_len == 200 and min(layout.lengths) >= 1
+    assert layout.total / (1024 * 200) == pytest.approx(percent / 100, rel=0.15)
+
+
+def test_all_peers_can_be_asked_for() -> None:
+    session = Session(CpuTimer(1), Options(against=("all",)))
+    assert session.peers(attention.PEERS, ("varlen",)) == list(attention.PEERS)
+    session = Session(CpuTimer(1), Options(against=("none",)))
+    assert session.peers(attention.PEERS, ("varlen",)) == []
 
 
 def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +168,13 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("jagged_cuda.bench.host.QUICK_CALLS", 3)
     found = run(tmp_path, "all", "--cases", "512,jagged_softmax,torch.add,build")
     commands = {row["command"] for row in found["rows"]}
-    assert commands == {"table1", "figure2", "host"}
+    assert commands == {"table1", "figure2", "sweep", "host"}
     for row in found["rows"]:
         assert row["results"][OURS]["median_us"] > 0
         if row["command"] == "figure2":
-            assert set(row["results"]) == {OURS, HINTED, "dense", "sdpa", "varlen"}
+            assert set(row["results"]) == {OURS, HINTED, UNFUSED, *figure2.DEFAULT_PEERS}
             assert row["results"]["dense"]["peak_mib"] is None  # known on a GPU alone
+            assert f"dense / {UNFUSED}" in row["ratios"]
     passes = [row["pass"] for row in found["rows"] if row["command"] == "host"]
     assert passes == ["no gradient", "gradient", "forward+backward"] * 2
     assert found["build"]["warm_import_s"] == 0.05 and caches == [None]
@@ -171,7 +206,7 @@ def test_a_failed_build_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "text"),
     [
         (["table1", "--cases", "nothing"], "--cases must be of jagged_dense_bmm, "),
-        (["table1", "--against", "flex"], "--against must be of padded, sll, got flex"),
+        (["table1", "--against", "flex"], "--against must be of padded, sll, all, none, got flex"),
         (["attention", "--dtype", "fp8"], "--dtype must be of tf32, fp32, bf16, fp16, got fp8"),
         (["attention", "--repetitions", "0"], "--repetitions must be >= 1, got 0"),
         (["everything"], "invalid choice: 'everything'"),
@@ -276,11 +311,35 @@ def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_padding_that_would_fill_the_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "memory_bytes", lambda device: 10**6)
+    monkeypatch.setattr(implementations, "memory_bytes", lambda device: 10**6)
     layout = Layout((500, 1, 1, 1))
-    operands = attention.Operands.draw(layout, 2, 16, False, torch.device("cpu"), torch.float32)
+    operands = Operands.draw(layout, 2, 16, torch.device("cpu"), torch.float32)
     with pytest.raises(peers.AbsentError, match="4 x 500 rows"):
-        attention.sdpa(operands)
+        implementations.sdpa(operands)
+
+
+def test_running_out_of_memory_ends_one_candidate_alone() -> None:
+    def fail(q: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 33.00 GiB")
+
+    class Check:
+        def require_out(self, out: Tensor, slack: float = 1.0) -> None:
+            pass
+
+        def require_gradients(self, gradients: Sequence[Tensor]) -> None:
+            pass
+
+    x = torch.ones(3, requires_grad=True)
+    session = Session(CpuTimer(1), Options())
+    session.calibrate()
+    row = session.add(Row("figure2", "4096", "forward+backward", "bf16", {}, 0))
+    candidates = {
+        "dense": lambda: Candidate(fail, (x,), x),
+        OURS: lambda: Candidate(torch.exp, (x,), x),
+    }
+    session.run((row,), candidates, Check())
+    assert row.results["dense"] == {"error": "out of memory"}
+    assert "median_us" in row.results[OURS] and not session.failed
 
 
 # --- what is counted
@@ -296,7 +355,8 @@ def test_lengths_are_those_of_the_record() -> None:
 
 
 def test_bytes_and_operations() -> None:
-    batch = table1.draw_batch(torch.device("cpu"), torch.float32, quick=False)
+    layout = shapes.layout(shapes.uniform(table1.NUM_SEQS, table1.MAX_LEN), quick=False)
+    batch = table1.draw_batch(layout, torch.device("cpu"), torch.float32, quick=False)
     operators = {operator.name: operator for operator in table1.OPERATORS}
     dense, jagged = operators["jagged_dense_bmm"], operators["jagged_jagged_bmm"]
     softmax = operators["jagged_softmax"]
@@ -314,18 +374,18 @@ def test_bytes_and_operations() -> None:
     layout = Layout((4096,) * 8)
     with torch.device("meta"):
         q = torch.empty(layout.total, 16, 128, dtype=torch.bfloat16)
-    operands = attention.Operands(layout, q, q, q, q, torch.zeros(9), False, 1.0)
+    operands = Operands(layout, q, q, q, q, torch.zeros(9), 1.0)
     assert operands.flops / 1680 / 1e6 == pytest.approx(655, abs=1)
-    causal = attention.Operands(layout, q, q, q, q, torch.zeros(9), True, 1.0)
+    causal = dataclasses.replace(operands, causal=True)
     assert 2 * causal.flops == operands.flops
     assert operands.backward_bytes - operands.forward_bytes == 4 * 2 * q.numel()
 
 
 def test_every_case_has_a_goal_and_every_peer_a_description() -> None:
     assert [int(case) for case in figure2.CASES] == [512, 1024, 2048, 4096]
-    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS, *target.PEERS):
+    for name in (*table1.PEERS, *attention.PEERS, *figure2.PEERS, *target.PEERS, *sweep.PEERS):
         assert peers.DESCRIPTIONS[name]
-    for module in (table1, attention, figure2, target):
+    for module in (table1, attention, figure2, target, sweep):
         assert set(module.DEFAULT_PEERS) <= set(module.PEERS)
 
 
@@ -363,19 +423,62 @@ def test_a_lost_sequence_is_seen() -> None:
         checking.require_jagged("result", wrong[:3, 0], right, layout, 0.02)
 
 
+def test_a_sum_that_cancels_is_judged_by_the_others() -> None:
+    layout = Layout((1, 40, 1))
+    right = torch.ones(layout.total, 1)
+    right[0], right[-1] = 1e-6, 2.0
+    checking.require_jagged("result", right + 1e-6, right, layout, 1e-5)
+    wrong = right.clone()
+    wrong[-1] = 0
+    with pytest.raises(WrongResultError, match="relative error 1 in sequence 2"):
+        checking.require_jagged("result", wrong, right, layout, 1e-5)
+
+
 @pytest.mark.parametrize("index", range(4))
-def test_attention_is_judged(index: int) -> None:
+@pytest.mark.parametrize("name", [OURS, UNFUSED])
+def test_attention_is_judged(index: int, name: str) -> None:
     layout = Layout((30, 2, 17))
-    operands = attention.Operands.draw(layout, 2, 8, True, torch.device("cpu"), torch.float32)
-    tensors = (*operands.qkv, operands.grad_out)
-    check = checking.AttentionCheck(layout, tensors, operands.scale, True, 1e-4)
-    results = [tensor.clone() for tensor in attention.ours(operands, True).step()]
+    is_unfused = name == UNFUSED
+    operands = Operands.draw(
+        layout,
+        1 if is_unfused else 2,
+        8,
+        torch.device("cpu"),
+        torch.float32,
+        causal=not is_unfused,
+    )
+    check = checking.AttentionCheck(operands, 1e-4, scores_in_memory=is_unfused)
+    maker = implementations.makers(operands, shapes.PRECISIONS["fp32"])[name]
+    results = [tensor.clone() for tensor in maker().step()]
     check.require_out(results[0])
     check.require_gradients(results[1:])
-    results[index][40, 1] += 0.1
+    results[index][40, -1] += 0.1
     with pytest.raises(WrongResultError, match="of sequence 2"):
         check.require_out(results[0])
         check.require_gradients(results[1:])
+
+
+def test_scores_in_memory_are_allowed_their_rounding_and_no_more() -> None:
+    layout = Layout((96, 40))
+    operands = Operands.draw(layout, 1, 64, torch.device("cpu"), torch.bfloat16)
+    # Logits eight times as large as usual: rounded to bfloat16 they are off by up to 1 / 16.
+    operands = dataclasses.replace(operands, scale=8 * operands.scale)
+    plain = checking.AttentionCheck(operands, 2e-2)
+    rounded = checking.AttentionCheck(operands, 2e-2, scores_in_memory=True)
+    for sample in rounded.samples:
+        assert all(2e-2 <= limit < 0.2 for limit in sample.limits)
+    leaves = [tensor.squeeze(1).detach().requires_grad_() for tensor in operands.qkv]
+    out = unfused.jagged_attention(*leaves, operands.offsets, scale=operands.scale)
+    gradients = torch.autograd.grad(out, leaves, operands.grad_out.squeeze(1))
+    results = [tensor.unsqueeze(1) for tensor in (out.detach(), *gradients)]
+    rounded.require_out(results[0])
+    rounded.require_gradients(results[1:])
+    with pytest.raises(WrongResultError, match=r"limit 0\.02"):
+        plain.require_out(results[0])
+        plain.require_gradients(results[1:])
+    results[0][100] *= 1.5
+    with pytest.raises(WrongResultError, match="wrong out of sequence 1"):
+        rounded.require_out(results[0])
 
 
 # --- how is timed
@@ -476,15 +579,35 @@ def test_cuda_timer_falls_back_to_the_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.method == "eager" and "replay" not in fake.log
 
 
+def test_a_graph_that_does_not_fit_beside_the_call_is_timed_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = _FakeCuda()
+    fake.install(monkeypatch)
+
+    @contextlib.contextmanager
+    def capture(graph: object, stream: object) -> Iterator[None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 33.00 GiB")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    found = CudaTimer(torch.device("cpu"), repetitions=4).measure(lambda: None)
+    assert found.method == "eager" and emptied
+
+
 def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     _FakeCuda().install(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), repetitions=2)
     options = Options(
-        quick=True, cases=("jagged_softmax", "short", "512", "din"), against=("padded", "sdpa")
+        quick=True,
+        cases=("jagged_softmax", "short", "512", "din", "attention"),
+        against=("padded", "sdpa"),
     )
     session = Session(timer, options)
     session.calibrate()
-    for module in (table1, attention, figure2, target):
+    for module in (table1, attention, figure2, target, sweep):
         module.run(session)
     assert session.rows and not session.failed
     table = report.tables(session, report.environment(timer.device))

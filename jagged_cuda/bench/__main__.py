@@ -19,8 +19,12 @@ from jagged_cuda.bench import (
     figure2,
     host,
     peers,
+    plot,
     report,
     shapes,
+    stamp,
+    sweep,
+    table,
     table1,
     target,
 )
@@ -32,9 +36,12 @@ COMMANDS: dict[str, ModuleType] = {
     "attention": attention,
     "figure2": figure2,
     "target": target,
+    "sweep": sweep,
     "host": host,
     "build": build,
 }
+# These measure nothing: they read a results file.
+FILE_COMMANDS = {"plot": plot, "table": table, "stamp": stamp}
 QUICK_REPETITIONS = 3
 
 
@@ -45,17 +52,19 @@ def _names(text: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jagged_cuda.bench",
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time jagged_cuda's operators beside their peers. Each result of ours is"
         "\nchecked before it is timed; a wrong or failing one makes the exit status 1.",
         epilog="peers:\n"
-        + "\n".join(f"  {name:8} {text}" for name, text in peers.DESCRIPTIONS.items())
+        + "\n".join(f"  {name:14} {text}" for name, text in peers.DESCRIPTIONS.items())
         + "\n\ncases:\n"
-        + "\n".join(f"  {name:10} {', '.join(m.CASES)}" for name, m in COMMANDS.items()),
+        + "\n".join(f"  {name:14} {', '.join(m.CASES)}" for name, m in COMMANDS.items())
+        + f"\n\nof a results file: {', '.join(FILE_COMMANDS)} (plot --help, ...)",
     )
     parser.add_argument("command", choices=[*COMMANDS, "all"])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where it works")
-    parser.add_argument("--against", type=_names, metavar="NAME,...", help="peers; none: no peers")
+    parser.add_argument("--against", type=_names, metavar="NAME,...", help="peers; all, none")
     parser.add_argument(
         "--cases", type=_names, metavar="NAME,...", default=("*",), help="names or patterns"
     )
@@ -68,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, metavar="N", help="default: by the time of one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was measured")
     parser.add_argument(
         "--seconds-budget", type=float, metavar="S", help="start no case after S seconds"
     )
@@ -84,14 +94,16 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--cases must be of {expected}, got {pattern}")
     known = [name for module in modules for name in getattr(module, "PEERS", ())]
     for name in options.against or ():
-        if name not in (*known, "none"):
-            expected = ", ".join(dict.fromkeys(known)) or "none"
+        if name not in (*known, "all", "none"):
+            expected = ", ".join(dict.fromkeys((*known, "all", "none")))
             parser.error(f"--against must be of {expected}, got {name}")
     for name in options.dtype or ():
         if name not in shapes.PRECISIONS:
             parser.error(f"--dtype must be of {', '.join(shapes.PRECISIONS)}, got {name}")
     if options.repetitions is not None and options.repetitions < 1:
         parser.error(f"--repetitions must be >= 1, got {options.repetitions}")
+    if options.plot is not None and not plot.is_possible():
+        parser.error(f"--plot: {plot.NEEDS}")
 
 
 def _modules(command: str) -> dict[str, ModuleType]:
@@ -106,6 +118,8 @@ def _why_no_cuda() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in FILE_COMMANDS:
+        return FILE_COMMANDS[arguments[0]].main(arguments[1:])
     parser = _parser()
     parsed = parser.parse_args(arguments)
     _check(parser, parsed)
@@ -151,6 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(BrokenPipeError):
             report.print_tables(session, where)
         save()
+    if parsed.plot is not None:
+        try:
+            plot.draw(report.as_json(session, arguments, where), parsed.plot)
+        except ValueError as error:
+            print(error, file=sys.stderr)
     return 1 if session.failed else 0
 
 

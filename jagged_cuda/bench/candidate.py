@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ class Candidate:
         leaves, grad_out = self._leaves(), self.grad_out
         out = self.function(*leaves)
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+    def prepare(self, pass_name: str) -> Callable[[], Any]:
+        """The call that is this pass; what comes before it has run."""
+        if pass_name == "forward":
+            return self.forward
+        return self.prepare_backward() if pass_name == "backward" else self.step
 
     def step(self) -> tuple[Tensor, ...]:
         """Forward and backward: the result and the gradients."""

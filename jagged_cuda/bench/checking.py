@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from jagged_cuda.bench.operands import Operands
 from jagged_cuda.testing.lengths import Layout
 
 # The gradients of a shorter sequence may cancel to nearly nothing (of one row: to nothing), so that
-# their relative error says nothing; the tests judge those.
+# their relative error says nothing; the tests judge those. A result may too (one sum of products):
+# it is judged by the size of the other sequences' rows where that is larger.
 MIN_ROWS_OF_GRADIENTS = 16
 CHUNK = 1024
 
@@ -24,14 +28,21 @@ class WrongResultError(AssertionError):
 
 
 def relative_errors(actual: Tensor, reference: Tensor, owner: Tensor, num_owners: int) -> Tensor:
-    """`[num_owners]`: |actual - reference| / |reference| over the rows of each owner."""
+    """`[num_owners]`: |actual - reference| / |reference| over the rows of each owner.
+
+    An owner of few rows is taken for no smaller than as many rows of average size.
+    """
     exact = reference.double().reshape(reference.shape[0], -1)
     difference = actual.detach().double().reshape(exact.shape) - exact
 
-    def norm(values: Tensor) -> Tensor:
-        return values.new_zeros(num_owners).index_add(0, owner, values.square().sum(1)).sqrt()
+    def sum_of(values: Tensor) -> Tensor:
+        return values.new_zeros(num_owners).index_add(0, owner, values)
 
-    error, size = norm(difference), norm(exact)
+    squares = exact.square().sum(1)
+    error, size = sum_of(difference.square().sum(1)).sqrt(), sum_of(squares).sqrt()
+    rows = sum_of(torch.ones_like(squares))
+    average = (rows * squares.sum() / max(1, squares.numel())).sqrt()
+    size = torch.where(rows < MIN_ROWS_OF_GRADIENTS, torch.maximum(size, average), size)
     return torch.where((error == 0) & (size == 0), 0.0, error / size)
 
 
@@ -95,57 +106,96 @@ def attention_of_one_head(
     return torch.cat(outs), torch.cat(dqs), dk, dv
 
 
-class AttentionCheck:
-    """Judges results of attention on a few sequences and heads, against float64."""
+class Check(Protocol):
+    """Raises WrongResultError unless a result, or gradients, are right."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Sequence[Tensor],
-        scale: float,
-        causal: bool,
-        limit: float,
-    ) -> None:
-        """tensors: q, k, v and grad_out, each `[T, H, D]`."""
-        self.layout = layout
-        self.limit = limit
-        order = sorted(range(layout.num_seqs), key=lambda seq: layout.lengths[seq])
-        long_enough = [s for s in order if layout.lengths[s] >= MIN_ROWS_OF_GRADIENTS] or order
+    def require_out(self, out: Tensor, slack: float = 1.0) -> None:
+        """slack: the factor by which the limit is widened."""
+
+    def require_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Of the inputs, in their order."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One head of one sequence: where it stands in q and in k, its exact results, their limits."""
+
+    name: str
+    length: int
+    of_q: Any
+    of_k: Any
+    exact: tuple[Tensor, ...]  # out, dq, dk, dv
+    limits: tuple[float, ...]
+
+
+class AttentionCheck:
+    """Judges results of attention on a few sequences and heads, against float64.
+
+    With `scores_in_memory` scores and weights are rounded to the operands' dtype, which the
+    exponential magnifies by the size of the scores. How far that carries is seen on PyTorch's own
+    three steps in the same precision: the limit is twice their error where that is the larger.
+    """
+
+    def __init__(self, operands: Operands, limit: float, scores_in_memory: bool = False) -> None:
+        self.shape = operands.q.shape
+        lengths = operands.layout.lengths
+        order = sorted(range(len(lengths)), key=lambda seq: lengths[seq])
+        long_enough = [seq for seq in order if lengths[seq] >= MIN_ROWS_OF_GRADIENTS] or order
         # Of those whose gradients can be judged, the shortest, the median and the longest; and the
         # last sequence of the batch.
         seqs = {long_enough[0], long_enough[len(long_enough) // 2], long_enough[-1]}
-        seqs.add(layout.num_seqs - 1)
-        begins = layout.offsets()
-        heads = {0, tensors[0].shape[1] - 1}
+        seqs.add(len(lengths) - 1)
         self.samples = []
         for seq in sorted(seqs):
-            rows = slice(int(begins[seq]), int(begins[seq + 1]))
-            for head in sorted(heads):
-                q, k, v, grad_out = (tensor[rows, head] for tensor in tensors)
-                found = attention_of_one_head(q, k, v, grad_out, scale, causal)
-                self.samples.append((seq, rows, head, found))
+            for name, of_q, of_k in operands.parts(seq):
+                q, k, v = operands.q[of_q], operands.k[of_k], operands.v[of_k]
+                grad_out, scale = operands.grad_out[of_q], operands.scale
+                exact = attention_of_one_head(q, k, v, grad_out, scale, operands.causal)
+                limits = [limit] * len(exact)
+                if scores_in_memory:
+                    rounded = _three_steps(q, k, v, grad_out, scale)
+                    limits = [
+                        max(limit, 2 * float(_relative_error(*pair)))
+                        for pair in zip(rounded, exact, strict=True)
+                    ]
+                self.samples.append(_Sample(name, lengths[seq], of_q, of_k, exact, tuple(limits)))
 
     def require_out(self, out: Tensor, slack: float = 1.0) -> None:
-        """Check the result, `[T, H, D]`."""
-        self._require("out", out, 0, 1, slack * self.limit)
+        """Check the result, of q's shape."""
+        if out.shape != self.shape:
+            raise WrongResultError(
+                f"wrong out: shape {list(out.shape)}, expected {list(self.shape)}"
+            )
+        self._require("out", out, 0, slack)
 
     def require_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Check dq, dk and dv, each `[T, H, D]`."""
+        """Check dq, dk and dv."""
         for index, name in enumerate(("dq", "dk", "dv"), 1):
-            self._require(name, gradients[index - 1], index, MIN_ROWS_OF_GRADIENTS, self.limit)
+            self._require(name, gradients[index - 1], index)
 
-    def _require(self, name: str, actual: Tensor, index: int, min_rows: int, limit: float) -> None:
-        if actual.shape[0] != self.layout.total:
-            raise WrongResultError(
-                f"wrong {name}: {actual.shape[0]} rows, expected {self.layout.total}"
-            )
+    def _require(self, name: str, actual: Tensor, index: int, slack: float = 1.0) -> None:
         if not bool(actual.isfinite().all()):
             raise WrongResultError(f"wrong {name}: it is not finite")
-        for seq, rows, head, found in self.samples:
-            if self.layout.lengths[seq] < min_rows:
+        for sample in self.samples:
+            if index > 0 and sample.length < MIN_ROWS_OF_GRADIENTS:
                 continue
-            reference = found[index]
-            owner = torch.zeros(reference.shape[0], dtype=torch.int64, device=reference.device)
-            errors = relative_errors(actual[rows, head], reference, owner, 1)
-            length = self.layout.lengths[seq]
-            require(f"{name} of sequence {seq} ({length} rows), head {head}", errors, limit)
+            place = sample.of_q if index < 2 else sample.of_k
+            errors = _relative_error(actual[place], sample.exact[index])
+            require(f"{name} of {sample.name}", errors, slack * sample.limits[index])
+
+
+def _relative_error(actual: Tensor, exact: Tensor) -> Tensor:
+    """`[1]`: of one sequence's rows."""
+    owner = torch.zeros(exact.shape[0], dtype=torch.int64, device=exact.device)
+    return relative_errors(actual, exact, owner, 1)
+
+
+def _three_steps(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """Product, softmax, product in PyTorch: out, dq, dk, dv of one head, each `[L, D]`."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    scores = leaves[0] @ leaves[1].T
+    weights = (scale * scores.float()).softmax(1).to(q.dtype)
+    out = weights @ leaves[2]
+    return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))

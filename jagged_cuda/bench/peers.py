@@ -26,6 +26,7 @@ DESCRIPTIONS = {
     " mask, so that padding takes part",
     "varlen": "FlashAttention-2 in torch, behind torch.nn.attention.varlen",
     "cudnn": "cuDNN's ragged attention, through torch",
+    "cudnn_frontend": "cuDNN's ragged attention, through the package nvidia-cudnn-frontend",
     "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
     "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
@@ -82,10 +83,7 @@ def sll_attention(
 
 
 class VarlenAttention(torch.autograd.Function):
-    """FlashAttention-2 behind torch.nn.attention.varlen. q, k, v `[T, H, D]`, offsets int32.
-
-    query_offsets and max_queries are those of q where it has other rows than k and v.
-    """
+    """FlashAttention-2 behind torch.nn.attention.varlen. q, k, v `[rows, H, D]`, offsets int32."""
 
     @staticmethod
     def forward(
@@ -93,15 +91,13 @@ class VarlenAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        query_offsets: Tensor,
         offsets: Tensor,
+        max_queries: int,
         max_len: int,
         scale: float,
         causal: bool,
-        query_offsets: Tensor | None = None,
-        max_queries: int | None = None,
     ) -> Tensor:
-        query_offsets = offsets if query_offsets is None else query_offsets
-        max_queries = max_len if max_queries is None else max_queries
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -151,7 +147,7 @@ class VarlenAttention(torch.autograd.Function):
 
 
 class CudnnAttention(torch.autograd.Function):
-    """cuDNN's ragged attention as torch calls it. q, k, v `[T, H, D]`, offsets int32."""
+    """cuDNN's ragged attention as torch calls it. q, k, v `[rows, H, D]`, offsets int32."""
 
     @staticmethod
     def forward(
@@ -159,7 +155,9 @@ class CudnnAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        query_offsets: Tensor,
         offsets: Tensor,
+        max_queries: int,
         max_len: int,
         scale: float,
         causal: bool,
@@ -169,9 +167,9 @@ class CudnnAttention(torch.autograd.Function):
             k,
             v,
             None,
+            query_offsets,
             offsets,
-            offsets,
-            max_len,
+            max_queries,
             max_len,
             True,
             0.0,
@@ -180,14 +178,14 @@ class CudnnAttention(torch.autograd.Function):
             scale=scale,
         )
         out, lse, ctx.seed, ctx.offset = result[0], result[1], result[6], result[7]
-        ctx.save_for_backward(q, k, v, out, lse, offsets)
-        ctx.options = (max_len, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse, query_offsets, offsets)
+        ctx.options = (max_queries, max_len, scale, causal)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, offsets = ctx.saved_tensors
-        max_len, scale, causal = ctx.options
+        q, k, v, out, lse, query_offsets, offsets = ctx.saved_tensors
+        max_queries, max_len, scale, causal = ctx.options
         gradients = torch.ops.aten._cudnn_attention_backward(
             grad_out,
             q,
@@ -198,15 +196,15 @@ class CudnnAttention(torch.autograd.Function):
             ctx.seed,
             ctx.offset,
             None,
+            query_offsets,
             offsets,
-            offsets,
-            max_len,
+            max_queries,
             max_len,
             0.0,
             causal,
             scale=scale,
         )
-        return (*gradients, None, None, None, None)
+        return (*gradients, *(None,) * 6)
 
 
 def flash_attention_3() -> tuple[Any, bool]:
@@ -229,6 +227,7 @@ def flex_attention(layout: Layout, device: torch.device, scale: float, causal: b
 
     total = layout.total
     block_mask = flex.create_block_mask(mask, None, None, total, total, device, _compile=True)
+    torch.compiler.reset()  # else it would give up after a few shapes, and run unfused
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, scale=scale)
 
@@ -274,7 +273,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, outside: Tensor, scale: flo
 
 def versions() -> dict[str, str]:
     """The installed peers that are packages of their own."""
-    names = ("fbgemm-gpu-cpu", "fbgemm-gpu", "fa3-fwd", "flash-attn-3", "flash_attn_3")
+    names = ("fbgemm-gpu-cpu", "fbgemm-gpu", "fa3-fwd", "flash-attn-3", "nvidia-cudnn-frontend")
     found = {}
     for name in names:
         try:

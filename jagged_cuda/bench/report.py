@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ TITLES = {
     "attention": "Self-attention",
     "figure2": "Figure 2 of the paper: forward and backward together",
     "target": "Target attention: items against histories",
+    "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
 }
 
@@ -55,6 +57,16 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def package_hash(package: Path) -> str:
+    """Of the Python files of the package, wherever it lies."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).parts):
+        content = path.read_bytes()
+        name = path.relative_to(package).as_posix()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:20]
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """The machine, the releases and the sources."""
     commit, changed = None, None
@@ -79,12 +91,14 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "triton": triton_version,
         "peers": peers.versions(),
         "version": jagged_cuda.__version__,
         "commit": commit,
         "changed_since_commit": changed,
         "sources": _build.source_hash(csrc) if csrc is not None else None,
+        "package": package_hash(Path(jagged_cuda.__file__).parent),
     }
 
 
@@ -92,7 +106,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -> dict[str, Any]:
-    command = shlex.join(["python", "-m", "jagged_cuda.bench", *arguments])
+    command = shlex.join(["python", "-m", "jagged_cuda.bench", *_without_outputs(arguments)])
     return {
         "schema": SCHEMA,
         "command": command,
@@ -103,6 +117,17 @@ def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -
         "notes": session.notes,
         "rows": [row.as_json() for row in session.rows],
     }
+
+
+def _without_outputs(arguments: Sequence[str]) -> list[str]:
+    """The arguments less where results went, which is no part of what was measured."""
+    kept, skip = [], False
+    for argument in arguments:
+        is_output = argument.split("=", 1)[0] in ("--out", "--plot")
+        if not is_output and not skip:
+            kept.append(argument)
+        skip = is_output and "=" not in argument
+    return kept
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

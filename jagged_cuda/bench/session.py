@@ -5,26 +5,29 @@ from __future__ import annotations
 import fnmatch
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from jagged_cuda.bench.candidate import Candidate
-from jagged_cuda.bench.checking import WrongResultError
+from jagged_cuda.bench.checking import Check, WrongResultError
 from jagged_cuda.bench.peers import AbsentError
 from jagged_cuda.bench.shapes import PRECISIONS, Precision
 from jagged_cuda.bench.timing import Measurement, Timer
 
 OURS = "jagged_cuda"
 HINTED = "jagged_cuda max_len"  # the same, told the longest length
+UNFUSED = "jagged_cuda unfused"  # attention as three operators, its scores in memory
+ALL_OURS = (OURS, HINTED, UNFUSED)
 REFERENCE_GPU = "H100"  # goals and peers' recorded times are of this one
 PEER_SLACK = 4.0  # a peer may round more than we may: it only has to be the same function
 RECORDED_PART = 0.05  # a peer whose time is further from the recorded one is noted
-COPY_BYTES = 2**30
-QUICK_COPY_BYTES = 2**22
+# The bandwidth is that of the fastest: how fast a copy is depends on where its memory lies too.
+COPY_BYTES = (2**28, 2**29, 2**30)
+COPY_BYTES_ON_CPU = (2**27,)
+QUICK_COPY_BYTES = (2**22,)
 MATMUL_SIZE = 8192
 
 
@@ -46,7 +49,8 @@ class Row:
     Args:
         bytes: of each kernel that must be launched: its inputs read once, its outputs written once.
         flops: useful floating-point operations; None where bytes alone matter.
-        goal_us, goal_mib: time, and peak memory beyond the inputs, on the machine of the goals.
+        has_memory: whether peak memory beyond the inputs is measured too.
+        goal_us, goal_mib: time, and peak memory, on the machine of the goals.
         recorded_us: what peers took on that machine.
     """
 
@@ -58,6 +62,7 @@ class Row:
     seed: int
     bytes: tuple[int, ...] = ()
     flops: float | None = None
+    has_memory: bool = False
     goal_us: float | None = None
     goal_mib: float | None = None
     recorded_us: dict[str, float] = field(default_factory=dict)
@@ -77,7 +82,7 @@ class Row:
             entry["gbytes_per_s"] = round(sum(self.bytes) / measurement.median_us / 1e3, 1)
 
     def ratios(self) -> dict[str, float]:
-        """Our time over the floor and the copy, and each peer's time over ours."""
+        """Our time over the floor and the copy, each peer's time over ours, unfused forms apart."""
         ours = self.median_us(OURS)
         if ours is None:
             return {}
@@ -89,6 +94,10 @@ class Row:
             other = self.median_us(name)
             if name != OURS and other is not None:
                 found[f"{name} / {OURS}"] = round(other / ours, 3)
+        for key, suffix in (("median_us", ""), ("peak_mib", " memory")):
+            dense, unfused = (self.results.get(name, {}).get(key) for name in ("dense", UNFUSED))
+            if dense and unfused:
+                found[f"dense / {UNFUSED}{suffix}"] = round(dense / unfused, 3)
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -100,6 +109,14 @@ class Row:
             value = getattr(self, name)
             found[name] = None if value is None else round(value, 3)
         return found | {"results": self.results, "ratios": self.ratios()}
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Case = TypeVar("_Case", bound=_Named)
 
 
 class Session:
@@ -138,6 +155,9 @@ class Session:
         on_cuda = self.device.type == "cuda" and not self.options.quick
         return on_cuda and REFERENCE_GPU in torch.cuda.get_device_name(self.device)
 
+    def has_attention_goals(self, precision: Precision) -> bool:
+        return precision.name == "bf16" and self.is_reference_machine
+
     def out_of_time(self) -> bool:
         budget = self.options.seconds_budget
         return budget is not None and self.seconds > budget
@@ -148,7 +168,8 @@ class Session:
         return any(fnmatch.fnmatchcase(case, pattern) for pattern in self.options.cases)
 
     def peers(self, known: Sequence[str], default: Sequence[str]) -> list[str]:
-        wanted = default if self.options.against is None else self.options.against
+        against = self.options.against
+        wanted = default if against is None else known if "all" in against else against
         return [name for name in known if name in wanted]
 
     def precisions(self, on_cuda: Sequence[str], on_cpu: Sequence[str]) -> list[Precision]:
@@ -157,18 +178,50 @@ class Session:
             names = tuple(on_cuda if self.device.type == "cuda" else on_cpu)
         return [PRECISIONS[name] for name in names]
 
+    def each_case(
+        self,
+        command: str,
+        cases: Sequence[_Case],
+        run: Callable[[Session, _Case, Precision], None],
+        on_cuda: Sequence[str] = ("bf16",),
+        on_cpu: Sequence[str] = ("fp32",),
+        cases_on_cpu: Collection[str] | None = None,
+    ) -> None:
+        """Run the cases that were asked for in each precision, until the time is spent.
+
+        cases_on_cpu: those that a CPU finishes in seconds: there others must be named. None: all.
+        """
+        for precision in self.precisions(on_cuda, on_cpu):
+            with precision.setting():
+                for case in cases:
+                    if not self._takes(case.name, cases_on_cpu):
+                        continue
+                    if self.out_of_time():
+                        self.note(f"{command}: the time was spent before {case.name}")
+                        return
+                    self.progress(f"{command}: {case.name} {precision.name}")
+                    run(self, case, precision)
+
+    def _takes(self, case: str, cases_on_cpu: Collection[str] | None) -> bool:
+        is_unasked = self.options.cases == ("*",) and not self.options.quick
+        if self.device.type == "cpu" and is_unasked and cases_on_cpu is not None:
+            return case in cases_on_cpu
+        return self.selected(case)
+
     # --- the machine's own measures
 
     def calibrate(self) -> None:
         """Measure the copy bandwidth and the shortest kernel; on a GPU a large product too."""
         self.progress("measuring the copy bandwidth")
-        size = QUICK_COPY_BYTES if self.options.quick else COPY_BYTES
-        if self.device.type == "cpu":
-            size = min(size, COPY_BYTES // 8)
-        found: dict[str, Any] = {"copied_bytes": size}
-        copy_us = self._copy_us(size)
-        self._bytes_per_us = size / copy_us
-        found["copy_tbytes_per_s"] = round(self._bytes_per_us / 1e6, 4)
+        sizes = COPY_BYTES if self.device.type == "cuda" else COPY_BYTES_ON_CPU
+        if self.options.quick:
+            sizes = QUICK_COPY_BYTES
+        rates = {size: size / self._copy_us(size) for size in sizes}
+        self._bytes_per_us = max(rates.values())
+        found: dict[str, Any] = {
+            "copy_tbytes_per_s": round(self._bytes_per_us / 1e6, 4),
+            "copies_tbytes_per_s": {str(size): round(r / 1e6, 4) for size, r in rates.items()},
+        }
         one = torch.zeros(1, device=self.device)
         found["one_element_us"] = self.timer.measure(lambda: one.add_(1)).as_json()
         if self.device.type == "cuda" and not self.options.quick:
@@ -197,47 +250,37 @@ class Session:
         return row
 
     def run(
-        self,
-        forward: Row,
-        backward: Row | None,
-        candidates: Mapping[str, Callable[[], Candidate]],
-        check_out: Callable[[Tensor, float], None],
-        check_gradients: Callable[[Sequence[Tensor]], None],
+        self, rows: Sequence[Row], candidates: Mapping[str, Callable[[], Candidate]], check: Check
     ) -> None:
         """Check and time each candidate; one that fails does not end the run.
 
-        check_out takes a result and the factor by which the limit is widened.
+        rows: one for each pass, the forward first where there is one.
         """
         for name, build in candidates.items():
-            rows = [forward] if backward is None else [forward, backward]
             with self.guard(name, *rows) as guard:
-                self._run_one(name, build, guard, check_out, check_gradients)
+                self._run_one(name, build(), guard, check)
             self.after_row()
 
-    def _run_one(
-        self,
-        name: str,
-        build: Callable[[], Candidate],
-        guard: _Guard,
-        check_out: Callable[[Tensor, float], None],
-        check_gradients: Callable[[Sequence[Tensor]], None],
-    ) -> None:
-        candidate = build()
+    def _run_one(self, name: str, candidate: Candidate, guard: _Guard, check: Check) -> None:
         if candidate.rows is not None:
-            check_out(candidate.rows(candidate.forward()), 1.0 if guard.is_ours else PEER_SLACK)
-        forward, *backward = guard.rows
-        forward.set_measurement(name, self.timer.measure(candidate.forward))
-        self._compare_with_record(forward, name)
-        if not backward:
-            return
-        guard.rows = backward  # what fails from here on is the backward
-        if candidate.grad_out is None:
-            raise AbsentError(f"{name} has no backward here")
-        call = candidate.prepare_backward()
-        if guard.is_ours:
-            check_gradients(call())
-        backward[0].set_measurement(name, self.timer.measure(call))
-        self._compare_with_record(backward[0], name)
+            slack = 1.0 if guard.is_ours else PEER_SLACK
+            check.require_out(candidate.rows(candidate.forward()), slack)
+        rows, is_checked = guard.rows, not guard.is_ours
+        for index, row in enumerate(rows):
+            guard.rows = rows[index:]  # what fails from here on is this pass
+            if row.pass_name != "forward" and candidate.grad_out is None:
+                raise AbsentError(f"{name} has no backward here")
+            call = candidate.prepare(row.pass_name)
+            if row.pass_name != "forward" and not is_checked:
+                check.require_gradients(call()[-len(candidate.inputs) :])
+                is_checked = True
+            peak = self.timer.peak_bytes(call) if row.has_memory else None
+            row.set_measurement(name, self.timer.measure(call))
+            if row.has_memory:
+                row.results[name]["peak_mib"] = None if peak is None else round(peak / 2**20, 1)
+            self._compare_with_record(row, name)
+        if any(row.has_memory for row in rows):
+            self.empty_cache()
 
     def _compare_with_record(self, row: Row, name: str) -> None:
         recorded, now = row.recorded_us.get(name), row.median_us(name)
@@ -247,9 +290,14 @@ class Session:
                 f" record [{row.case} {row.pass_name} {row.precision}]"
             )
 
+    def empty_cache(self) -> None:
+        """Give memory that nothing uses back to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def guard(self, name: str, *rows: Row) -> _Guard:
         """Whatever fails within is one line of these rows' results."""
-        return _Guard(self, name, list(rows), name in (OURS, HINTED))
+        return _Guard(self, name, list(rows), name in ALL_OURS)
 
 
 class LostDeviceError(RuntimeError):
@@ -299,5 +347,4 @@ class _Guard:
             self.session.timer.synchronize()
         except RuntimeError as error:
             raise LostDeviceError(f"the GPU was lost after {self.name}: {error}") from error
-        if self.session.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.session.empty_cache()

@@ -42,6 +42,16 @@ def constant(num_seqs: int, length: int) -> Callable[[random.Random], list[int]]
     return lambda rng: [length] * num_seqs
 
 
+def filled(num_seqs: int, max_len: int, fill: float) -> Callable[[random.Random], list[int]]:
+    """Lengths max_len * u^(1 / fill - 1), u uniform: fill * max_len on average; one is max_len."""
+
+    def draw(rng: random.Random) -> list[int]:
+        powers = (rng.random() ** (1 / fill - 1) for _ in range(num_seqs - 1))
+        return [max_len, *(min(max_len, max(1, round(max_len * power))) for power in powers)]
+
+    return draw
+
+
 def giant(num_seqs: int, giant_len: int, max_len: int) -> Callable[[random.Random], list[int]]:
     """One giant, which stands first, among lengths U[1, max_len]."""
     return lambda rng: [giant_len, *uniform(num_seqs - 1, max_len)(rng)]

@@ -19,6 +19,8 @@ from jagged_cuda.testing.lengths import Layout, matrices
 
 PEERS = ("padded", "sll")
 DEFAULT_PEERS = PEERS
+NUM_SEQS, MAX_LEN, DIM, COLUMNS = 1024, 200, 256, 8
+QUICK_DIM = 32
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,8 @@ class Batch:
         return sizes | {"D": self.dim, "N": self.columns}
 
 
-def draw_batch(device: torch.device, dtype: torch.dtype, quick: bool) -> Batch:
-    layout = shapes.layout(shapes.uniform(1024, 200), quick)
-    dim, columns = (32, 8) if quick else (256, 8)
+def draw_batch(layout: Layout, device: torch.device, dtype: torch.dtype, quick: bool) -> Batch:
+    dim, columns = (QUICK_DIM if quick else DIM), COLUMNS
     torch.manual_seed(shapes.SEED)
 
     def draw(*shape: int) -> Tensor:
@@ -315,19 +316,17 @@ CASES = tuple(operator.name for operator in OPERATORS)
 
 
 def run(session: Session) -> None:
-    for precision in session.precisions(("tf32", "fp32", "bf16"), ("fp32",)):
-        batch = draw_batch(session.device, precision.dtype, session.options.quick)
-        with precision.setting():
-            for operator in OPERATORS:
-                if not session.selected(operator.name):
-                    continue
-                if operator.flops is None and precision.allow_tf32:
-                    continue  # without products, tf32 is fp32
-                if session.out_of_time():
-                    session.note(f"table1: the time was spent before {operator.name}")
-                    return
-                session.progress(f"table1: {operator.name} {precision.name}")
-                _run_operator(session, operator, batch, precision)
+    @functools.cache
+    def batch_of(dtype: torch.dtype) -> Batch:
+        layout = shapes.layout(shapes.uniform(NUM_SEQS, MAX_LEN), session.options.quick)
+        return draw_batch(layout, session.device, dtype, session.options.quick)
+
+    def run_case(session: Session, operator: Operator, precision: Precision) -> None:
+        if operator.flops is None and precision.allow_tf32:
+            return  # without products, tf32 is fp32
+        _run_operator(session, operator, batch_of(precision.dtype), precision)
+
+    session.each_case("table1", OPERATORS, run_case, ("tf32", "fp32", "bf16"))
 
 
 def _layout_of(tensor: Tensor, layout: Layout) -> Layout:
@@ -341,57 +340,94 @@ def _pad(tensor: Tensor, layout: Layout) -> Tensor:
     return reference.pad_matrices(tensor, layout, layout)
 
 
-def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
-    layout, device = batch.layout, session.device
-    inputs = operator.inputs(batch)
-    leaves = [tensor.double().requires_grad_() for tensor in inputs]
-    exact = operator.definition(batch)(*leaves)
-    grad_out = torch.randn(exact.shape, device=device).to(precision.dtype)
-    exact_gradients = torch.autograd.grad(exact, leaves, grad_out.double())
-    exact = exact.detach()
+class OperatorCheck:
+    """Judges an operator on a batch, against its definition in float64."""
 
-    def check_out(out: Tensor, slack: float) -> None:
-        limit = slack * precision.limit
-        checking.require_jagged("result", out, exact, _layout_of(exact, layout), limit)
+    def __init__(self, operator: Operator, batch: Batch, limit: float) -> None:
+        self.layout = batch.layout
+        self.limit = limit
+        leaves = [tensor.double().requires_grad_() for tensor in operator.inputs(batch)]
+        exact = operator.definition(batch)(*leaves)
+        self.grad_out = torch.randn(exact.shape, device=exact.device).to(batch.x.dtype)
+        self.gradients = torch.autograd.grad(exact, leaves, self.grad_out.double())
+        self.out = exact.detach()
 
-    def check_gradients(gradients: Sequence[Tensor]) -> None:
-        for index, (found, expected) in enumerate(zip(gradients, exact_gradients, strict=True)):
+    def require_out(self, out: Tensor, slack: float = 1.0) -> None:
+        rows = _layout_of(self.out, self.layout)
+        checking.require_jagged("result", out, self.out, rows, slack * self.limit)
+
+    def require_gradients(self, gradients: Sequence[Tensor]) -> None:
+        for index, (found, exact) in enumerate(zip(gradients, self.gradients, strict=True)):
             name, min_rows = f"gradient {index}", checking.MIN_ROWS_OF_GRADIENTS
-            rows = _layout_of(expected, layout)
-            checking.require_jagged(name, found, expected, rows, precision.limit, min_rows)
+            rows = _layout_of(exact, self.layout)
+            checking.require_jagged(name, found, exact, rows, self.limit, min_rows)
 
-    flops = None if operator.flops is None else operator.flops(batch)
 
-    def row(pass_name: str, elems: tuple[int, ...], flops: float | None) -> Row:
-        return Row(
-            command="table1",
-            case=operator.name,
-            pass_name=pass_name,
-            precision=precision.name,
-            shape=batch.shape(),
-            seed=shapes.SEED,
-            bytes=tuple(count * precision.elem_bytes for count in elems),
-            flops=flops,
-        )
-
-    forward = row("forward", (operator.forward_elems(batch),), flops)
-    if session.is_reference_machine:
-        forward.goal_us = operator.goal_us.get(precision.name)
-        forward.recorded_us = operator.recorded_us.get(precision.name, {})
-    backward = row("backward", operator.backward_elems(batch), flops and 2 * flops)
-    session.add(forward)
-    session.add(backward)
-
-    candidates: dict[str, Callable[[], Candidate]] = {
-        OURS: lambda: Candidate(operator.ours(batch), inputs, grad_out)
-    }
-    makers = {
+def makers(
+    operator: Operator, batch: Batch, precision: Precision, grad_out: Tensor
+) -> dict[str, Callable[[], Candidate]]:
+    """Every implementation by name; nothing is made yet."""
+    inputs = operator.inputs(batch)
+    return {
+        OURS: lambda: Candidate(operator.ours(batch), inputs, grad_out),
         "padded": functools.partial(_padded, operator, batch, inputs, grad_out),
         "sll": functools.partial(_sll, operator, batch, precision, inputs, grad_out),
     }
-    for name in session.peers(PEERS, DEFAULT_PEERS):
-        candidates[name] = makers[name]
-    session.run(forward, backward, candidates, check_out, check_gradients)
+
+
+def row(
+    command: str,
+    case: str,
+    pass_name: str,
+    operator: Operator,
+    batch: Batch,
+    precision: Precision,
+) -> Row:
+    """Of a pass: forward, backward, or both together."""
+    passes = {
+        "forward": ((operator.forward_elems(batch),), 1),
+        "backward": (operator.backward_elems(batch), 2),
+    }
+    parts = [passes[name] for name in pass_name.split("+")]
+    flops = None if operator.flops is None else operator.flops(batch)
+    return Row(
+        command=command,
+        case=case,
+        pass_name=pass_name,
+        precision=precision.name,
+        shape=dict(batch.shape()),
+        seed=shapes.SEED,
+        bytes=tuple(count * precision.elem_bytes for elems, _ in parts for count in elems),
+        flops=flops and flops * sum(times for _, times in parts),
+    )
+
+
+def measure(
+    session: Session,
+    rows: Sequence[Row],
+    operator: Operator,
+    batch: Batch,
+    precision: Precision,
+    names: Sequence[str],
+) -> None:
+    """Check and time these implementations."""
+    check = OperatorCheck(operator, batch, precision.limit)
+    found = makers(operator, batch, precision, check.grad_out)
+    session.run(rows, {name: found[name] for name in names}, check)
+
+
+def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
+    rows = [
+        row("table1", operator.name, pass_name, operator, batch, precision)
+        for pass_name in ("forward", "backward")
+    ]
+    if session.is_reference_machine:
+        rows[0].goal_us = operator.goal_us.get(precision.name)
+        rows[0].recorded_us = operator.recorded_us.get(precision.name, {})
+    for added in rows:
+        session.add(added)
+    names = (OURS, *session.peers(PEERS, DEFAULT_PEERS))
+    measure(session, rows, operator, batch, precision, names)
 
 
 def _padded(

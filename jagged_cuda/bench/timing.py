@@ -130,10 +130,11 @@ class CudaTimer:
         try:
             with torch.cuda.graph(graph, stream=self.stream):
                 call()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
+        except RuntimeError as error:
             self.synchronize()  # raises where the GPU itself is what failed
+            if isinstance(error, torch.OutOfMemoryError):  # what a graph holds, it holds beside
+                del graph
+                torch.cuda.empty_cache()
             return None
         return graph
 

@@ -1,0 +1,261 @@
+"""What is made of a results file: figures, README's table, the stamp of a commit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jagged_cuda.bench import __main__ as command_line
+from jagged_cuda.bench import plot, report, results, stamp, sweep, table
+from jagged_cuda.bench.session import HINTED, OURS, UNFUSED
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "benchmarks" / "results" / "h100.json"
+
+
+def _row(command: str, case: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
+    row = {
+        "command": command,
+        "case": case,
+        "pass": "forward",
+        "precision": "bf16",
+        "shape": {"B": 4, "T": 30, "max_len": 10, "H": 1, "D": 8, "N": 2, "fill": 0.75},
+        "flops": 1e9,
+        "bytes": [10**7],
+        "results": {
+            name: {"median_us": time, "peak_mib": time} if isinstance(time, float) else time
+            for name, time in times.items()
+        },
+    }
+    return row | more
+
+
+def _content(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "environment": {
+            "device": "cuda",
+            "gpu": "some GPU",
+            "torch": "2.11.0",
+            "commit": "0123456789abcdef",
+            "changed_since_commit": False,
+            "version": "0.1.0",
+            "sources": "abc",
+        },
+        "calibration": {"copy_tbytes_per_s": 3.0, "bf16_matmul_tflops": 790.0},
+        "rows": list(rows),
+    }
+
+
+def _save(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+# --- figures
+
+
+def test_labels_are_spread_and_keep_their_order() -> None:
+    assert plot.spread([], 1.0) == []
+    assert plot.spread([3.0, 1.0], 1.0) == [3.0, 1.0]  # far enough apart: where they want to be
+    assert plot.spread([5.0, 5.0, 5.0], 2.0) == [3.0, 5.0, 7.0]
+    wanted = [0.0, 0.1, 9.0, 9.5, 9.4, 30.0]
+    found = plot.spread(wanted, 1.0)
+    ordered = sorted(found)
+    assert [found.index(at) for at in ordered] == sorted(range(6), key=lambda i: wanted[i])
+    assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(ordered))
+
+
+@pytest.fixture
+def content() -> dict[str, Any]:
+    lost = {"error": "out of memory"}
+    times = {OURS: 100.0, UNFUSED: 300.0, "sdpa": 500.0, "varlen": 150.0}
+    return _content(
+        _row("figure2", "512", times | {"dense": 900.0}),
+        _row("figure2", "1024", times | {"dense": lost}),
+        *(_row("sweep", f"{case} 5%", times | {"padded": 700.0}) for case in sweep.CASES),
+        _row("attention", "short", times),
+        _row("table1", "jagged_dense_bmm", {OURS: 3.0, "padded": 5.0, "sll": 4.0}),
+    )
+
+
+def test_a_figure_has_the_panels_that_the_rows_suffice_for(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
+    file, figure = _save(tmp_path / "run.json", content), tmp_path / "new" / "figure.png"
+    assert command_line.main(["plot", str(file), "--plot", str(figure)]) == 0
+    assert f"{figure}: {', '.join(plot.PANELS)}" in capsys.readouterr().out
+    assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size < 200_000
+    del content["rows"][2:], content["calibration"]["bf16_matmul_tflops"]
+    assert plot.draw(content, figure) == ["time", "memory"]
+    for row in content["rows"]:
+        row["results"][OURS]["peak_mib"] = None  # as on a CPU
+    assert plot.draw(content, figure) == ["time"]
+    with pytest.raises(ValueError, match="no rows for memory, fill"):
+        plot.draw(content, figure, ["memory", "fill"])
+
+
+def test_what_a_figure_says(content: dict[str, Any]) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure", reason="the figure needs matplotlib")
+    axes = figure_module.Figure().add_axes((0, 0, 1, 1))
+    plot._DRAW["time"](axes, content, plot._ROWS["time"](content))
+    said = [text.get_text() for text in axes.texts]
+    assert {"jagged_cuda", "jagged_cuda, unfused  3×", "FlashAttention-2  1.5×"} <= set(said)
+    assert "padded, unfused (fails at 1024)" in said
+    assert axes.lines[0].get_xydata().tolist() == [[512, 100], [1024, 100]]
+    axes = figure_module.Figure().add_axes((0, 0, 1, 1))
+    plot._DRAW["fill"](axes, content, plot._ROWS["fill"](content))
+    assert axes.lines[0].get_xydata().tolist() == [[25, 5]]  # padding, sdpa's time over ours
+    axes = figure_module.Figure().add_axes((0, 0, 1, 1))
+    plot._DRAW["roofline"](axes, content, plot._ROWS["roofline"](content))
+    found = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"]
+    assert found[0] == [[100, 10]]  # FLOP a byte; TFLOP/s
+
+
+def test_without_matplotlib_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plot, "is_possible", lambda: False)
+    for arguments in (
+        ["table1", "--plot", str(tmp_path / "figure.png")],
+        ["plot", str(COMMITTED), "--plot", str(tmp_path / "figure.png")],
+    ):
+        with pytest.raises(SystemExit):
+            command_line.main(arguments)
+        assert "needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
+    file = _save(tmp_path / "other.json", {})
+    with pytest.raises(SystemExit):
+        command_line.main(["plot", str(file), "--plot", str(tmp_path / "figure.png")])
+    assert "is no results file" in capsys.readouterr().err
+
+
+# --- README's table
+
+
+def test_the_table_names_the_fastest_of_each_pass() -> None:
+    shape = {"B": 4, "T": 20, "max_len": 10, "H": 2, "D": 8, "causal": True}
+    out_of_memory = {"absent": "sdpa: padded, the batch does not fit"}
+    forward = {OURS: 50.0, HINTED: 1.0, "sdpa": 60.0, "varlen": 45.0, "fa3": 40.04}
+    backward = {OURS: 1500.0, "sdpa": out_of_memory, "varlen": 2000.0, "fa3": {"absent": "no"}}
+    content = _content(
+        _row("attention", "short", forward, shape=shape),
+        _row("attention", "short", backward, shape=shape) | {"pass": "backward"},
+        _row("attention", "cut off before its backward", forward, shape=shape),
+        _row("attention", "short", forward, shape=shape, precision="fp32"),
+    )
+    lines = table.markdown(content | {"command": "the command"}).splitlines()
+    assert (
+        "| 4 of 5 on average, 10 at most; 2 heads of 8, causal | 50.0 / **1,500** | 60.0 / - |"
+        " **40.0** / 2,000 (FlashAttention-3 / FlashAttention-2) |"
+    ) in lines
+    assert len([line for line in lines if line.startswith("| 4 of")]) == 1
+    assert "| | self-attention |" in lines
+    assert "| FlashAttention-2 | 0.90 to 1.33 |" in lines
+    assert "| FlashAttention-3 | 0.80 |" in lines and "| padded PyTorch | 1.20 |" in lines
+    assert "`-`: padded, the batch does not fit." in lines
+    assert "the command" in lines
+
+
+def test_the_unfused_form_is_told_beside_its_padded_twin(content: dict[str, Any]) -> None:
+    text = table.markdown(content | {"command": ""})
+    assert "is 3.00 times as fast as unfused attention on padded data, in 3.00 times less" in text
+    assert "at longest lengths of 512 to 512" in text  # dense fails at 1,024
+    content["rows"][0]["results"]["dense"] = {"error": "out of memory"}
+    assert "unfused" not in table.markdown(content | {"command": ""})
+
+
+def test_a_document_is_updated_between_its_markers(tmp_path: Path) -> None:
+    document = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
+    new = table.updated(document, "new")
+    assert new == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter"
+    assert table.updated(new, "new") == new
+    for wrong in ("", document + document, f"{table.END}{table.BEGIN}"):
+        with pytest.raises(ValueError, match="must"):
+            table.updated(wrong, "new")
+
+
+def test_readme_is_what_the_command_makes_of_the_committed_results(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(readme)
+    assert command_line.main(["table", str(COMMITTED), "--update", str(copy)]) == 0
+    assert copy.read_text() == readme, "make readme"
+    digest = results.digest(results.load(COMMITTED)).encode()
+    for name in ("h100.png", "h100_roofline.png"):
+        assert f"benchmarks/results/{name}" in readme
+        figure = (COMMITTED.parent / name).read_bytes()
+        assert digest in figure and len(figure) < 200_000, "make readme"
+
+
+# --- the stamp of a commit
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository of two commits, whose sources differ."""
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    root = tmp_path / "repository"
+    for name in ("csrc/kernel.cu", "jagged_cuda/__init__.py"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(f"the first {name}")
+    build = (ROOT / "jagged_cuda" / "_build.py").read_text()
+    (root / "jagged_cuda" / "_build.py").write_text(build)
+    _git(root, "init", "--quiet")
+    _commit(root)
+    (root / "csrc" / "kernel.cu").write_text("another")
+    _commit(root)
+    return root
+
+
+def _git(root: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+    command = ["git", "-C", str(root), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _commit(root: Path) -> None:
+    _git(root, "add", ".")
+    _git(root, "commit", "--quiet", "--message", "a commit")
+
+
+def test_a_commit_is_stamped_if_its_sources_were_measured(repository: Path) -> None:
+    content = _content()
+    first, second = _git(repository, "rev-parse", "HEAD~1"), _git(repository, "rev-parse", "HEAD")
+    content["environment"] |= stamp.hashes_of(repository, first) | {"commit": None}
+    with pytest.raises(stamp.StampError, match=f"sources of {second[:12]} is "):
+        stamp.stamp(content, repository, "HEAD")
+    assert content["environment"]["commit"] is None
+    assert stamp.stamp(content, repository, "HEAD~1") == first
+    assert content["environment"]["commit"] == first
+    (repository / "jagged_cuda" / "__init__.py").write_text("python alone differs")
+    _git(repository, "checkout", "--quiet", "-B", "other", first)
+    _commit(repository)
+    with pytest.raises(stamp.StampError, match="package of "):
+        stamp.stamp(content, repository, "HEAD")
+    with pytest.raises(stamp.StampError, match="nowhere"):
+        stamp.stamp(content, repository, "nowhere")
+
+
+def test_hashes_are_those_that_a_run_writes(repository: Path) -> None:
+    """Of the same files, whether they come out of the history or lie in a folder."""
+    found = stamp.hashes_of(repository, "HEAD")
+    assert found["package"] == report.package_hash(repository / "jagged_cuda")
+    from jagged_cuda import _build
+
+    assert found["sources"] == _build.source_hash(repository / "csrc")
+
+
+def test_the_command_is_recorded_without_its_outputs() -> None:
+    arguments = ["all", "--out", "a.json", "--cases", "short", "--plot=b.png", "--quick"]
+    assert report._without_outputs(arguments) == ["all", "--cases", "short", "--quick"]
