@@ -19,10 +19,11 @@ from jagged_cuda.testing.cases import CASES, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+from jagged_cuda.testing.variants import EVERY
 
 pytestmark = pytest.mark.cuda
 
-CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 DTYPE = pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.float16, torch.bfloat16],
@@ -33,7 +34,7 @@ PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "
 PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
 PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
 PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
-PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
+PLAIN = {name: c[0] for case in EVERY.values() for name, c in case.choices.items()} | PLAIN
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 

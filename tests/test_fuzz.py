@@ -115,7 +115,7 @@ def test_a_planted_fault_is_found_and_made_small(
     # The line that is printed fails as long as the fault is there.
     monkeypatch.setattr(draws, "operators", lambda _: ops)
     assert fuzz.main(shlex.split(small.command())[3:]) == 1
-    assert f"{small.op}, out" in capsys.readouterr().out
+    assert f"{small.case.name}, out" in capsys.readouterr().out
     monkeypatch.undo()
     assert fuzz.main(shlex.split(small.command())[3:]) == 0
 

@@ -87,7 +87,7 @@ class Case:
     invalid: tuple[Invalid, ...]
 
     def __repr__(self) -> str:
-        return f"CASES[{self.name!r}]"
+        return f"Case({self.name!r})"
 
     def spec(self, profile: str, seed: int) -> Spec:
         """Draw a spec from a seed."""
