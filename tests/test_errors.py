@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
+from jagged_cuda.testing import corrupt
 from jagged_cuda.testing.cases import CASES, Case, Invalid
 from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.variants import EVERY
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 INVALID = pytest.mark.parametrize(
@@ -222,6 +225,58 @@ def test_wrong_offsets_stay_in_bounds(device_name: str) -> None:
     """In a process of its own, which a write or read out of bounds may kill."""
     command = [sys.executable, "-m", "jagged_cuda.testing.corrupt"]
     done = subprocess.run(
-        [*command, "--device", device_name, "--count", "16"], capture_output=True, text=True
+        [*command, "--device", device_name, "--batches", "630"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "630 batches, forward and backward" in done.stdout
+
+
+def test_wrong_offsets_reach_every_argument() -> None:
+    """Each kind of offsets that an operator takes is wrong in some batch, alone or with others."""
+    wrong: dict[str, set[str]] = {name: set() for name in EVERY}
+    for number in range(200 * len(EVERY)):
+        batch, kinds = corrupt.draw_batch(number)
+        wrong[batch.op].add(",".join(kinds))
+    for name, case in EVERY.items():
+        expected = {"offsets"}
+        if True in case.choices.get("cross", ()):
+            expected |= {"kv_offsets", "offsets,kv_offsets"}
+        if "matrix" in case.rows.values():
+            expected |= {f"{kinds},matrix_offsets" for kinds in expected} | {"matrix_offsets"}
+        assert wrong[name] == expected
+
+
+def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = jagged_cuda.jagged_sum
+
+    def after_the_end(x: torch.Tensor) -> torch.Tensor:
+        begin = x.storage_offset() + x.shape[0] * x.stride(0)
+        return x.as_strided(x.shape, x.stride(), begin)
+
+    def writing(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        after_the_end(x.detach())[:1] = 0.0
+        return sums(x, offsets)
+
+    def reading(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return sums(x, offsets) + after_the_end(x.detach()).mean(0)
+
+    first = list(EVERY).index("jagged_sum")
+    numbers = range(first, first + 20 * len(EVERY), len(EVERY))
+    for function, what in ((writing, "wrote outside a tensor"), (reading, "read outside a tensor")):
+        monkeypatch.setattr(jagged_cuda, "jagged_sum", function)
+        with pytest.raises(AssertionError, match=f"jagged_sum, .*: {what}"):
+            list(corrupt.run_batches(numbers, "cpu", guarded=True))
+
+
+def test_processes_say_which_batch_fails() -> None:
+    """Here by the checks, which raise before anything can go wrong."""
+    line = [sys.executable, "-m", "jagged_cuda.testing.corrupt", "--device", "cpu", "--jobs", "2"]
+    environment = {**os.environ, "JAGGED_CUDA_CHECK": "1"}
+    done = subprocess.run(
+        [*line, "--batches", "2"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for number in range(2):
+        command = f"testing.corrupt --device cpu --first {number} --batches 1"
+        assert f"reproduce: python -m jagged_cuda.{command}" in done.stdout
+    assert "2 batches, forward and backward" in done.stdout and "must be" in done.stdout
