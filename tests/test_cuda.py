@@ -7,18 +7,19 @@ import dataclasses
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from plain import assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.cases import CASES, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+from jagged_cuda.testing.samples import Sample
 from jagged_cuda.testing.variants import EVERY
 
 pytestmark = pytest.mark.cuda
@@ -30,12 +31,6 @@ DTYPE = pytest.mark.parametrize(
     ids=["float32", "float64", "float16", "bfloat16"],
 )
 CUDA = "cuda"
-PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
-PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
-PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
-PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
-PLAIN = {name: c[0] for case in EVERY.values() for name, c in case.choices.items()} | PLAIN
-
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
@@ -203,24 +198,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
 ]
 
 
-def spec_of(layout: Layout, seed: int = 0, poisoned: bool = True, **choices: Any) -> Spec:
-    return Spec(seed=seed, layout=layout, choices=PLAIN | choices, poisoned=poisoned)
-
-
 LAYOUT = Layout((70, 0, 33, 1, 128, 15), base=5, tail=9)
-
-
-def cotangents_of(case: Case, sample: Sample) -> Callable[[Tensors], Tensors]:
-    return lambda outputs: draw_cotangents(outputs, sample.spec, case.rows)
-
-
-def calls(case: Case) -> Callable[[Sample], Tensors]:
-    return lambda sample: case.call(jagged_cuda, sample)
-
-
-def assert_same_bits(found: Tensors, expected: Tensors) -> None:
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
 
 # --- kernel paths
