@@ -29,11 +29,26 @@ TWO_DTYPES = pytest.mark.parametrize(
 LAYOUT = Layout((70, 0, 33, 1), base=5, tail=9)
 
 
-@pytest.fixture(params=["best", pytest.param("mma_sync", marks=pytest.mark.cuda)])
+# With each case the kernels that its device takes, and for attention on a GPU those of all GPUs.
+CASE_AND_PATH = [
+    pytest.param(
+        case,
+        torch.device(device),
+        path,
+        id=f"{name}-{device[:4]}-{path}",
+        marks=[pytest.mark.cuda] if device != "cpu" else [],
+    )
+    for name, case in EVERY.items()
+    for device, path in (("cpu", "best"), ("cuda:0", "best"), ("cuda:0", "mma_sync"))
+    if path == "best" or "dims" in case.choices
+]
+NAMES = ("case", "device", "path")
+CHOSEN = pytest.mark.parametrize(NAMES, CASE_AND_PATH, indirect=["path"])
+
+
+@pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device's own kernels, and on a GPU those of attention that all GPUs have."""
-    if request.param == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "mma_sync")
+    monkeypatch.setenv("JAGGED_CUDA_ATTENTION", "" if request.param == "best" else request.param)
     return request.param
 
 
@@ -119,7 +134,7 @@ def test_storage(case: Case, storage: str, dtype: str, device: torch.device) -> 
 # --- extreme logits
 
 LOGIT = 200.0
-WITH_LOGITS = [key for key, case in CASES.items() if "scale" in case.choices]
+WITH_LOGITS = [each for each in CASE_AND_PATH if "scale" in each.values[0].choices]
 
 
 def signs(layout: Layout, device: torch.device) -> Tensor:
@@ -148,14 +163,13 @@ def with_logits(case: Case, spec: Spec, dtype: torch.dtype, device: torch.device
 LOGIT_LAYOUT = Layout((130, 7, 33, 1, 64, 65, 0, 3, 129), base=2, tail=1)
 
 
-@pytest.mark.parametrize("name", WITH_LOGITS)
+@pytest.mark.parametrize(NAMES, WITH_LOGITS, indirect=["path"])
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (128, 64)], ids=str)
 @DTYPE
 def test_logits_of_200_and_minus_200(
-    name: str, dims: tuple[int, int], dtype: torch.dtype, device: torch.device, path: str
+    case: Case, path: str, dims: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Nothing overflows, and a row of very negative logits is not taken for an empty one."""
-    case = CASES[name]
     for dim, causal in ((-1, False), (-2, True)):
         choices = {"scale": 1.0, "dims": dims, "dim": dim, "causal": causal, "queries": 5}
         spec = spec_of(LOGIT_LAYOUT, poisoned=False, **choices)
@@ -212,23 +226,21 @@ def alone(case: Case, sample: Sample, seq: int) -> Sample:
     return Sample(spec, tensors, layout.offsets(sample.offsets.device), None)
 
 
-@CASE
+@CHOSEN
 @DTYPE
 @pytest.mark.parametrize("choice", [0, 1])
 def test_forward_does_not_depend_on_the_batch(
     case: Case,
+    path: str,
     choice: int,
     dtype: torch.dtype,
     device: torch.device,
-    path: str,
     deterministic: None,
 ) -> None:
     """Sequences alone, among many short ones and among long ones: the same bits.
 
     The kernels choose tiles and the order of work by what a batch is like as a whole.
     """
-    if path == "mma_sync" and "dims" not in case.choices:
-        pytest.skip("there is one path for all GPUs")
     on_gpu = device.type == "cuda"
     lengths = (1300, 1, 511, 129, 3, 64) if on_gpu else (300, 1, 65, 33, 3)
     options = {
@@ -260,14 +272,12 @@ def test_forward_does_not_depend_on_the_batch(
             assert_same_bits(part, one)
 
 
-@CASE
+@CHOSEN
 @DTYPE
 def test_deterministic_mode_repeats(
-    case: Case, dtype: torch.dtype, device: torch.device, path: str, deterministic: None
+    case: Case, path: str, dtype: torch.dtype, device: torch.device, deterministic: None
 ) -> None:
     """Forward and backward, on long and on short sequences, with everything written."""
-    if path == "mma_sync" and "dims" not in case.choices:
-        pytest.skip("there is one path for all GPUs")
     longest = 700 if device.type == "cuda" else 70
     for lengths in ((longest, 0, 130, 65), (3, 0, 40, 1) * 30):
         spec = spec_of(Layout(lengths, base=2, tail=3), queries=5)
