@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -212,7 +213,6 @@ DECREASING = {values for values, message in BAD_OFFSETS if "number of rows" not 
 def call_with_offsets(
     name: str,
     offsets: torch.Tensor,
-    kv_offsets: torch.Tensor | None = None,
     capacity: int = 36,
     **given: Any,
 ) -> None:
@@ -229,7 +229,7 @@ def call_with_offsets(
     tensors = case.sample(spec, torch.float32, offsets.device).tensors
     function = getattr(jagged_cuda, name)
     ops = SimpleNamespace(**{name: lambda *a, **k: function(*a, **(k | given))})
-    case.function(ops, spec, tensors, offsets, kv_offsets)
+    case.function(ops, spec, tensors, offsets, None)
 
 
 @pytest.fixture(params=["set_checks", "environment"])
@@ -259,16 +259,21 @@ def test_checks_name_the_first_bad_index(
     assert str(caught.value) == f"{case.name}: {message.format(name='offsets')}"
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "cross" in case.choices])
 @pytest.mark.parametrize(("values", "message"), BAD_OFFSETS)
-def test_checks_look_at_kv_offsets(
-    values: tuple[int, ...], message: str, checks: None, device: torch.device
+def test_checks_look_at_offsets_of_keys_and_columns(
+    name: str, values: tuple[int, ...], message: str, checks: None, device: torch.device
 ) -> None:
-    kv_offsets = torch.tensor(values, device=device)
-    offsets = torch.full_like(kv_offsets, 6)
+    if name in ROWS_UNKNOWN and values not in DECREASING:
+        return
+    (argument,) = {"kv_offsets", "y_offsets"} & inspect.signature(
+        getattr(jagged_cuda, name)
+    ).parameters.keys()
+    others = torch.tensor(values, device=device)
+    offsets = torch.full_like(others, 6)
     with pytest.raises(RuntimeError) as caught:
-        call_with_offsets("jagged_flash_attention", offsets, kv_offsets=kv_offsets)
-    expected = f"jagged_flash_attention: {message.format(name='kv_offsets')}"
-    assert str(caught.value) == expected
+        call_with_offsets(name, offsets, **{argument: others})
+    assert str(caught.value) == f"{name}: {message.format(name=argument)}"
 
 
 @pytest.mark.parametrize("name", ["jagged_flash_attention", "jagged_target_attention"])
@@ -316,20 +321,6 @@ def test_checks_look_at_matrices(
     # Without a row there is nothing to fit.
     offsets = torch.tensor((2, 2), dtype=dtype, device=device)
     call_with_offsets(name, offsets, capacity=0, matrix_offsets=torch.tensor([7, 7], device=device))
-
-
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize(("values", "message"), BAD_OFFSETS)
-def test_checks_look_at_y_offsets(
-    name: str, values: tuple[int, ...], message: str, checks: None, device: torch.device
-) -> None:
-    if name in ROWS_UNKNOWN and values not in DECREASING:
-        return
-    y_offsets = torch.tensor(values, device=device)
-    offsets = torch.full_like(y_offsets, 6)
-    with pytest.raises(RuntimeError) as caught:
-        call_with_offsets(name, offsets, y_offsets=y_offsets)
-    assert str(caught.value) == f"{name}: {message.format(name='y_offsets')}"
 
 
 @CASE
