@@ -33,19 +33,46 @@ def _biased(spec: Spec, tensors: Tensors) -> Tensor:
     return reference.unpad(z, spec.layout)
 
 
-def _activated(spec: Spec, z: Tensor) -> Tensors:
-    inside = spec.layout.seq_of_row(z.device) < spec.layout.num_seqs
-    return {"out": activate(z, spec.choices["activation"]).where(inside[:, None], 0.0)}
+def _inside(spec: Spec, out: Tensor) -> Tensors:
+    """Rows outside every sequence are 0, though sigmoid(0) is not."""
+    inside = spec.layout.seq_of_row(out.device) < spec.layout.num_seqs
+    return {"out": out.where(inside[:, None], 0.0)}
 
 
 def _biased_reference(spec: Spec, tensors: Tensors) -> Tensors:
-    return _activated(spec, _biased(spec, tensors))
+    return _inside(spec, activate(_biased(spec, tensors), spec.choices["activation"]))
 
 
 def _biased_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
     """As in PyTorch, where the activation reads and writes, and saves, what is stored."""
     z = _biased(spec, tensors)
-    return {"out": _activated(spec, z.to(storage))["out"].to(z.dtype)}
+    out = activate(z.to(storage), spec.choices["activation"])
+    return _inside(spec, out.to(z.dtype))
+
+
+class _RoundedOnce(torch.autograd.Function):
+    """sigmoid or tanh of sums that are not rounded before; the gradient reads what is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, activation: str, storage: torch.dtype) -> Tensor:
+        out = activate(z, activation).to(storage)
+        ctx.activation = activation
+        ctx.save_for_backward(out)
+        return out.to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+        (out,) = ctx.saved_tensors
+        backward = getattr(torch.ops.aten, f"{ctx.activation}_backward")
+        return backward(grad_out.to(out.dtype), out).to(grad_out.dtype), None, None
+
+
+def _biased_rounded_once(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    """As a compiler of PyTorch fuses it: the activation takes the sums before they are stored."""
+    activation = spec.choices["activation"]
+    if activation not in ("sigmoid", "tanh"):
+        return _biased_rounded(spec, tensors, storage)
+    return _inside(spec, _RoundedOnce.apply(_biased(spec, tensors), activation, storage))
 
 
 def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
@@ -88,7 +115,7 @@ BIASED_DENSE_BMM = dataclasses.replace(
     function=_call_biased,
     registered=_registered_biased,
     reference=_biased_reference,
-    rounded=(_biased_rounded,),
+    rounded=(_biased_rounded, _biased_rounded_once),
     terms=_biased_terms,
     differentiable=("x", "y", "bias"),
     invalid=(),
