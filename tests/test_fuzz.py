@@ -185,6 +185,10 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ("--device cpu --dtype int8", "--dtype must be of float32"),
         ("--device cpu --size large", "--size must be of small, edge, many, giant for cpu"),
         ("--device cpu --shape-from nowhere.csv", "--shape-from nowhere.csv: "),
+        (
+            "--device cpu --backends triton --op jagged_dense_bmm_biased",
+            "triton has no jagged_dense_bmm_biased",
+        ),
     ],
 )
 def test_wrong_options(arguments: str, text: str) -> None:
