@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -395,3 +397,23 @@ def test_processes_say_which_batch_fails() -> None:
         command = f"testing.corrupt --device cpu --first {number} --batches 1"
         assert f"reproduce: python -m jagged_cuda.{command}" in done.stdout
     assert "2 batches, forward and backward" in done.stdout and "must be" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "findings"),
+    [
+        ("echo '========= ERROR SUMMARY: 0 errors'", 0),
+        ("echo '========= ERROR SUMMARY: 1 error'; exit 77", 2),
+        ("true", 2),
+    ],
+    ids=["clean", "an error", "silent"],
+)
+def test_what_the_sanitizer_says_counts(script: str, findings: int, tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho '@ 8 jagged_sum offsets'\n{script}\n")
+    tool.chmod(0o755)
+    options = argparse.Namespace(device="cuda", jobs=2, batches=2, first=0, memcheck=True)
+    progress = corrupt.Progress(2)
+    found = corrupt._run_workers(options, progress, str(tool))
+    assert len(found) == findings and progress.counts["jagged_sum"] == 2
+    assert all("--device cuda --first 8 --batches 1 --memcheck" in text for text in found)
