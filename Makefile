@@ -4,12 +4,14 @@
 #   PYTHON        the interpreter to make it from (or to use)
 #   TORCH         what to install, for example TORCH=torch==2.12.0
 #   EVENTS        an interaction log for the demo: user_id, item_id, timestamp
+#   ARCHS         what the wheel is for, for example ARCHS="8.0;9.0a;10.0"
 
 VENV ?= .venv
 PYTHON ?= python3
 EVENTS ?=
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+ARCHS ?=
 SHELL := /bin/bash
 
 # With a GPU the release that the figures in benchmarks/results were measured with.
@@ -89,9 +91,10 @@ format: $(LINT_READY) ## Rewrite the files in the project's format
 compdb: $(READY) ## Write compile_commands.json for editors and clang-tidy
 	$(PY) jagged_cuda/_build.py --compdb compile_commands.json
 
-wheel: $(READY) ## Build the wheel in dist/ for TORCH_CUDA_ARCH_LIST
+wheel: $(READY) ## Build the wheel in dist/ (ARCHS="8.0;9.0a;10.0"; by default with PTX)
 	rm -rf build/lib build/lib.* build/bdist.*  # what was deleted since must not get in
-	$(PY) -c 'import setuptools.build_meta as backend; print(backend.build_wheel("dist"))'
+	$(if $(ARCHS),TORCH_CUDA_ARCH_LIST='$(ARCHS)' )$(PY) -c \
+	  'import setuptools.build_meta as backend; print(backend.build_wheel("dist"))'
 
 sdist: $(READY) ## Build the source distribution in dist/
 	$(PY) -c 'import setuptools.build_meta as backend; print(backend.build_sdist("dist"))'

@@ -43,9 +43,11 @@ from jagged_cuda.testing.draws import (
     dtypes_of,
     judge_draw,
     operators,
+    ops_of,
     place_of,
 )
 from jagged_cuda.testing.shrink import shrink
+from jagged_cuda.testing.variants import EVERY
 
 # Shares of the time: the Triton twins are slow in the interpreter and compile on a GPU.
 TIME_SHARES = {"cpu": 3.0, "cuda": 3.0, "triton": 1.0}
@@ -426,10 +428,10 @@ def _plan(options: argparse.Namespace) -> Plan:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = torch.device(device).type == "cpu"
     backends = (options.backends or ("cpu" if on_cpu else "cuda")).split(",")
-    ops = options.op.split(",") if options.op else list(CASES)
+    ops = options.op.split(",") if options.op else list(EVERY)
     dtypes = options.dtype.split(",") if options.dtype else list(DTYPES)
     for name, chosen, known in (
-        ("--op", ops, tuple(CASES)),
+        ("--op", ops, tuple(EVERY)),
         ("--backends", backends, BACKENDS),
         ("--dtype", dtypes, tuple(DTYPES)),
     ):
@@ -444,6 +446,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         sizes = SIZES[place_of(*place)]
         if options.size is not None and options.size not in sizes:
             raise SystemExit(f"fuzz: --size must be of {', '.join(sizes)} for {place[0]}")
+        if not ops_of(place[0], Wanted(tuple(ops))):
+            raise SystemExit(f"fuzz: {place[0]} has no {', '.join(ops)}")
         if not set(dtypes) & set(dtypes_of(*place)):
             served = ", ".join(dtypes_of(*place))
             raise SystemExit(f"fuzz: --dtype must be of {served} for {place[0]} on {place[1]}")

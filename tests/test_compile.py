@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.cases import Case, Tensors
 from jagged_cuda.testing.judge import check
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
+from jagged_cuda.testing.variants import EVERY
 
-CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 CHOICES: dict[str, Any] = {"D": 8, "N": 11, "trailing": (6,), "dims": (8, 16), "heads": (6, 3)}
 CHOICES |= {"causal": True, "window_size": (-1, -1), "scale": 0.5, "cross": False}
 CHOICES |= {"max_len": False, "transpose": True, "capacity": 600}
@@ -28,6 +29,9 @@ CHOICES |= {"padded_len": 13, "total": 51, "dim": -2}
 CHOICES |= {"queries": 9}
 # Neither T nor B agrees, and no two sizes are equal, which dynamic shapes would take for one.
 FIRST, SECOND = Layout((5, 0, 9, 3), base=1, tail=2), Layout((4, 21, 2, 0, 6, 1, 7), tail=3)
+# Where keys have lengths of their own, T is an argument of some operators, and stays.
+FIRST_CROSS = dataclasses.replace(FIRST, tail=SECOND.total - 18)
+KEYS = {FIRST_CROSS: Layout((2, 4, 1, 0), base=2, tail=8), SECOND: Layout((1, 5, 3, 2, 0, 4, 6), 1)}
 
 # On a CPU inductor starts the C++ compiler, slowly: once is enough there.
 COMPILED = [
@@ -35,24 +39,31 @@ COMPILED = [
         case,
         backend,
         device,
-        id=f"{case.name}-{backend}-{device}",
+        cross,
+        id=f"{name}-{backend}-{device}{'-cross' if cross else ''}",
         marks=[pytest.mark.cuda] if device == "cuda" else [],
     )
-    for case in CASES.values()
+    for name, case in EVERY.items()
     for backend in ("aot_eager", "inductor")
     for device in ("cpu", "cuda")
-    if (backend, device) != ("inductor", "cpu") or case.name == "jagged_flash_attention"
+    for cross in case.choices.get("cross", (False,))
+    if (backend, device) != ("inductor", "cpu") or (name == "jagged_flash_attention" and not cross)
 ]
 
 
 def draw(
-    case: Case, layout: Layout, device: torch.device | str, dtype: torch.dtype = torch.float32
+    case: Case,
+    layout: Layout,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    cross: bool = False,
 ) -> Sample:
     spec = case.spec("small", 0)
     spec = dataclasses.replace(
         spec,
         layout=layout,
-        kv_layout=None,
+        kv_layout=KEYS[layout] if cross else None,
         choices=dict(spec.choices) | CHOICES,
         storage={},
         poisoned=False,
@@ -60,13 +71,13 @@ def draw(
     return case.sample(spec, dtype, device)
 
 
-def function_of(case: Case) -> Callable[[Tensors, Tensor], Tensors]:
+def function_of(case: Case, cross: bool = False) -> Callable[..., Tensors]:
     """The operator between two pointwise operations, which a compiler may want to fuse."""
-    spec = draw(case, FIRST, "cpu").spec
+    spec = draw(case, FIRST_CROSS if cross else FIRST, "cpu", cross=cross).spec
 
-    def function(tensors: Tensors, offsets: Tensor) -> Tensors:
+    def function(tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None = None) -> Tensors:
         scaled = {name: 2.0 * (0.5 * t) for name, t in tensors.items()}
-        found = case.function(jagged_cuda, spec, scaled, offsets, None)
+        found = case.function(jagged_cuda, spec, scaled, offsets, kv_offsets)
         return {name: (0.5 * t) * 2.0 for name, t in found.items()}
 
     return function
@@ -79,7 +90,7 @@ def leaves_of(sample: Sample) -> Tensors:
 def run_backward(function: Callable[..., Tensors], sample: Sample) -> tuple[Tensors, Tensors]:
     """Outputs and gradients, and the cotangents they came from."""
     leaves = leaves_of(sample)
-    found = function(leaves, sample.offsets)
+    found = function(leaves, sample.offsets, sample.kv_offsets)
     cotangents = {name: torch.ones_like(t) for name, t in found.items()}
     gradients = torch.autograd.grad(
         list(found.values()), list(leaves.values()), list(cotangents.values())
@@ -89,15 +100,16 @@ def run_backward(function: Callable[..., Tensors], sample: Sample) -> tuple[Tens
     return results, cotangents
 
 
-@pytest.mark.parametrize(("case", "backend", "device"), COMPILED)
-def test_compile(case: Case, backend: str, device: str) -> None:
+@pytest.mark.parametrize(("case", "backend", "device", "cross"), COMPILED)
+def test_compile(case: Case, backend: str, device: str, cross: bool) -> None:
     """No graph break, forward and backward, and no compilation again for another T and B."""
     if backend == "inductor" and device == "cpu" and shutil.which("g++") is None:
         pytest.skip("inductor compiles for the CPU with g++, which is not installed")
     torch._dynamo.reset()
-    compiled = torch.compile(function_of(case), fullgraph=True, dynamic=True, backend=backend)
-    for index, layout in enumerate((FIRST, SECOND)):
-        sample = draw(case, layout, device)
+    function = function_of(case, cross)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for index, layout in enumerate((FIRST_CROSS if cross else FIRST, SECOND)):
+        sample = draw(case, layout, device, cross=cross)
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             found, cotangents = run_backward(compiled, sample)
         check(case, sample, found, cotangents)
@@ -123,38 +135,84 @@ def test_compile_obeys_the_precision_setting(case: Case) -> None:
                 sample.tensors, sample.offsets
             )
             (node,) = [n for n in graphs[-1].graph.nodes if case.name in str(n.target)]
-            seen.append(node.args[-1] if case.product else True)
+            names = [argument.name for argument in node.target._schema.arguments]
+            seen.append(node.args[names.index("allow_tf32")] if case.product else True)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert seen == ([False, True] if case.product else [True, True])
 
 
+# Models of several operators, since what takes the time is to compile one: (name, cross).
+GROUPS = {
+    "self": [(name, False) for name in EVERY],
+    "cross": [
+        (name, True) for name, case in EVERY.items() if True in case.choices.get("cross", ())
+    ],
+}
+EXPORTED = [
+    pytest.param(*member, id=f"{member[0]}-{group}")
+    for group, members in GROUPS.items()
+    for member in members
+]
+
+
 class Module(torch.nn.Module):
-    def __init__(self, case: Case) -> None:
+    """Some operators, each with arguments of its own, by its name."""
+
+    def __init__(self, members: Sequence[tuple[str, bool]]) -> None:
         super().__init__()
-        self.function = function_of(case)
+        self.functions = {name: function_of(EVERY[name], cross) for name, cross in members}
 
-    def forward(self, tensors: Tensors, offsets: Tensor) -> Tensors:
-        return self.function(tensors, offsets)
-
-
-def exported(case: Case, device: torch.device) -> torch.export.ExportedProgram:
-    sample = draw(case, FIRST, device)
-    rows, batch = torch.export.Dim("T", min=2), torch.export.Dim("B", min=2)
-    dims = {"q": rows, "kv": rows, "seq": batch, "matrix": torch.export.Dim("E", min=2)}
-    shapes = {name: {0: dims[case.rows[name]]} for name in sample.tensors}
-    return torch.export.export(
-        Module(case),
-        (sample.tensors, sample.offsets),
-        dynamic_shapes={"tensors": shapes, "offsets": {0: batch + 1}},
-    )
+    def forward(self, arguments: dict[str, Any]) -> dict[str, Tensors]:
+        return {name: function(*arguments[name]) for name, function in self.functions.items()}
 
 
-@CASE
-def test_export(case: Case, device: torch.device) -> None:
-    program = exported(case, device)
-    sample = draw(case, SECOND, device)
-    check(case, sample, program.module()(sample.tensors, sample.offsets), None)
+def samples_of(
+    members: Sequence[tuple[str, bool]], device: torch.device, *, first: bool
+) -> dict[str, Sample]:
+    def layout(cross: bool) -> Layout:
+        return (FIRST_CROSS if cross else FIRST) if first else SECOND
+
+    return {name: draw(EVERY[name], layout(cross), device, cross=cross) for name, cross in members}
+
+
+def arguments_of(samples: dict[str, Sample]) -> dict[str, Any]:
+    return {name: (s.tensors, s.offsets, s.kv_offsets) for name, s in samples.items()}
+
+
+def exported(
+    members: Sequence[tuple[str, bool]], device: torch.device
+) -> torch.export.ExportedProgram:
+    samples = samples_of(members, device, first=True)
+    shapes = {}
+    for name, cross in members:
+        case = EVERY[name]
+        rows, batch, keys, elems = (
+            torch.export.Dim(f"{letter}_{name}", min=2) for letter in ("T", "B", "K", "E")
+        )
+        dims = {"q": rows, "kv": keys if cross else rows, "seq": batch, "matrix": elems}
+        of_tensors = {each: {0: dims[case.rows[each]]} for each in samples[name].tensors}
+        shapes[name] = (of_tensors, {0: batch + 1}, {0: batch + 1} if cross else None)
+    arguments = (arguments_of(samples),)
+    return torch.export.export(Module(members), arguments, dynamic_shapes={"arguments": shapes})
+
+
+def check_all(
+    run: Callable[[dict[str, Any]], dict[str, Tensors]],
+    members: Sequence[tuple[str, bool]],
+    device: torch.device,
+) -> None:
+    """With another T and B than the program was made with."""
+    samples = samples_of(members, device, first=False)
+    found = run(arguments_of(samples))
+    for name, sample in samples.items():
+        check(EVERY[name], sample, found[name], None)
+
+
+@pytest.mark.parametrize(("name", "cross"), EXPORTED)
+def test_export(name: str, cross: bool, device: torch.device) -> None:
+    members = [(name, cross)]
+    check_all(exported(members, device).module(), members, device)
 
 
 def compiler_with_shared_library(folder: Path) -> str:
@@ -174,17 +232,17 @@ def compiler_with_shared_library(folder: Path) -> str:
     raise RuntimeError("no C++ compiler here links the shared libstdc++")
 
 
-@CASE
-@pytest.mark.cuda
-def test_aot_inductor_package(case: Case, tmp_path: Path) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+@pytest.mark.parametrize("members", GROUPS.values(), ids=GROUPS)
+def test_aot_inductor_package(
+    members: Sequence[tuple[str, bool]], device: torch.device, tmp_path: Path
+) -> None:
+    if shutil.which("g++") is None and "CXX" not in os.environ:
+        pytest.skip("AOTInductor compiles with g++, which is not installed")
     with torch._inductor.config.patch("cpp.cxx", (None, compiler_with_shared_library(tmp_path))):
         path = torch._inductor.aoti_compile_and_package(
-            exported(case, device), package_path=str(tmp_path / "model.pt2")
+            exported(members, device), package_path=str(tmp_path / "model.pt2")
         )
-    sample = draw(case, SECOND, device)
-    loaded = torch._inductor.aoti_load_package(path)
-    check(case, sample, loaded(sample.tensors, sample.offsets), None)
+    check_all(torch._inductor.aoti_load_package(path), members, device)
 
 
 @CASE

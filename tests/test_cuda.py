@@ -9,34 +9,30 @@ import gc
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from plain import assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.cases import CASES, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+from jagged_cuda.testing.samples import Sample, Spec
+from jagged_cuda.testing.variants import EVERY
 
 pytestmark = pytest.mark.cuda
 
-CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 DTYPE = pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.float16, torch.bfloat16],
     ids=["float32", "float64", "float16", "bfloat16"],
 )
 CUDA = "cuda"
-PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
-PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
-PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
-PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
-PLAIN = {name: c[0] for case in CASES.values() for name, c in case.choices.items()} | PLAIN
-
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
@@ -219,24 +215,18 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
 ]
 
 
-def spec_of(layout: Layout, seed: int = 0, poisoned: bool = True, **choices: Any) -> Spec:
-    return Spec(seed=seed, layout=layout, choices=PLAIN | choices, poisoned=poisoned)
-
-
 LAYOUT = Layout((70, 0, 33, 1, 128, 15), base=5, tail=9)
+KEYS = Layout((3, 20, 0, 64, 1, 100), base=2, tail=4)
 
-
-def cotangents_of(case: Case, sample: Sample) -> Callable[[Tensors], Tensors]:
-    return lambda outputs: draw_cotangents(outputs, sample.spec, case.rows)
-
-
-def calls(case: Case) -> Callable[[Sample], Tensors]:
-    return lambda sample: case.call(jagged_cuda, sample)
-
-
-def assert_same_bits(found: Tensors, expected: Tensors) -> None:
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
+# With each case its options for keys, or columns, of other lengths.
+CASE_AND_CROSS = pytest.mark.parametrize(
+    ("case", "cross"),
+    [
+        pytest.param(case, cross, id=f"{name}{'-cross' if cross else ''}")
+        for name, case in EVERY.items()
+        for cross in case.choices.get("cross", (False,))
+    ],
+)
 
 
 @CASE
@@ -465,10 +455,11 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@CASE
+@CASE_AND_CROSS
 @DTYPE
-def test_never_synchronises(case: Case, dtype: torch.dtype) -> None:
-    sample = case.sample(spec_of(LAYOUT), dtype, CUDA)
+def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None:
+    spec = dataclasses.replace(spec_of(LAYOUT), kv_layout=KEYS if cross else None)
+    sample = case.sample(spec, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     sample = dataclasses.replace(sample, tensors=leaves)
     cotangents = {n: torch.ones_like(t) for n, t in case.call(jagged_cuda, sample).items()}
@@ -477,12 +468,20 @@ def test_never_synchronises(case: Case, dtype: torch.dtype) -> None:
         torch.autograd.grad(list(found.values()), list(leaves.values()), list(cotangents.values()))
 
 
-@CASE
+def filled_up(lengths: tuple[int, ...], total: int) -> Layout:
+    """So many rows, those outside before and after the sequences."""
+    outside = total - sum(lengths)
+    return Layout(lengths, base=outside - (outside > 0), tail=int(outside > 0))
+
+
+@CASE_AND_CROSS
 @DTYPE
-def test_graph_replays_with_other_lengths(case: Case, dtype: torch.dtype) -> None:
+def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.dtype) -> None:
     """Captured once, forward and backward; replayed with lengths of the same T and B."""
     # Room for one sequence of all 160 rows.
     captured = spec_of(Layout((40, 0, 100, 7, 3), base=2, tail=8), poisoned=False, capacity=160**2)
+    if cross:
+        captured = dataclasses.replace(captured, kv_layout=filled_up((10, 3, 60, 0, 30), 120))
     sample = case.sample(captured, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     static = dataclasses.replace(sample, tensors=leaves)
@@ -503,15 +502,25 @@ def test_graph_replays_with_other_lengths(case: Case, dtype: torch.dtype) -> Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found, gradients = step()
-    for seed, lengths in enumerate(((0, 0, 0, 0, 150), (30, 30, 30, 30, 30), (160, 0, 0, 0, 0)), 1):
-        layout = Layout(lengths, base=160 - sum(lengths) - (sum(lengths) < 160))
-        layout = dataclasses.replace(layout, tail=160 - layout.total)
-        spec = dataclasses.replace(captured, seed=seed, layout=layout)
+    replayed = (
+        ((0, 0, 0, 0, 150), (0, 40, 0, 0, 80)),
+        ((30, 30, 30, 30, 30), (1, 0, 64, 33, 2)),
+        ((160, 0, 0, 0, 0), (120, 0, 0, 0, 0)),
+    )
+    for seed, (lengths, keys) in enumerate(replayed, 1):
+        spec = dataclasses.replace(
+            captured,
+            seed=seed,
+            layout=filled_up(lengths, 160),
+            kv_layout=filled_up(keys, 120) if cross else None,
+        )
         fresh = case.sample(spec, dtype, CUDA)
         with torch.no_grad():
             for name, tensor in fresh.tensors.items():
                 leaves[name].copy_(tensor)
             static.offsets.copy_(fresh.offsets)
+            if static.kv_offsets is not None and fresh.kv_offsets is not None:
+                static.kv_offsets.copy_(fresh.kv_offsets)
             given = cotangents_of(case, fresh)(outputs)
             for name, tensor in given.items():
                 cotangents[name].copy_(tensor)
@@ -672,22 +681,14 @@ def last_sequences(case: Case, sample: Sample, found: Tensors, count: int) -> No
     )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES.values() if case.huge is not None],
-    ids=[name for name, case in CASES.items() if case.huge is not None],
-)
-@pytest.mark.usefixtures("room_on_gpu")
-def test_more_than_2_to_the_31_elements(case: Case) -> None:
-    layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
-    spec = spec_of(layout, poisoned=False, **case.huge)
-    shapes = case.shapes(spec)
-    # Made in place, quickly and in bf16: normal values take too many copies of this size.
+def run_huge(case: Case, spec: Spec, dtype: torch.dtype) -> None:
+    """Forward and backward on more than 2^31 elements; the last sequences are judged."""
+    # Made in place, and quickly: normal values take too many copies of this size.
     tensors = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
-        for name, shape in shapes.items()
+        name: torch.empty(shape, dtype=dtype, device=CUDA).uniform_(-1, 1)
+        for name, shape in case.shapes(spec).items()
     }
-    sample = Sample(spec, tensors, layout.offsets(CUDA), None)
+    sample = Sample(spec, tensors, spec.layout.offsets(CUDA), None)
     gc.collect()
     found = run(
         case,
@@ -702,32 +703,64 @@ def test_more_than_2_to_the_31_elements(case: Case) -> None:
     last_sequences(case, sample, found, count=5)
 
 
-MATRICES = [name for name, case in CASES.items() if "matrix" in case.rows.values()]
-
-
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.usefixtures("room_on_gpu")
-def test_more_than_2_to_the_31_elements_of_matrices(name: str) -> None:
-    case = CASES[name]
-    layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
-    spec = spec_of(layout, poisoned=False, D=8, N=8)
-    assert spec.capacity > 2**31
-    tensors = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
-        for name, shape in case.shapes(spec).items()
-    }
-    sample = Sample(spec, tensors, layout.offsets(CUDA), None)
-    gc.collect()
-    found = run(
-        case,
-        sample,
-        calls(case),
-        lambda outputs: {
-            n: torch.ones((), dtype=t.dtype, device=CUDA).expand(t.shape)
-            for n, t in outputs.items()
-        },
+# Float32 products have kernels of their own; with as many keys as queries they take 70 GB.
+HUGE = [
+    pytest.param(case, dtype, path, choices, id=f"{name}-{str(dtype)[6:]}-{path}")
+    for name, case in CASES.items()
+    if case.huge is not None
+    for dtype, path, choices in (
+        (torch.bfloat16, "best", case.huge),
+        *([(torch.bfloat16, "mma_sync", case.huge)] if "dims" in case.choices else ()),
+        *([(torch.float32, "best", {**case.huge, "heads": (8, 1)})] if case.product else ()),
     )
-    last_sequences(case, sample, found, count=5)
+    if name != "jagged_target_attention" or dtype is torch.bfloat16
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "path", "choices"), HUGE)
+@pytest.mark.usefixtures("room_on_gpu")
+def test_more_than_2_to_the_31_elements(
+    case: Case,
+    dtype: torch.dtype,
+    path: str,
+    choices: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
+    run_huge(case, spec_of(layout, poisoned=False, **choices), dtype)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.huge_dense is not None]
+)
+@pytest.mark.usefixtures("room_on_gpu")
+def test_more_than_2_to_the_31_elements_of_one_row_a_sequence(name: str) -> None:
+    case = CASES[name]
+    layout = Layout((1, 0, 2) * 10_925)
+    run_huge(case, spec_of(layout, poisoned=False, **(case.huge_dense or {})), torch.bfloat16)
+
+
+MATRICES = [
+    pytest.param(case, choices, id=f"{name}-{'-'.join(map(str, choices.values()))}")
+    for name, case in CASES.items()
+    if "matrix" in case.rows.values()
+    for choices in (
+        *([{"dim": -1}, {"dim": -2}] if "dim" in case.choices else ()),
+        *([{"transpose": False}, {"transpose": True}] if "transpose" in case.choices else ()),
+        *([{}] if not case.choices.keys() & {"dim", "transpose"} else ()),
+    )
+]
+
+
+@pytest.mark.parametrize(("case", "choices"), MATRICES)
+@pytest.mark.usefixtures("room_on_gpu")
+def test_more_than_2_to_the_31_elements_of_matrices(case: Case, choices: dict[str, Any]) -> None:
+    layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
+    spec = spec_of(layout, poisoned=False, D=8, N=8, **choices)
+    assert spec.capacity > 2**31
+    run_huge(case, spec, torch.bfloat16)
 
 
 # --- determinism

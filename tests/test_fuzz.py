@@ -115,7 +115,7 @@ def test_a_planted_fault_is_found_and_made_small(
     # The line that is printed fails as long as the fault is there.
     monkeypatch.setattr(draws, "operators", lambda _: ops)
     assert fuzz.main(shlex.split(small.command())[3:]) == 1
-    assert f"{small.op}, out" in capsys.readouterr().out
+    assert f"{small.case.name}, out" in capsys.readouterr().out
     monkeypatch.undo()
     assert fuzz.main(shlex.split(small.command())[3:]) == 0
 
@@ -185,6 +185,10 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ("--device cpu --dtype int8", "--dtype must be of float32"),
         ("--device cpu --size large", "--size must be of small, edge, many, giant for cpu"),
         ("--device cpu --shape-from nowhere.csv", "--shape-from nowhere.csv: "),
+        (
+            "--device cpu --backends triton --op jagged_dense_bmm_biased",
+            "triton has no jagged_dense_bmm_biased",
+        ),
     ],
 )
 def test_wrong_options(arguments: str, text: str) -> None:

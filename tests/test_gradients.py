@@ -16,8 +16,9 @@ import jagged_cuda
 from jagged_cuda.testing.cases import CASES, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
+from jagged_cuda.testing.variants import EVERY
 
-CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
@@ -65,8 +66,8 @@ def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Te
 
 
 CHECKED = [
-    pytest.param(case, variant, cross, id=f"{case.name}-{variant}{'-cross' if cross else ''}")
-    for case in CASES.values()
+    pytest.param(case, variant, cross, id=f"{name}-{variant}{'-cross' if cross else ''}")
+    for name, case in EVERY.items()
     for variant in VARIANTS
     for cross in case.choices.get("cross", (False,))
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
 from jagged_cuda.testing.lengths import Layout, matrices
@@ -60,6 +61,14 @@ def test_invalid_matrix_offsets() -> None:
         with pytest.raises(RuntimeError) as caught:
             jagged_cuda.matrix_offsets(*arguments)
         assert str(caught.value) == f"matrix_offsets: {message}"
+
+
+def test_matrix_offsets_of_two_devices() -> None:
+    with FakeTensorMode():
+        here, there = torch.zeros(3, dtype=torch.int64, device="cuda:0"), torch.zeros(3).long()
+        with pytest.raises(RuntimeError) as caught:
+            jagged_cuda.matrix_offsets(here, there)
+    assert str(caught.value) == "matrix_offsets: y_offsets must be on cuda:0, got on cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])

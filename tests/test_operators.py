@@ -14,8 +14,9 @@ from jagged_cuda.testing.__main__ import DTYPES, judge_seed
 from jagged_cuda.testing.cases import CASES, Case
 from jagged_cuda.testing.judge import check, judge
 from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.variants import EVERY
 
-CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 GPU = pytest.mark.cuda
 

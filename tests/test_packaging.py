@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -185,6 +188,107 @@ def test_the_libraries_need_nothing_that_changes_with_torch_or_python(library: s
         ["readelf", "-d", str(loaded.path)], capture_output=True, text=True, check=True
     ).stdout
     assert not re.search(r"libpython|libtorch_python|RPATH|RUNPATH", needed), needed
+
+
+@pytest.mark.parametrize("archs", ["8.0;9.0a;10.0", ""])
+def test_make_wheel_takes_the_architectures(archs: str) -> None:
+    command = ["make", "-n", "wheel", "VENV=", f"PYTHON={sys.executable}", f"ARCHS={archs}"]
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    environment = {name: v for name, v in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
+    printed = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert ("TORCH_CUDA_ARCH_LIST='8.0;9.0a;10.0' " in printed) == bool(archs)
+    assert ("TORCH_CUDA_ARCH_LIST" in printed) == bool(archs)
+
+
+# --- what CI checks of a wheel
+
+
+@pytest.fixture(scope="module")
+def check_wheel() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_wheel", ROOT / ".ci" / "check_wheel.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_wheel_passes_what_ci_checks(
+    wheel: Path, check_wheel: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert check_wheel.problems_of_file(wheel) == []
+    other = tmp_path / wheel.name.replace("cp310-abi3", "cp311-cp311")
+    shutil.copy(wheel, other)
+    monkeypatch.setattr(check_wheel, "MAX_BYTES", 1000)
+    assert len(check_wheel.problems_of_file(other)) == 2
+
+
+def test_an_architecture_that_is_missing_is_found(
+    check_wheel: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def listing(*code: str) -> str:
+        pieces = (text.split() for text in code)
+        return "".join(
+            f"\nFatbin {kind} code:\n================\narch = {arch}\ncode version = [1,8]\n"
+            for kind, arch in pieces
+        )
+
+    def problems(archs: str, *code: str) -> list[str]:
+        monkeypatch.setattr(check_wheel, "output_of", lambda *_: listing(*code))
+        return check_wheel.problems_of_archs(Path("_C_cuda.abi3.so"), archs)
+
+    monkeypatch.setattr(check_wheel, "find_cuobjdump", lambda: Path("cuobjdump"))
+    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90a", "elf sm_90a", "elf sm_80") == []
+    assert problems("8.0;10.0+PTX", "elf sm_80", "elf sm_100", "ptx sm_100") == []
+    assert problems("8.0;10.0+PTX", "elf sm_80", "elf sm_100")
+    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90")
+    assert problems("8.0", "elf sm_80", "elf sm_90a")
+    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90a", "elf sm_80")
+
+
+# --- docs/building.md
+
+
+def sentences() -> list[str]:
+    """What building and loading can raise or warn of, with … for what differs."""
+    found = []
+    for path in ("jagged_cuda/_build.py", "jagged_cuda/_load.py", "setup.py"):
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            values: list[ast.expr] = []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                values = node.args if node.func.id in ("BuildError", "SystemExit") else []
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("why_"):
+                returned = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
+                values = [v.elts[0] if isinstance(v, ast.Tuple) else v for v in returned if v]
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                values = [node.value] if node.targets[0].id == "why" else []
+            found += [text for text in map(_literal, values) if len(text.strip("… ")) > 10]
+    return found
+
+
+def _literal(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
+    return ""
+
+
+def test_every_message_is_explained_and_no_other() -> None:
+    text = (ROOT / "docs" / "building.md").read_text().partition("## When it does not work")[2]
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", text, re.MULTILINE)[2:]
+    patterns = {row: ".*".join(map(re.escape, row.split("…"))) for row in rows}
+    raised = sentences()
+    assert len(raised) > 25
+
+    def matches(pattern: str, sentence: str) -> bool:
+        return re.search(pattern, sentence, re.DOTALL) is not None
+
+    unexplained = [s for s in raised if not any(matches(p, s) for p in patterns.values())]
+    assert unexplained == []
+    assert [row for row, p in patterns.items() if not any(matches(p, s) for s in raised)] == []
 
 
 def test_nothing_in_the_repository_names_one_machine() -> None:

@@ -14,14 +14,14 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing import kernel_paths, sanitize
-from jagged_cuda.testing.cases import CASES
 from jagged_cuda.testing.covering import covering_draws
 from jagged_cuda.testing.draws import DTYPES, Wanted, draw
 from jagged_cuda.testing.races import hunt
 from jagged_cuda.testing.sanitize import FOUND, Check, command, find_sanitizer, run_check
+from jagged_cuda.testing.variants import EVERY
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_hundred_runs_give_the_same_bits(name: str, dtype: str, device: torch.device) -> None:
     on_gpu = device.type == "cuda"

@@ -33,6 +33,15 @@ def test_the_layers_name_the_same_operators() -> None:
     assert registered(ROOT) >= operators(ROOT)
 
 
+def test_the_table_of_promises_names_tests() -> None:
+    """Each test that docs/testing.md names is there."""
+    text = (ROOT / "docs" / "testing.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 40
+    for file, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), test
+
+
 def test_the_guide_names_every_place() -> None:
     for part in PARTS:
         assert f"`{part.place}`" in GUIDE, part.name

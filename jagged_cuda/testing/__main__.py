@@ -7,9 +7,10 @@ import argparse
 import torch
 
 from jagged_cuda.testing._kernels import last_kernel
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import Case
 from jagged_cuda.testing.comparison import with_environment
 from jagged_cuda.testing.judge import judge
+from jagged_cuda.testing.variants import EVERY, key_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -24,7 +25,7 @@ def judge_seed(
 ) -> None:
     """Judge the spec that a seed draws; a failure says how to draw it again."""
     text = (
-        f"python -m jagged_cuda.testing {case.name} --profile {profile} --seed {seed}"
+        f"python -m jagged_cuda.testing {key_of(case)} --profile {profile} --seed {seed}"
         f" --dtype {dtype} --device {device}{'' if backward else ' --forward'}"
     )
     spec = case.spec(profile, seed)
@@ -40,18 +41,18 @@ def judge_seed(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jagged_cuda.testing", description=__doc__)
-    parser.add_argument("operator", nargs="*", choices=[[], *CASES], metavar="operator")
+    parser.add_argument("operator", nargs="*", choices=[[], *EVERY], metavar="operator")
     parser.add_argument("--profile", default="edge", help="small, edge or large")
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=list(DTYPES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--forward", action="store_true", help="leave the gradients out")
     options = parser.parse_args()
-    for name in options.operator or CASES:
+    for name in options.operator or EVERY:
         for dtype in options.dtype:
             for seed in options.seed:
                 judge_seed(
-                    CASES[name],
+                    EVERY[name],
                     options.profile,
                     seed,
                     dtype,

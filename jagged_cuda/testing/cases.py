@@ -68,6 +68,8 @@ class Case:
         profiles: "small", "edge", "large".
         huge: choices for which 4.2 million rows have more than 2^31 elements, or None.
         invalid: calls that must raise.
+        huge_dense: choices for which 32,775 sequences have more than 2^31 elements in what has one
+            row a sequence, or None.
     """
 
     name: str
@@ -85,9 +87,10 @@ class Case:
     profiles: Mapping[str, Profile]
     huge: Mapping[str, Any] | None
     invalid: tuple[Invalid, ...]
+    huge_dense: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
-        return f"CASES[{self.name!r}]"
+        return f"Case({self.name!r})"
 
     def spec(self, profile: str, seed: int) -> Spec:
         """Draw a spec from a seed."""
@@ -184,6 +187,7 @@ JAGGED_DENSE_BMM = Case(
     autocast="lower_precision",
     profiles=_PRODUCT_PROFILES,
     huge={"D": 512, "N": 8},
+    huge_dense={"D": 256, "N": 257},
     invalid=(
         Invalid(
             "x_dim",
@@ -304,6 +308,7 @@ JAGGED_JAGGED_BMM = Case(
     autocast="lower_precision",
     profiles=_PRODUCT_PROFILES,
     huge={"D": 512, "N": 8},
+    huge_dense={"D": 256, "N": 257},
     invalid=(
         Invalid(
             "x_dim",
@@ -1109,6 +1114,7 @@ JAGGED_SUM = Case(
     autocast="unchanged",
     profiles=_ROW_PROFILES,
     huge={"trailing": (512,)},
+    huge_dense={"trailing": (65_600,)},
     invalid=(
         Invalid(
             "x_dim",
@@ -1151,6 +1157,7 @@ JAGGED_MEAN = Case(
     autocast="unchanged",
     profiles=_ROW_PROFILES,
     huge={"trailing": (512,)},
+    huge_dense={"trailing": (65_600,)},
     invalid=(
         Invalid(
             "x_dim",
@@ -1201,6 +1208,7 @@ JAGGED_BROADCAST = Case(
     autocast="unchanged",
     profiles=_ROW_PROFILES,
     huge={"trailing": (512,)},
+    huge_dense={"trailing": (65_600,)},
     invalid=(
         Invalid(
             "x_dim",
@@ -1412,7 +1420,7 @@ JAGGED_FLASH_ATTENTION = Case(
             },
         ),
     },
-    huge={"dims": (64, 64), "heads": (8, 1)},
+    huge={"dims": (64, 64), "heads": (8, 8)},
     invalid=(
         Invalid(
             "q_dim",
@@ -1709,6 +1717,7 @@ JAGGED_TARGET_ATTENTION = Case(
         ),
     },
     huge={"dims": (64, 64), "heads": (8, 8), "queries": 8},
+    huge_dense={"dims": (64, 64), "heads": (8, 8), "queries": 128},
     invalid=(
         Invalid(
             "q_dim",

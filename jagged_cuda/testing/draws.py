@@ -18,10 +18,11 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing._kernels import last_kernel
-from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.cases import Case, Tensors
 from jagged_cuda.testing.judge import check, run
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
 from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
+from jagged_cuda.testing.variants import EVERY, VARIANTS
 
 DTYPES = {
     "float32": torch.float32,
@@ -47,7 +48,7 @@ class Draw:
     """An operator, its arguments, and everything else that decides what runs.
 
     Args:
-        op: the case's name.
+        op: the case's key in EVERY.
         spec: the arguments.
         dtype: of the floating tensors, by name.
         backend: "cpu", "cuda" or "triton".
@@ -76,7 +77,7 @@ class Draw:
 
     @property
     def case(self) -> Case:
-        return CASES[self.op]
+        return EVERY[self.op]
 
     def to_json(self) -> str:
         """One line; what has its default is left out."""
@@ -189,7 +190,7 @@ class Wanted:
         lengths: of a file; else lengths are drawn from the distributions.
     """
 
-    ops: tuple[str, ...] = tuple(CASES)
+    ops: tuple[str, ...] = tuple(EVERY)
     dtypes: tuple[str, ...] = tuple(DTYPES)
     size: str | None = None
     lengths: tuple[int, ...] | None = None
@@ -204,7 +205,8 @@ def place_of(backend: str, device: str) -> str:
 def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Drawn:
     """The draw of a number under a seed: always the same one for the same arguments."""
     rng = random.Random(f"{seed} {backend} {index}")
-    case = CASES[rng.choice(wanted.ops)]
+    op = rng.choice(ops_of(backend, wanted))
+    case = EVERY[op]
     where = place_of(backend, device)
     sizes = SIZES[where]
     if wanted.size is not None:
@@ -218,7 +220,7 @@ def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Dr
     dtype = rng.choice([d for d in dtypes_of(backend, device) if d in wanted.dtypes])
     return Drawn(
         Draw(
-            op=case.name,
+            op=op,
             spec=spec,
             dtype=dtype,
             backend=backend,
@@ -236,6 +238,11 @@ def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Dr
         size_name,
         distribution,
     )
+
+
+def ops_of(backend: str, wanted: Wanted) -> tuple[str, ...]:
+    """Those that a backend serves: the Triton twins have no variants."""
+    return tuple(op for op in wanted.ops if backend != "triton" or op not in VARIANTS)
 
 
 def dtypes_of(backend: str, device: str) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def main() -> int:
         file.write("\n".join(each.to_json() for each in draws))
         file.flush()
         run = ("jagged_cuda.testing.sanitize", "--run", file.name)
-        wrong = ("jagged_cuda.testing.corrupt", "--device", "cuda", "--count", "3")
+        wrong = ("jagged_cuda.testing.corrupt", "--device", "cuda", "--batches", "280", "--bare")
         checks = [Check(tool, f"{len(draws)} draws", run) for tool in options.tool]
         if "memcheck" in options.tool:
             checks.append(Check("memcheck", "wrong offsets", wrong))

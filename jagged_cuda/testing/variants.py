@@ -1,0 +1,131 @@
+"""Options that the cases of the table leave at their defaults, each as a case of its own.
+
+A variant is judged like an operator, by the same tests, and drawn by the fuzzer. Its function is
+that of the case it comes from, whose name it keeps; the Triton twins have none of these options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from jagged_cuda.testing import reference
+from jagged_cuda.testing.cases import CASES, JAGGED_DENSE_BMM, Case, Tensors
+from jagged_cuda.testing.samples import Sample, Spec
+
+# --- jagged_dense_bmm with a bias and an activation
+
+# In the order of csrc/ops/activation.h.
+ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
+
+
+def activate(z: Tensor, activation: str | None) -> Tensor:
+    return z if activation is None else getattr(F, activation)(z)
+
+
+def _biased(spec: Spec, tensors: Tensors) -> Tensor:
+    """`[T, N]`: what goes into the activation."""
+    z = reference.pad(tensors["x"], spec.layout) @ tensors["y"] + tensors["bias"][:, None]
+    return reference.unpad(z, spec.layout)
+
+
+def _inside(spec: Spec, out: Tensor) -> Tensors:
+    """Rows outside every sequence are 0, though sigmoid(0) is not."""
+    inside = spec.layout.seq_of_row(out.device) < spec.layout.num_seqs
+    return {"out": out.where(inside[:, None], 0.0)}
+
+
+def _biased_reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return _inside(spec, activate(_biased(spec, tensors), spec.choices["activation"]))
+
+
+def _biased_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    """As in PyTorch, where the activation reads and writes, and saves, what is stored."""
+    z = _biased(spec, tensors)
+    out = activate(z.to(storage), spec.choices["activation"])
+    return _inside(spec, out.to(z.dtype))
+
+
+class _RoundedOnce(torch.autograd.Function):
+    """sigmoid or tanh of sums that are not rounded before; the gradient reads what is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, activation: str, storage: torch.dtype) -> Tensor:
+        out = activate(z, activation).to(storage)
+        ctx.activation = activation
+        ctx.save_for_backward(out)
+        return out.to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+        (out,) = ctx.saved_tensors
+        backward = getattr(torch.ops.aten, f"{ctx.activation}_backward")
+        return backward(grad_out.to(out.dtype), out).to(grad_out.dtype), None, None
+
+
+def _biased_rounded_once(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+    """As a compiler of PyTorch fuses it: the activation takes the sums before they are stored."""
+    activation = spec.choices["activation"]
+    if activation not in ("sigmoid", "tanh"):
+        return _biased_rounded(spec, tensors, storage)
+    return _inside(spec, _RoundedOnce.apply(_biased(spec, tensors), activation, storage))
+
+
+def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    """On absolute values. No activation is steeper than 1.2, nor bends by more than 1."""
+    leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
+    z = _biased(spec, leaves)
+    found = {"out": 1.2 * z.detach() + 1}
+    if cotangents is not None:
+        through = cotangents["out"].abs() * (1.2 + z.detach())
+        gradients = torch.autograd.grad(z, list(leaves.values()), through)
+        found |= {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return found
+
+
+def _call_biased(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, _: Tensor | None
+) -> Tensors:
+    options = {"bias": tensors["bias"], "activation": spec.choices["activation"]}
+    return {"out": ops.jagged_dense_bmm(tensors["x"], tensors["y"], offsets, **options)}
+
+
+def _registered_biased(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    x, y, bias = (sample.tensors[name] for name in ("x", "y", "bias"))
+    activation = ACTIVATIONS.index(sample.spec.choices["activation"])
+    return {"jagged_dense_bmm": (x, y, sample.offsets, False, bias, activation)}
+
+
+BIASED_DENSE_BMM = dataclasses.replace(
+    JAGGED_DENSE_BMM,
+    choices={
+        **JAGGED_DENSE_BMM.choices,
+        # First the one whose gradient multiplies x and y once more.
+        "activation": ("gelu", *(name for name in ACTIVATIONS if name != "gelu")),
+    },
+    shapes=lambda spec: {
+        **JAGGED_DENSE_BMM.shapes(spec),
+        "bias": (spec.layout.num_seqs, spec.choices["N"]),
+    },
+    rows={"x": "q", "y": "seq", "bias": "seq", "out": "q"},
+    function=_call_biased,
+    registered=_registered_biased,
+    reference=_biased_reference,
+    rounded=(_biased_rounded, _biased_rounded_once),
+    terms=_biased_terms,
+    differentiable=("x", "y", "bias"),
+    invalid=(),
+)
+
+VARIANTS: dict[str, Case] = {"jagged_dense_bmm_biased": BIASED_DENSE_BMM}
+
+EVERY: dict[str, Case] = CASES | VARIANTS
+
+
+def key_of(case: Case) -> str:
+    """The name by which EVERY has a case; a variant's own name is its function's."""
+    return next(key for key, each in EVERY.items() if each is case)

@@ -1,0 +1,38 @@
+"""Samples with every option at a plain value, and what tests do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import jagged_cuda
+from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
+from jagged_cuda.testing.variants import EVERY
+
+PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
+PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
+PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
+PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
+PLAIN = {name: c[0] for case in EVERY.values() for name, c in case.choices.items()} | PLAIN
+
+
+def spec_of(layout: Layout, seed: int = 0, poisoned: bool = True, **choices: Any) -> Spec:
+    return Spec(seed=seed, layout=layout, choices=PLAIN | choices, poisoned=poisoned)
+
+
+def cotangents_of(case: Case, sample: Sample) -> Callable[[Tensors], Tensors]:
+    return lambda outputs: draw_cotangents(outputs, sample.spec, case.rows)
+
+
+def calls(case: Case) -> Callable[[Sample], Tensors]:
+    return lambda sample: case.call(jagged_cuda, sample)
+
+
+def assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
