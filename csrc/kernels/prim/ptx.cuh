@@ -128,6 +128,13 @@ __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   return result;
 }
 
+// max.NaN.f32: NaN if either is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // ex2.approx.ftz.f32: 2^x; -inf gives 0.
 __device__ __forceinline__ float ex2_approx(float x) {
   float result;

@@ -242,8 +242,8 @@ __global__ __launch_bounds__(kColumnThreads, kColumnCtas<Params, Element>) void 
   const auto scale = static_cast<Sum<Element>>(params.scale);
   if constexpr (sizeof(Element) == 2 && !Operand::kBackward) {
     if (columns <= kMaxGranuleColumns && is_granule_aligned(params.a) && is_granule_aligned(gOut)) {
-      softmax_granules(static_cast<const Element*>(params.a), gOut, params.matrices.capacity, begin,
-                       rows, static_cast<int>(columns), scale);
+      softmax_by_granules(static_cast<const Element*>(params.a), gOut, params.matrices.capacity,
+                          begin, rows, static_cast<int>(columns), scale);
       return;
     }
   }
