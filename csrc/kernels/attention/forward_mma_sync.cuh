@@ -107,15 +107,18 @@ struct OnlineSoftmax {
       const float new_max = fmaxf(row_max[r][half], quad_max(tile_max));
       // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
       // instead.
-      const float shift = new_max == -INFINITY ? 0.0f : new_max * scale_log2;
-      // Explicit, since whether the compiler fuses must not depend on the tile.
-      rescale[r][half] = ptx::ex2_approx(__fmaf_rn(row_max[r][half], scale_log2, -shift));
+      const float finite_max = new_max == -INFINITY ? 0.0f : new_max;
+      const float shift = finite_max * scale_log2;
+      // 1 to the last bit while the maximum stays: how many tiles a row is in of which it sees
+      // nothing depends on the tiles' size, and so on the batch.
+      rescale[r][half] = ptx::ex2_approx((row_max[r][half] - finite_max) * scale_log2);
       row_max[r][half] = new_max;
       float sum = 0.0f;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          // Explicit, since whether the compiler fuses must not depend on the tile.
           s[r][block][i] = ptx::ex2_approx(__fmaf_rn(s[r][block][i], scale_log2, -shift));
           sum += s[r][block][i];
         }

@@ -245,6 +245,7 @@ __global__ __launch_bounds__(
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t rows = matrix.rows.len, columns = matrix.columns.len;
+  if (rows == 0) return;  // with wrong offsets alone, and then of any number of columns
   const int64_t strips = (columns + kStrip - 1) / kStrip;
   const int64_t tiles = (tile.rows.len + kRowTile - 1) / kRowTile;
   const Element* gX = static_cast<const Element*>(Operand::x(params));
