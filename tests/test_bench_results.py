@@ -139,7 +139,11 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is no results file" in capsys.readouterr().err
 
 
-# --- README's table
+# --- README's tables
+
+
+def _markdown(content: dict[str, Any]) -> str:
+    return "\n".join(table.markdown(content).values())
 
 
 def test_the_table_names_the_fastest_of_each_pass() -> None:
@@ -153,7 +157,7 @@ def test_the_table_names_the_fastest_of_each_pass() -> None:
         _row("attention", "cut off before its backward", forward, shape=shape),
         _row("attention", "short", forward, shape=shape, precision="fp32"),
     )
-    lines = table.markdown(content | {"command": "the command"}).splitlines()
+    lines = _markdown(content | {"command": "the command"}).splitlines()
     assert (
         "| 4 of 5 on average, 10 at most; 2 heads of 8, causal | 50.0 / **1,500** | 60.0 / - |"
         " **40.0** / 2,000 (FlashAttention-3 / FlashAttention-2) |"
@@ -167,21 +171,23 @@ def test_the_table_names_the_fastest_of_each_pass() -> None:
 
 
 def test_the_unfused_form_is_told_beside_its_padded_twin(content: dict[str, Any]) -> None:
-    text = table.markdown(content | {"command": ""})
+    text = _markdown(content | {"command": ""})
     assert "is 3.00 times as fast as unfused attention on padded data, in 3.00 times less" in text
     assert "at longest lengths of 512 to 512" in text  # dense fails at 1,024
     content["rows"][0]["results"]["dense"] = {"error": "out of memory"}
-    assert "unfused" not in table.markdown(content | {"command": ""})
+    assert "unfused" not in _markdown(content | {"command": ""})
 
 
-def test_a_document_is_updated_between_its_markers(tmp_path: Path) -> None:
-    document = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
-    new = table.updated(document, "new")
-    assert new == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter"
-    assert table.updated(new, "new") == new
-    for wrong in ("", document + document, f"{table.END}{table.BEGIN}"):
+def test_a_document_is_updated_between_its_markers() -> None:
+    begin = "<!-- speed: made by `make readme` of benchmarks/results -->"
+    end = "<!-- end of speed -->"
+    document = f"before\n{begin}\nold\n{end}\nafter"
+    new = table.updated(document, "speed", "new")
+    assert new == f"before\n{begin}\n\nnew\n\n{end}\nafter"
+    assert table.updated(new, "speed", "new") == new
+    for wrong in ("", document + document, f"{end}{begin}"):
         with pytest.raises(ValueError, match="must"):
-            table.updated(wrong, "new")
+            table.updated(wrong, "speed", "new")
 
 
 def test_readme_is_what_the_command_makes_of_the_committed_results(tmp_path: Path) -> None:

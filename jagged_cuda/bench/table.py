@@ -1,4 +1,4 @@
-"""README's table of a results file, in Markdown."""
+"""README's tables of a results file, in Markdown."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jagged_cuda.bench import results
 from jagged_cuda.bench.results import Row
 from jagged_cuda.bench.session import OURS, UNFUSED
 
-BEGIN = "<!-- speed: made by `make readme` of benchmarks/results -->"
-END = "<!-- end of speed -->"
+# What README holds, between two markers each.
+PARTS = ("summary", "speed")
 PRECISION = "bf16"
 ABSENT = "-"
 
@@ -25,33 +25,48 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument(
-        "--update", type=Path, metavar="FILE.md", help=f"rewrite what stands after {BEGIN}"
+        "--update",
+        type=Path,
+        metavar="FILE.md",
+        help=f"rewrite what stands after {_begin(PARTS[0])}",
     )
     parsed = parser.parse_args(arguments)
     try:
-        text = markdown(results.load(parsed.results))
+        parts = markdown(results.load(parsed.results))
         if parsed.update is None:
-            print(text)
+            print("\n\n".join(parts.values()))
         else:
-            parsed.update.write_text(updated(parsed.update.read_text(), text))
+            document = parsed.update.read_text()
+            for name, text in parts.items():
+                document = updated(document, name, text)
+            parsed.update.write_text(document)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return 0
 
 
-def updated(document: str, text: str) -> str:
-    """The document with this text between its markers.
+def _begin(name: str) -> str:
+    return f"<!-- {name}: made by `make readme` of benchmarks/results -->"
+
+
+def _end(name: str) -> str:
+    return f"<!-- end of {name} -->"
+
+
+def updated(document: str, name: str, text: str) -> str:
+    """The document with this text between the markers of this part.
 
     Raises:
         ValueError: it does not have both, in order, once.
     """
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"the document must have one {BEGIN} and one {END}")
-    before, _, rest = document.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    begin, end = _begin(name), _end(name)
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ValueError(f"the document must have one {begin} and one {end}")
+    before, _, rest = document.partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"{END} must stand after {BEGIN}")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+        raise ValueError(f"{end} must stand after {begin}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 # --- the lines
@@ -241,26 +256,27 @@ def _unfused(content: dict[str, Any]) -> str | None:
     )
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """The tables, with where, how and by which command they were measured."""
+def markdown(content: dict[str, Any]) -> dict[str, str]:
+    """What was won and how it was measured; and every figure."""
     where = content["environment"]
     machine = f"{where['gpu'] or where['cpu']}, torch {where['torch'].partition('+')[0]}"
     unfused = _unfused(content)
-    lines = [
+    summary = [
+        "How many times ours the others' time is, over all cases; under 1 they are faster:",
+        "",
+        *_summary(content),
+        "",
+        *([unfused, ""] if unfused else []),
         f"One {machine}, {PRECISION}, medians with a cold cache, measured by",
         "",
         "```",
         content["command"],
         "```",
-        "",
-        "How many times ours the others' time is, in all the rows below; under 1 they are faster:",
-        "",
-        *_summary(content),
-        "",
-        *([unfused, ""] if unfused else []),
+    ]
+    speed = [
         "In bold the fastest of a pass:",
         "",
         *_table(content),
         *(f"\n`{ABSENT}`: {reason}." for reason in _reasons(content)),
     ]
-    return "\n".join(lines)
+    return dict(zip(PARTS, ("\n".join(summary), "\n".join(speed)), strict=True))
