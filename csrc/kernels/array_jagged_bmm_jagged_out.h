@@ -18,7 +18,7 @@ struct ArrayJaggedBmmJaggedOutParams {
   MatricesView matrices;  // in a; rows: of Tx rows, columns: of Ty rows
   int64_t columns;        // N
   int64_t y_stride;       // elements between rows of y
-  bool y_vectors;         // y is 16-byte aligned, and so is each of its rows
+  bool y_vectors;         // y is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool transpose;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
   gemm::Math math;

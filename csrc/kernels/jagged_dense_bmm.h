@@ -26,8 +26,8 @@ struct JaggedDenseBmmParams {
   int64_t bias_stride;   // elements between rows of bias
   int64_t y_stride;      // elements along the dimension of y, D or N, whose stride is not 1
   bool y_along_inner;    // y has stride 1 along D
-  bool x_vectors;        // x is 16-byte aligned, and so is each of its rows
-  bool y_vectors;        // y is 16-byte aligned, and so is each of its lines and matrices
+  bool x_vectors;        // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
+  bool y_vectors;        // the same of y, of its lines and its matrices
   Activation activation;
   gemm::Math math;
 };

@@ -19,7 +19,7 @@ struct JaggedJaggedBmmJaggedOutParams {
   int64_t inner;          // D
   int64_t x_stride;       // elements between rows of x
   int64_t y_stride;       // elements between rows of y
-  bool x_vectors;         // x is 16-byte aligned, and so is each of its rows
+  bool x_vectors;         // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool y_vectors;         // the same of y
   bool mma_sync_only;     // JAGGED_CUDA_TENSOR_CORES=mma_sync
   gemm::Math math;

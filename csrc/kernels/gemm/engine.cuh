@@ -133,7 +133,7 @@ template <typename Element>
 struct Operand {
   const Element* data;  // element (0, 0): A [rows of the tile, K], B [K, N]
   int64_t stride;       // elements from one line to the next; along a line the stride is 1
-  bool vectors;         // data is 16-byte aligned and stride a multiple of 16 bytes
+  bool vectors;         // data is 16-byte aligned, and stride and lines are multiples of 16 bytes
 };
 
 // One whose lines are as a rule not aligned.
@@ -164,7 +164,7 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
     constexpr int kLineStep = kThreads / kVectors;
     static_assert(kElems % kVector == 0 && kThreads % kVectors == 0 && kLine % kVector == 0);
     const int first = threadIdx.x / kVectors, elem = threadIdx.x % kVectors * kVector;
-    const int bytes = max(0, min(kVector, elems - elem)) * static_cast<int>(sizeof(Element));
+    const int bytes = elem < elems ? 16 : 0;  // a line is whole vectors
     const Element* source = global + first * operand.stride + elem;
 #pragma unroll
     for (int step = 0; step < kLines; step += kLineStep) {
