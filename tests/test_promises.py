@@ -253,7 +253,8 @@ def test_forward_does_not_depend_on_the_batch(
         "causal": bool(choice),
         "queries": (4, 70)[choice],
         "D": (24, 257)[choice],
-        "N": (16, 129)[choice],
+        # On Hopper the transposed product of matrices is another kernel, if rows are whole vectors.
+        "N": (40, 136 if "transpose" in case.choices else 129)[choice],
         "trailing": ((8,), (33,))[choice],
         "dims": ((64, 64), (40, 128))[choice],
     }
