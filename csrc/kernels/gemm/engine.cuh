@@ -8,8 +8,8 @@
 // 128 bytes (64 elements of 16 bits, 32 of fp32) through a ring of kStages stages of shared memory,
 // filled by cp.async kStages - 1 ahead. Lines of 16 bits that begin at any element come as the
 // granules that hold them, and are shifted into place when their stage is due (gemm/shifted.cuh).
-// The ring runs on across tiles of N: the first loads of the
-// next tile are in flight while the last tile is stored.
+// The ring runs on across tiles of N: the first loads of the next tile are in flight while the last
+// tile is stored.
 //
 // Shared memory: kStages x (A tile + B tile). A tile is kept in the order of global memory, one
 // line for each element of the strided dimension, padded so that fragments are read without bank
