@@ -198,6 +198,25 @@ def test_logits_of_200_and_minus_200_unfused(dtype: torch.dtype, device: torch.d
     check(case, sample, found, given)
 
 
+@pytest.mark.parametrize(
+    ("name", "dim"), [("jagged_softmax", -2), ("jagged2_softmax", -1), ("jagged2_softmax", -2)]
+)
+@DTYPE
+def test_softmax_of_huge_logits(
+    name: str, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Unscaled, differences of logits are exact, however large the logits."""
+    case = CASES[name]
+    spec = spec_of(LOGIT_LAYOUT, poisoned=False, scale=1.0, dim=dim)
+    sample = case.sample(spec, dtype, device)
+    largest = 6e4 if dtype == torch.float16 else 1e7
+    for each, tensor in sample.tensors.items():
+        values = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1))
+        sample.tensors[each] = (largest * (0.5 + 0.5 * values)).to(device, dtype)
+    given = draw_cotangents(case.call(jagged_cuda, sample), spec, case.rows)
+    check(case, sample, run(case, sample, calls(case), lambda _: given), given)
+
+
 # --- determinism and neighbours
 
 
