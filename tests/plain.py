@@ -13,7 +13,8 @@ from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
 from jagged_cuda.testing.variants import EVERY
 
-PLAIN: dict[str, Any] = {"D": 24, "N": 16, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
+# D and N: whole vectors of 16 bits, and enough of them for the products on wgmma.
+PLAIN: dict[str, Any] = {"D": 40, "N": 48, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
 PLAIN |= {"causal": False, "window_size": (-1, -1), "scale": 0.25, "cross": False}
 PLAIN |= {"max_len": False, "transpose": False, "capacity": "exact"}
 PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}

@@ -44,7 +44,7 @@ _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_b
 
 
 def _on_hopper(path: str) -> str:
-    """The 16-bit path there; array_jagged_bmm_jagged_out takes it for more columns than these."""
+    """The 16-bit path there."""
     return re.sub(r"mma_sync(?=\.(bf|fp)16)", "wgmma", path) if HOPPER else path
 
 
@@ -55,8 +55,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             tf32,
             choices,
-            f"{first}.{_on_hopper(path) if first == _MATRICES else path}",
-            f"{last}.{path}",
+            f"{first}.{_on_hopper(path)}",
+            f"{last}.{_on_hopper(path)}",
         )
         for name, choices, first, last in (
             ("jagged_jagged_bmm_jagged_out", {}, _MATRICES, f"{_WEIGHTED}.transposed"),
@@ -294,18 +294,22 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("path", ["best", "mma_sync"])
-@pytest.mark.parametrize("columns", [40, 128, 200, 264])
+@pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_array_products(
     dtype: torch.dtype, columns: int, path: str, transpose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tile of columns of each width, and two; matrices of many steps, with any pitch."""
+    """One tile of columns of each width, and two; matrices of many steps, with any pitch.
+
+    32 columns or fewer go without wgmma.
+    """
     if path == "mma_sync":
         monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["array_jagged_bmm_jagged_out"]
     layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
-    kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
+    is_wgmma = HOPPER and path == "best" and columns > 32
+    kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{_NAMES[dtype]}"
     names = [f"{_WEIGHTED}.{kernel}", f"{_WEIGHTED}.transposed.{kernel}"]
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     assert last_kernel("cuda") == names[transpose]
@@ -755,9 +759,10 @@ def test_more_than_2_to_the_31_elements_of_one_row_a_sequence(name: str) -> None
 
 
 MATRICES = [
-    pytest.param(case, choices, id=f"{name}-{'-'.join(map(str, choices.values()))}")
+    pytest.param(case, choices, path, id=f"{name}-{'-'.join(map(str, choices.values()))}-{path}")
     for name, case in CASES.items()
     if "matrix" in case.rows.values()
+    for path in (("best", "mma_sync") if case.product else ("best",))
     for choices in (
         *([{"dim": -1}, {"dim": -2}] if "dim" in case.choices else ()),
         *([{"transpose": False}, {"transpose": True}] if "transpose" in case.choices else ()),
@@ -766,11 +771,15 @@ MATRICES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "choices"), MATRICES)
+@pytest.mark.parametrize(("case", "choices", "path"), MATRICES)
 @pytest.mark.usefixtures("room_on_gpu")
-def test_more_than_2_to_the_31_elements_of_matrices(case: Case, choices: dict[str, Any]) -> None:
+def test_more_than_2_to_the_31_elements_of_matrices(
+    case: Case, choices: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
-    spec = spec_of(layout, poisoned=False, D=8, N=8, **choices)
+    spec = spec_of(layout, poisoned=False, **choices)
     assert spec.capacity > 2**31
     run_huge(case, spec, torch.bfloat16)
 

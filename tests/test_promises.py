@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import PLAIN, assert_same_bits, calls, spec_of
+from plain import assert_same_bits, calls, spec_of
 from torch import Tensor
 
 import jagged_cuda
@@ -198,6 +198,25 @@ def test_logits_of_200_and_minus_200_unfused(dtype: torch.dtype, device: torch.d
     check(case, sample, found, given)
 
 
+@pytest.mark.parametrize(
+    ("name", "dim"), [("jagged_softmax", -2), ("jagged2_softmax", -1), ("jagged2_softmax", -2)]
+)
+@DTYPE
+def test_softmax_of_huge_logits(
+    name: str, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Unscaled, differences of logits are exact, however large the logits."""
+    case = CASES[name]
+    spec = spec_of(LOGIT_LAYOUT, poisoned=False, scale=1.0, dim=dim)
+    sample = case.sample(spec, dtype, device)
+    largest = 6e4 if dtype == torch.float16 else 1e7
+    for each, tensor in sample.tensors.items():
+        values = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1))
+        sample.tensors[each] = (largest * (0.5 + 0.5 * values)).to(device, dtype)
+    given = draw_cotangents(case.call(jagged_cuda, sample), spec, case.rows)
+    check(case, sample, run(case, sample, calls(case), lambda _: given), given)
+
+
 # --- determinism and neighbours
 
 
@@ -253,7 +272,8 @@ def test_forward_does_not_depend_on_the_batch(
         "causal": bool(choice),
         "queries": (4, 70)[choice],
         "D": (24, 257)[choice],
-        "N": (16, 129)[choice],
+        # On Hopper the transposed product of matrices is another kernel, if rows are whole vectors.
+        "N": (40, 136 if "transpose" in case.choices else 129)[choice],
         "trailing": ((8,), (33,))[choice],
         "dims": ((64, 64), (40, 128))[choice],
     }
@@ -295,7 +315,3 @@ def test_deterministic_mode_repeats(
                 again = run(case, sample, calls(case), lambda _, given=given: given)
                 assert_same_bits(again, first)
         check(case, sample, first, given)
-
-
-def test_every_choice_has_a_plain_value() -> None:
-    assert {name for case in EVERY.values() for name in case.choices} <= PLAIN.keys()

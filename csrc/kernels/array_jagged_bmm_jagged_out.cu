@@ -66,7 +66,7 @@ cudaError_t launch_fp64(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_
 }  // namespace gemm
 
 bool takes_wgmma(const ArrayJaggedBmmJaggedOutParams& params) {
-  // Fewer columns than half of wgmma's smallest tile are as fast without it.
+  // Half of wgmma's smallest tile, or less, is as fast without it.
   constexpr int64_t kMinColumns = 33, kMaxColumns = 1 << 20;
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
   const int64_t rows = params.matrices.rows.total, columns = params.matrices.columns.total;

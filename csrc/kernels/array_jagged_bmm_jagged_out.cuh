@@ -1,11 +1,11 @@
-// array_jagged_bmm_jagged_out on tensor cores: z_b = A_b y_b, or A_b^T y_b, for each sequence b,
-// fp32 sums.
+// array_jagged_bmm_jagged_out on mma.sync: z_b = A_b y_b, or A_b^T y_b, for each sequence b, fp32
+// sums. Hopper takes it where array_jagged_bmm_jagged_out_wgmma.cuh does not serve.
 //
 // A = A_b [Lx, Ly], jagged along M and K, with stride 1 along K and the pitch Ly, or, transposed,
 // A_b^T [Ly, Lx] with stride 1 along M. B = y_b with stride 1 along N. A matrix begins at any
 // element, so its lines are not aligned as a rule: fp32 goes through cp.async of 4 bytes, 16 bits
-// through aligned granules that are shifted in registers (gemm/shifted.cuh). Where a matrix and its
-// pitch happen to be aligned, cp.async of 16 bytes serves.
+// through aligned granules that are shifted in shared memory (gemm/shifted.cuh). Where a matrix and
+// its pitch happen to be aligned, cp.async of 16 bytes serves.
 //
 // Grid: x, one CTA for each virtual tile of kTileM rows of the result (prim/jagged.cuh: T / kTileM
 // + B + 2 of them); y, parts of N, more than one only where there are few rows. A CTA finds its

@@ -1,5 +1,6 @@
-// jagged_jagged_bmm_jagged_out: z_b = x_b y_b^T for each sequence b, on tensor cores with fp32
-// sums, or in fp64 (gemm/fp64.cuh).
+// jagged_jagged_bmm_jagged_out: choice of the kernel, and those that every GPU has: z_b = x_b y_b^T
+// for each sequence b, on mma.sync with fp32 sums, or in fp64 (gemm/fp64.cuh). The one on wgmma is
+// in jagged_jagged_bmm_jagged_out_wgmma.cuh.
 //
 // A = x_b [Lx, D], B = y_b^T [D, Ly], both with stride 1 along K; C = z_b [Lx, Ly], jagged along M
 // and N, with the pitch Ly, at any element of the result.

@@ -93,7 +93,8 @@ __device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, 
       sRow[8 * block + 1] = to_element<Element>(sum[0][block][2 * half + 1]);
     }
     __syncwarp();  // the rows are there for all lanes
-                   // Granules that the row fills.
+
+    // Granules that the row fills.
 #pragma unroll
     for (int step = 0; step < 8; step += 32 / kGranules) {
       const int line = step + lane / kGranules, elem = lane % kGranules * kGranule;

@@ -262,7 +262,7 @@ def markdown(content: dict[str, Any]) -> dict[str, str]:
     machine = f"{where['gpu'] or where['cpu']}, torch {where['torch'].partition('+')[0]}"
     unfused = _unfused(content)
     summary = [
-        "How many times ours the others' time is, over all cases; under 1 they are faster:",
+        "The others' time over ours, from least to most over all cases; under 1 they are faster:",
         "",
         *_summary(content),
         "",

@@ -206,7 +206,7 @@ _MARK = "@ "
 
 @dataclass
 class Worker:
-    """A process that runs every so manieth batch, and what it printed beside its marks."""
+    """A process that runs every n-th batch, and what it printed beside its marks."""
 
     process: subprocess.Popen[str]
     last: str = ""

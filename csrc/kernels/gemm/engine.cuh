@@ -6,8 +6,10 @@
 // CTA owns kTileM rows of C and walks a range of N in steps of kTileN; kWarpsM x kWarpsN warps
 // share a tile of C, each with kFragmentsM x kFragmentsN fragments of 16 x 8. K runs in stages of
 // 128 bytes (64 elements of 16 bits, 32 of fp32) through a ring of kStages stages of shared memory,
-// filled by cp.async kStages - 1 ahead. The ring runs on across tiles of N: the first loads of the
-// next tile are in flight while the last tile is stored.
+// filled by cp.async kStages - 1 ahead. Lines of 16 bits that begin at any element come as the
+// granules that hold them, and are shifted into place when their stage is due (gemm/shifted.cuh).
+// The ring runs on across tiles of N: the first loads of the next tile are in flight while the last
+// tile is stored.
 //
 // Shared memory: kStages x (A tile + B tile). A tile is kept in the order of global memory, one
 // line for each element of the strided dimension, padded so that fragments are read without bank
@@ -15,12 +17,12 @@
 // 144 + 8 x 144).
 //
 // Barriers: one __syncthreads a stage, after each thread has waited for its own copies of that
-// stage. It publishes the stage to all warps, and it closes the stage before it, whose buffer is
-// filled next.
+// stage, and shifted its lines. It publishes the stage to all warps, and it closes the stage before
+// it, whose buffer is filled next.
 //
-// Ragged edges: what lies outside [rows, columns, K] is never read; cp.async writes zeros in its
-// place, so that neither a neighbour's NaN nor stale shared memory reaches a sum. K = 0 gives
-// zeros.
+// Ragged edges: what lies outside [rows, columns, K] is not read, or, in a granule, masked by the
+// shift; zeros stand in its place, so that neither a neighbour's NaN nor stale shared memory
+// reaches a sum. K = 0 gives zeros.
 //
 // Sums: tensor cores add in fp32 but truncate, which drifts over long sums; so each stage is summed
 // from zero and then added to the total, rounded to nearest. Fp32 (Math::kFp32) splits each

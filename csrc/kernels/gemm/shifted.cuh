@@ -73,7 +73,7 @@ struct ShiftedTile {
   static_assert(32 % kGranules == 0, "a line belongs to one warp");
   static_assert(kThreads % kGranules == 0 && kLines % kLineStep == 0);
 
-  // The same into the tile itself. A barrier must follow before other warps read it.
+  // shift(), into the tile itself. A barrier must follow before other warps read it.
   static __device__ __forceinline__ void shift_in_place(Element* sTile, const Element* global,
                                                         int64_t stride, int lines, int elems) {
     shift(sTile, global, stride, lines, elems, [&](int line, int index, uint4 granule) {
