@@ -8,7 +8,8 @@
 //
 // Where in its granules a row begins depends on the sequences before it, and with it which elements
 // a lane adds. So exponentials, which are no larger than 1, are added as integers, in units of
-// 2^-23: in whatever order, the same sum. What is no number shows in the maximum.
+// 2^-23: in whatever order, the same sum. The maximum is taken off before the scale is multiplied,
+// so that its own exponential is 1 to the last bit. What is no number shows in the maximum.
 #pragma once
 
 #include "kernels/softmax/lines.cuh"
@@ -59,8 +60,7 @@ __device__ __forceinline__ void softmax_granules(const Element* gX, Element* gOu
   constexpr int kGroups = kGranules == 1 ? 6 : kGranules == 2 ? 3 : kGranules == 3 ? 2 : 1;
   const int lane = threadIdx.x % 32;
   const int abreast = 32 / lanes, own_row = lane / lanes, own_granule = lane % lanes;
-  // Not 0: what is masked is -inf, and must stay so.
-  const float scale_log2 = fmaxf(fabsf(scale) * 1.44269504f, 1e-30f);
+  const float scale_log2 = fabsf(scale) * 1.44269504f;
   const uint32_t sign = scale < 0.0f ? 0x80000000u : 0u;
 
 #pragma unroll 1
@@ -106,13 +106,12 @@ __device__ __forceinline__ void softmax_granules(const Element* gX, Element* gOu
       for (int offset = lanes / 2; offset > 0; offset /= 2) {
         maximum = ptx::max_nan(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
       }
-      const float shift = maximum * scale_log2;
       uint32_t sum = 0;
 #pragma unroll
       for (int i = 0; i < kGranules; ++i) {
 #pragma unroll
         for (int e = 0; e < kGranuleElems; ++e) {
-          x[i][e] = ptx::ex2_approx(fmaf(x[i][e], scale_log2, -shift));
+          x[i][e] = ptx::ex2_approx((x[i][e] - maximum) * scale_log2);
           sum += __float_as_uint(x[i][e] + 1.0f);
         }
       }
@@ -122,7 +121,7 @@ __device__ __forceinline__ void softmax_granules(const Element* gX, Element* gOu
       constexpr uint32_t kOne = 0x3f800000;  // 1.0f, with which each of the terms began
       sum -= static_cast<uint32_t>(lanes * kGranules * kGranuleElems) * kOne;
       // NaN where there is none, or an infinite one.
-      const float inverse = __fdividef(8388608.0f, static_cast<float>(sum)) + (shift - shift);
+      const float inverse = __fdividef(8388608.0f, static_cast<float>(sum)) + (maximum - maximum);
 #pragma unroll
       for (int i = 0; i < kGranules; ++i) {
         const GranuleOfRow part(start, own_columns, own_granule + i * lanes);

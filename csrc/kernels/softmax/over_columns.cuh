@@ -241,7 +241,9 @@ __global__ __launch_bounds__(kColumnThreads, kColumnCtas<Params, Element>) void 
   const Element* gGrad = static_cast<const Element*>(Operand::grad(params)) + begin;
   const auto scale = static_cast<Sum<Element>>(params.scale);
   if constexpr (sizeof(Element) == 2 && !Operand::kBackward) {
-    if (columns <= kMaxGranuleColumns && is_granule_aligned(params.a) && is_granule_aligned(gOut)) {
+    // Not with a scale of 0 or NaN, which the masks there would not survive.
+    if (columns <= kMaxGranuleColumns && scale * scale > 0.0f && is_granule_aligned(params.a) &&
+        is_granule_aligned(gOut)) {
       softmax_by_granules(static_cast<const Element*>(params.a), gOut, params.matrices.capacity,
                           begin, rows, static_cast<int>(columns), scale);
       return;
