@@ -441,7 +441,6 @@ def _plan(options: argparse.Namespace) -> Plan:
     if on_cpu and "cuda" in backends:
         raise SystemExit("fuzz: the backend cuda needs --device cuda")
     places = tuple((b, "cpu" if b == "cpu" else device) for b in dict.fromkeys(backends))
-    prepare(backends, device)
     for place in places:
         sizes = SIZES[place_of(*place)]
         if options.size is not None and options.size not in sizes:
@@ -451,6 +450,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         if not set(dtypes) & set(dtypes_of(*place)):
             served = ", ".join(dtypes_of(*place))
             raise SystemExit(f"fuzz: --dtype must be of {served} for {place[0]} on {place[1]}")
+    prepare(backends, device)
     lengths = None
     if options.shape_from is not None:
         try:

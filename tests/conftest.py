@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,12 +78,28 @@ def tf32():
     torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.fixture(autouse=True)
+def memory_goes_back() -> Iterator[None]:
+    """PyTorch's cache of a process must not keep others' tests from the GPU's memory."""
+    yield
+    if torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def room_on_gpu() -> Iterator[None]:
     """Of the tests that need tens of GiB one runs at a time, whatever the number of processes."""
+    needed = 48 * 2**30
+    if torch.cuda.mem_get_info()[1] < needed:
+        pytest.skip("needs a GPU of 48 GiB")
     path = Path(tempfile.gettempdir()) / f"jagged_cuda_room_on_gpu_{os.getuid()}"
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # What other tests hold they let go of when they end.
+        deadline = time.monotonic() + 120
+        while torch.cuda.mem_get_info()[0] < needed and time.monotonic() < deadline:
+            time.sleep(0.2)
         yield
         gc.collect()
         torch.cuda.empty_cache()
