@@ -5,6 +5,8 @@
 #include "kernels/attention/target_launch.h"
 #include "kernels/attention/target_tile.cuh"
 
+#include <algorithm>
+
 namespace jagged_cuda::attention {
 
 // Calls launch(Constant<head dim>) for the smallest compiled head dim that holds D and Dv.
@@ -38,7 +40,10 @@ inline cudaError_t target_grid(const TargetAttentionParams& params, int64_t row_
 template <auto kKernel, typename Params>
 cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
   if (params.parts == nullptr) return cudaSuccess;
-  const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
+  // Of more than kTargetChunk rows so many sequences may be.
+  const int64_t split = params.offsets.total / (kTargetChunk + 1);
+  const int64_t seqs = std::max(std::min(params.offsets.num_seqs, split), int64_t{1});
+  const int64_t ctas = seqs * merge_pieces(params, columns);
   if (ctas > kMaxGrid) return cudaErrorInvalidConfiguration;
   return launch_dependent<kKernel>(params, dim3(static_cast<unsigned>(ctas)), kMergeThreads, 0,
                                    stream);
