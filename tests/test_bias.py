@@ -14,9 +14,10 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.judge import judge
+from jagged_cuda.testing.comparison import MismatchError
+from jagged_cuda.testing.judge import check, judge
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.samples import Spec
+from jagged_cuda.testing.samples import Sample, Spec
 from jagged_cuda.testing.variants import ACTIVATIONS, activate
 from jagged_cuda.testing.variants import BIASED_DENSE_BMM as CASE
 
@@ -152,3 +153,24 @@ def test_opcheck(device: torch.device) -> None:
     for activation in range(len(ACTIVATIONS)):
         op = torch.ops.jagged_cuda.jagged_dense_bmm.default
         torch.library.opcheck(op, (*arguments, activation))
+
+
+# --- the judge
+
+
+@pytest.mark.parametrize("z", [2.0**-22, -(2.0**-22), 2.0**-10, -(2.0**-10)])
+def test_relu_may_open_or_close_within_rounding_of_zero_alone(z: float) -> None:
+    spec = Spec(seed=1, layout=Layout((1,)), choices={"D": 2, "N": 1, "activation": "relu"})
+    x, y = torch.ones(1, 2), torch.tensor([[[1.0], [z - 1.0]]])
+    tensors = {"x": x, "y": y, "bias": torch.zeros(1, 1)}
+    sample = Sample(spec, tensors, spec.layout.offsets("cpu"), None)
+    gate = float(z <= 0)  # the wrong one
+    found = {"out": torch.tensor([[max(z, 0.0)]]), "grad_bias": torch.full((1, 1), gate)}
+    found |= {"grad_x": gate * y[0].T, "grad_y": gate * x.reshape(1, 2, 1)}
+    for name in ("grad_x", "grad_y", "grad_bias"):
+        judged = {"out": found["out"], name: found[name]}
+        if abs(z) < 1e-6:
+            check(CASE, sample, judged, {"out": torch.ones(1, 1)})
+        else:
+            with pytest.raises(MismatchError, match=name):
+                check(CASE, sample, judged, {"out": torch.ones(1, 1)})

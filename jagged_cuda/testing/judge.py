@@ -91,13 +91,21 @@ def same_precision(case: Case, sample: Sample, cotangents: Tensors | None) -> li
     return rounded
 
 
-def summed_terms(case: Case, sample: Sample, cotangents: Tensors | None, exact: Tensors) -> Tensors:
-    """The size of the terms that are summed into each output and gradient."""
+def summed_terms(
+    case: Case, sample: Sample, cotangents: Tensors | None, exact: Tensors, accuracy: float
+) -> Tensors:
+    """The size of the terms that are summed into each output and gradient, `accuracy` times which
+    it may be off; a jump of the gradient counts as terms of that much."""
     given = None
     if cotangents is not None:
         absent = {name: torch.zeros_like(exact[name]) for name in case.outputs}
         given = absent | cast(cotangents, torch.float64)
-    return case.terms(sample.spec, cast(sample.tensors, torch.float64), given)
+    tensors = cast(sample.tensors, torch.float64)
+    terms = case.terms(sample.spec, tensors, given)
+    if case.jumps is not None and given is not None:
+        for name, jump in case.jumps(sample.spec, tensors, given, accuracy).items():
+            terms[name] = terms[name] + jump / accuracy
+    return terms
 
 
 def judge(
@@ -163,8 +171,8 @@ def check(
     left = [name for name in actual if not right(name)]
     if not left:
         return
-    terms = summed_terms(case, sample, cotangents, exact)
     accuracy = 64 * accumulator + rounding
+    terms = summed_terms(case, sample, cotangents, exact, accuracy)
     left = [name for name in left if not right(name, terms=terms[name], accuracy=accuracy)]
     if not left:
         return

@@ -2,12 +2,16 @@
 
 ``python -m jagged_cuda.testing.races``: draws that together take every kernel path run a thousand
 times each, forward and backward, while other work keeps the GPU busy on another stream, so that
-CTAs meet in ever another order. Results must not differ in a single bit.
+CTAs meet in ever another order. Results must not differ in a single bit. Processes share the
+draws, and are work for each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
+import os
 import sys
 from typing import Any
 
@@ -69,6 +73,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--search", type=float, default=20.0, help="seconds to look for draws")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes")
     options = parser.parse_args()
     backend = torch.device(options.device).type
     draws, missed = covering_draws(
@@ -79,13 +84,14 @@ def main() -> int:
         seconds=options.search,
     )
     found = 0
-    for number, given in enumerate(draws, 1):
-        name = hunt(given, options.runs)
-        if name is not None:
-            found += 1
-            print(f"races: {name} of {given.op} differs\n  reproduce: {given.command()}")
-        if sys.stderr.isatty() or number % 10 == 0 or number == len(draws):
-            print(f"races: {number} of {len(draws)} draws", file=sys.stderr, flush=True)
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        names = pool.imap(functools.partial(hunt, runs=options.runs), draws)
+        for number, (given, name) in enumerate(zip(draws, names, strict=True), 1):
+            if name is not None:
+                found += 1
+                print(f"races: {name} of {given.op} differs\n  reproduce: {given.command()}")
+            if sys.stderr.isatty() or number % 10 == 0 or number == len(draws):
+                print(f"races: {number} of {len(draws)} draws", file=sys.stderr, flush=True)
     print(f"races: {len(draws)} draws, {options.runs:,} runs each, {found} that differed")
     if missed:
         print(f"races: kernel paths that no draw took: {', '.join(sorted(missed))}")

@@ -7,6 +7,7 @@ that of the case it comes from, whose name it keeps; the Triton twins have none 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,16 +76,30 @@ def _biased_rounded_once(spec: Spec, tensors: Tensors, storage: torch.dtype) -> 
     return _inside(spec, _RoundedOnce.apply(_biased(spec, tensors), activation, storage))
 
 
-def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
-    """On absolute values. No activation is steeper than 1.2, nor bends by more than 1."""
+def _through(spec: Spec, tensors: Tensors, weights: Callable[[Tensor], Tensor]) -> Tensors:
+    """Gradients of the sums' terms, given what flows into each sum."""
     leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
     z = _biased(spec, leaves)
-    found = {"out": 1.2 * z.detach() + 1}
+    gradients = torch.autograd.grad(z, list(leaves.values()), weights(z.detach()))
+    return {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+
+
+def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    """On absolute values. No activation is steeper than 1.2, nor, beside a kink, bends by more than
+    1."""
+    found = {"out": 1.2 * _biased(spec, {name: t.abs() for name, t in tensors.items()}) + 1}
     if cotangents is not None:
-        through = cotangents["out"].abs() * (1.2 + z.detach())
-        gradients = torch.autograd.grad(z, list(leaves.values()), through)
-        found |= {f"grad_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+        flow = cotangents["out"].abs()
+        found |= _through(spec, tensors, lambda terms: flow * (1.2 + terms))
     return found
+
+
+def _biased_jumps(spec: Spec, tensors: Tensors, cotangents: Tensors, accuracy: float) -> Tensors:
+    """Of relu, where a sum is nearer to 0 than it is accurate: all that flows there, or nothing."""
+    if spec.choices["activation"] != "relu":
+        return {}
+    z, flow = _biased(spec, tensors), cotangents["out"].abs()
+    return _through(spec, tensors, lambda terms: flow.where(z.abs() <= accuracy * terms, 0.0))
 
 
 def _call_biased(
@@ -117,6 +132,7 @@ BIASED_DENSE_BMM = dataclasses.replace(
     reference=_biased_reference,
     rounded=(_biased_rounded, _biased_rounded_once),
     terms=_biased_terms,
+    jumps=_biased_jumps,
     differentiable=("x", "y", "bias"),
     invalid=(),
 )

@@ -365,7 +365,9 @@ template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const int64_t items = params.offsets.num_seqs * merge_pieces(params, params.dim_qk);
+  const int64_t pieces = merge_pieces(params, params.dim_qk);
+  const int64_t items = params.offsets.num_seqs * pieces;
+  if (!has_split(params.offsets, pieces, items)) return;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
     const MergeItem item(params, params.dim_qk, index);

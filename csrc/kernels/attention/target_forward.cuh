@@ -256,14 +256,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
   }
 }
 
-// Adds up the parts of sequences of more than one chunk. Grid: x = sequences, times merge_pieces;
-// a thread has 4 columns of one row. No shared memory, no barrier. CTAs start while the last ones
-// of target_forward run, and wait for them only if they have something to merge.
+// Adds up the parts of sequences of more than one chunk. A CTA takes every gridDim.x-th of the
+// pieces of all sequences; a thread has 4 columns of one row. No shared memory; one barrier, after
+// which a CTA without such sequences ends. CTAs start while the last ones of target_forward run,
+// and wait for them only if they have something to merge.
 template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_forward(
     const __grid_constant__ TargetAttentionParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const int64_t items = params.offsets.num_seqs * merge_pieces(params, params.dim_v);
+  const int64_t pieces = merge_pieces(params, params.dim_v);
+  const int64_t items = params.offsets.num_seqs * pieces;
+  if (!has_split(params.offsets, pieces, items)) return;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
     const MergeItem item(params, params.dim_v, index);

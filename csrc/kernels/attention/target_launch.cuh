@@ -40,10 +40,11 @@ inline cudaError_t target_grid(const TargetAttentionParams& params, int64_t row_
 template <auto kKernel, typename Params>
 cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
   if (params.parts == nullptr) return cudaSuccess;
-  // Of more than kTargetChunk rows so many sequences may be.
-  const int64_t split = params.offsets.total / (kTargetChunk + 1);
-  const int64_t seqs = std::max(std::min(params.offsets.num_seqs, split), int64_t{1});
-  const int64_t ctas = seqs * merge_pieces(params, columns);
+  // A CTA for each piece of the sequences that may have more than kTargetChunk rows, and enough of
+  // them to look at all sequences at once.
+  const int64_t pieces = merge_pieces(params, columns), seqs = params.offsets.num_seqs;
+  const int64_t split = std::min(seqs, params.offsets.total / (kTargetChunk + 1));
+  const int64_t ctas = std::max(split * pieces, seqs * pieces / kMergeThreads + 1);
   if (ctas > kMaxGrid) return cudaErrorInvalidConfiguration;
   return launch_dependent<kKernel>(params, dim3(static_cast<unsigned>(ctas)), kMergeThreads, 0,
                                    stream);

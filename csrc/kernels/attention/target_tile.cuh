@@ -110,6 +110,18 @@ __host__ __device__ __forceinline__ int64_t merge_pieces(const TargetAttentionPa
   return (vectors + kMergeThreads - 1) / kMergeThreads;
 }
 
+// Whether one of the pieces of this CTA, blockIdx.x and every gridDim.x-th after it, belongs to a
+// sequence of more than one chunk. All threads of the CTA.
+__device__ __forceinline__ bool has_split(const OffsetsView& offsets, int64_t pieces,
+                                          int64_t items) {
+  bool found = false;
+  for (int64_t index = blockIdx.x + int64_t{threadIdx.x} * gridDim.x; index < items && !found;
+       index += int64_t{kMergeThreads} * gridDim.x) {
+    found = sequence_rows(offsets, index / pieces).len > kTargetChunk;
+  }
+  return __syncthreads_or(found) != 0;
+}
+
 // What one thread merges of piece `index` of all sequences: 4 columns of one row of one key/value
 // head, over `parts` consecutive slots from `slot` on. No parts: nothing to do.
 struct MergeItem {

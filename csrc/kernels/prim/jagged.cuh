@@ -2,11 +2,11 @@
 // the host, no preparation kernel.
 //
 // With bound[] = 0, offsets[0..B], T there are B + 2 stretches: stretch 0 holds the rows before all
-// sequences, stretch s the rows of sequence s - 1, stretch B + 1 the rows after all. Of the
-// num_tiles(T, B) = B + 2 + T / kTile virtual tiles the first B + 2 are the first tiles of the
-// stretches, found without a search. Further tiles follow: stretch s owns those from
-//     start(s) = bound[s] / kTile      to      start(s + 1) - 1
-// of them, which are always enough for its rows, so that every row is covered exactly once.
+// sequences, stretch s the rows of sequence s - 1, stretch B + 1 the rows after all. Stretch s owns
+// the virtual tiles from
+//     start(s) = bound[s] / kTile + s      to      start(s + 1) - 1,
+// which are always enough for its rows, so that num_tiles(T, B) = T / kTile + B + 2 tiles cover
+// every row exactly once.
 //
 // Every bound is clamped to [0, T]: wrong offsets give unspecified values, never an access outside
 // the tensor.
@@ -65,43 +65,35 @@ __device__ __forceinline__ int64_t stretch_bound(const OffsetsView& offsets, int
 }
 
 // The tile with index `tile`, out of num_tiles(). All 32 lanes of a warp must call it together:
-// each step of the search for a further tile probes 32 places at once, so that 1,024 sequences take
-// two dependent loads and a million four. Its row is never negative, whatever the offsets.
+// each step of the search probes 32 places at once, so that 1,024 sequences take two dependent
+// loads and a million four. Its row is never negative, whatever the offsets.
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int64_t tile) {
   const int lane = threadIdx.x % 32;
-  const int64_t stretches = offsets.num_seqs + 2, further = tile - stretches;
-  int64_t low = tile, begin, end;
-  if (further < 0) {
-    begin = stretch_bound(offsets, low);
-    end = stretch_bound(offsets, low + 1);
-  } else {
-    // start(low) <= further < start(high); begin and end are their bounds.
-    int64_t high = stretches;
-    low = 0, begin = 0, end = offsets.total;
-    while (high - low > 1) {
-      const int64_t step = (high - low + 32) / 33;
-      const int64_t probe = low + step * (lane + 1);
-      const int64_t bound = stretch_bound(offsets, probe < high ? probe : high);
-      const bool before = probe < high && bound / kTile <= further;
-      // The lanes before the first that has not passed: with wrong offsets others may follow, and
-      // start(low) must still not lie behind the tile.
-      const unsigned stopped = ~__ballot_sync(0xffffffffu, before);
-      const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
-      const int64_t first = __shfl_sync(0xffffffffu, bound, passed > 0 ? passed - 1 : 0),
-                    last = __shfl_sync(0xffffffffu, bound, passed < 32 ? passed : 31);
-      low += step * passed;
-      if (passed > 0) begin = first;
-      if (low + step < high) {
-        high = low + step;
-        end = last;
-      }
+  // start(low) <= tile < start(high); begin and end are their bounds.
+  int64_t low = 0, high = offsets.num_seqs + 2, begin = 0, end = offsets.total;
+  while (high - low > 1) {
+    const int64_t step = (high - low + 32) / 33;
+    const int64_t probe = low + step * (lane + 1);
+    const int64_t bound = stretch_bound(offsets, probe < high ? probe : high);
+    const bool before = probe < high && bound / kTile + probe <= tile;
+    // The lanes before the first that has not passed: with wrong offsets others may follow, and
+    // start(low) must still not lie behind the tile.
+    const unsigned stopped = ~__ballot_sync(0xffffffffu, before);
+    const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
+    const int64_t first = __shfl_sync(0xffffffffu, bound, passed > 0 ? passed - 1 : 0),
+                  last = __shfl_sync(0xffffffffu, bound, passed < 32 ? passed : 31);
+    low += step * passed;
+    if (passed > 0) begin = first;
+    if (low + step < high) {
+      high = low + step;
+      end = last;
     }
   }
   const bool inside = low >= 1 && low <= offsets.num_seqs;
   return {inside ? low - 1 : -1,
           {begin, end > begin ? end - begin : 0},
-          further < 0 ? 0 : (further - begin / kTile + 1) * kTile};
+          (tile - (begin / kTile + low)) * kTile};
 }
 
 #endif  // __CUDACC__
