@@ -174,3 +174,34 @@ def test_relu_may_open_or_close_within_rounding_of_zero_alone(z: float) -> None:
         else:
             with pytest.raises(MismatchError, match=name):
                 check(CASE, sample, judged, {"out": torch.ones(1, 1)})
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_neighbouring_result_may_be_stored_near_their_middle_alone(near: bool) -> None:
+    """Two rows whose gradients cancel, but for the stored result of one of them, from which tanh's
+    gradient comes."""
+    x = torch.linspace(0.5, 1.5, 1025, dtype=torch.float16)
+    exact = torch.tanh(x.double() * 0.75)
+    stored = exact.to(torch.float16)
+    other = torch.nextafter(stored, torch.where(exact > stored, 2, 0).to(torch.float16))
+    off_middle = ((stored.double() + other.double()) / 2 - exact).abs()
+    chosen = int(off_middle.argmin() if near else off_middle.argmax())
+    assert (off_middle[chosen] < 1e-6) == near
+
+    spec = Spec(seed=1, layout=Layout((2,)), choices={"D": 1, "N": 1, "activation": "tanh"})
+    tensors = {
+        "x": x[chosen].expand(2, 1),
+        "y": torch.full((1, 1, 1), 0.75),
+        "bias": torch.zeros(1, 1),
+    }
+    tensors = {name: t.half() for name, t in tensors.items()}
+    sample = Sample(spec, tensors, spec.layout.offsets("cpu"), None)
+    slopes = 1 - torch.stack([other[chosen], stored[chosen]]).double() ** 2
+    grad_y = float(x[chosen]) * (slopes[0] - slopes[1])
+    found = {"out": stored[chosen].expand(2, 1), "grad_y": grad_y.reshape(1, 1, 1).half()}
+    flow = {"out": torch.tensor([[1.0], [-1.0]], dtype=torch.float16)}
+    if near:
+        check(CASE, sample, found, flow)
+    else:
+        with pytest.raises(MismatchError, match="grad_y"):
+            check(CASE, sample, found, flow)

@@ -70,8 +70,9 @@ class Case:
         invalid: calls that must raise.
         huge_dense: choices for which 32,775 sequences have more than 2^31 elements in what has one
             row a sequence, or None.
-        jumps: where the function has a kink, how far each gradient may be off because sums that are
-            off by an accuracy times their terms come to lie on its other side; or None.
+        jumps: how far each gradient may be off because sums that are off by an accuracy times their
+            terms come to lie on the other side of a kink, or are stored as a neighbouring value; or
+            None.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Case:
     huge: Mapping[str, Any] | None
     invalid: tuple[Invalid, ...]
     huge_dense: Mapping[str, Any] | None = None
-    jumps: Callable[[Spec, Tensors, Tensors, float], Tensors] | None = None
+    jumps: Callable[[Spec, Tensors, Tensors, torch.dtype, float], Tensors] | None = None
 
     def __repr__(self) -> str:
         return f"Case({self.name!r})"

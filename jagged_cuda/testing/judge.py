@@ -103,7 +103,8 @@ def summed_terms(
     tensors = cast(sample.tensors, torch.float64)
     terms = case.terms(sample.spec, tensors, given)
     if case.jumps is not None and given is not None:
-        for name, jump in case.jumps(sample.spec, tensors, given, accuracy).items():
+        storage = next(iter(sample.tensors.values())).dtype
+        for name, jump in case.jumps(sample.spec, tensors, given, storage, accuracy).items():
             terms[name] = terms[name] + jump / accuracy
     return terms
 

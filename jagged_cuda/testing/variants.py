@@ -94,12 +94,34 @@ def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> T
     return found
 
 
-def _biased_jumps(spec: Spec, tensors: Tensors, cotangents: Tensors, accuracy: float) -> Tensors:
-    """Of relu, where a sum is nearer to 0 than it is accurate: all that flows there, or nothing."""
-    if spec.choices["activation"] != "relu":
+def _slope(z: Tensor, activation: str, storage: torch.dtype) -> Tensor:
+    """As a gradient computes it, from what is stored of sums `z`: the result, or the sums."""
+    if activation in ("gelu", "silu"):
+        stored = z.to(storage).double().requires_grad_()
+        return torch.autograd.grad(activate(stored, activation).sum(), stored)[0]
+    out = activate(z, activation).to(storage).double()
+    return {"relu": (out > 0).double(), "sigmoid": out * (1 - out), "tanh": 1 - out * out}[
+        activation
+    ]
+
+
+def _biased_jumps(
+    spec: Spec, tensors: Tensors, cotangents: Tensors, storage: torch.dtype, accuracy: float
+) -> Tensors:
+    """Where sums that are a little off have another slope: at relu's kink, and where they are so
+    near to the middle between two values of 16 bits that the other one may be stored."""
+    activation = spec.choices["activation"]
+    if activation is None or (activation != "relu" and storage.itemsize > 2):
         return {}
     z, flow = _biased(spec, tensors), cotangents["out"].abs()
-    return _through(spec, tensors, lambda terms: flow.where(z.abs() <= accuracy * terms, 0.0))
+
+    def weights(terms: Tensor) -> Tensor:
+        below, above = (
+            _slope(z + sign * accuracy * terms, activation, storage) for sign in (-1, 1)
+        )
+        return flow * (above - below).abs()
+
+    return _through(spec, tensors, weights)
 
 
 def _call_biased(

@@ -365,33 +365,27 @@ template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const int64_t pieces = merge_pieces(params, params.dim_qk);
-  const int64_t items = params.offsets.num_seqs * pieces;
-  if (!has_split(params.offsets, pieces, items)) return;
-#pragma unroll 1
-  for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
-    const MergeItem item(params, params.dim_qk, index);
-    if (item.parts == 0) continue;
-    ptx::griddepcontrol_wait();
-    const int columns = round_up_to_8(params.dim_qk);
-    const int64_t slot_elems = part_row(params, 1, 0, 0) * columns;
-    const float* parts =
-        params.parts + part_row(params, item.slot, item.kv_head, item.row) * columns + item.column;
-    float sum[4] = {};
+  const MergeItem item(params, params.dim_qk);
+  if (item.parts == 0) return;
+  ptx::griddepcontrol_wait();
+  const int columns = round_up_to_8(params.dim_qk);
+  const int64_t slot_elems = part_row(params, 1, 0, 0) * columns;
+  const float* parts =
+      params.parts + part_row(params, item.slot, item.kv_head, item.row) * columns + item.column;
+  float sum[4] = {};
 #pragma unroll 4
-    for (int part = 0; part < item.parts; ++part) {
-      const float4 four = *reinterpret_cast<const float4*>(parts + part * slot_elems);
-      sum[0] += four.x;
-      sum[1] += four.y;
-      sum[2] += four.z;
-      sum[3] += four.w;
-    }
-    const int64_t row = TargetRows(params, item.seq, item.kv_head).index(item.row);
-    Element* gGradQ = static_cast<Element*>(params.grad_q) + row * params.dim_qk + item.column;
-    const bool paired = params.dim_qk % 2 == 0;
-    store_pair(gGradQ, sum[0], sum[1], item.column, params.dim_qk, paired);
-    store_pair(gGradQ + 2, sum[2], sum[3], item.column + 2, params.dim_qk, paired);
+  for (int part = 0; part < item.parts; ++part) {
+    const float4 four = *reinterpret_cast<const float4*>(parts + part * slot_elems);
+    sum[0] += four.x;
+    sum[1] += four.y;
+    sum[2] += four.z;
+    sum[3] += four.w;
   }
+  const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
+  Element* gGradQ = static_cast<Element*>(params.grad_q) + index * params.dim_qk + item.column;
+  const bool paired = params.dim_qk % 2 == 0;
+  store_pair(gGradQ, sum[0], sum[1], item.column, params.dim_qk, paired);
+  store_pair(gGradQ + 2, sum[2], sum[3], item.column + 2, params.dim_qk, paired);
 }
 
 template <typename Config>

@@ -256,55 +256,48 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
   }
 }
 
-// Adds up the parts of sequences of more than one chunk. A CTA takes every gridDim.x-th of the
-// pieces of all sequences; a thread has 4 columns of one row. No shared memory; one barrier, after
-// which a CTA without such sequences ends. CTAs start while the last ones of target_forward run,
-// and wait for them only if they have something to merge.
+// Adds up the parts of sequences of more than one chunk. Grid: x = sequences, times merge_pieces;
+// a thread has 4 columns of one row. No shared memory, no barrier. CTAs start while the last ones
+// of target_forward run, and wait for them only if they have something to merge.
 template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_forward(
     const __grid_constant__ TargetAttentionParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const int64_t pieces = merge_pieces(params, params.dim_v);
-  const int64_t items = params.offsets.num_seqs * pieces;
-  if (!has_split(params.offsets, pieces, items)) return;
-#pragma unroll 1
-  for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
-    const MergeItem item(params, params.dim_v, index);
-    if (item.parts == 0) continue;
-    ptx::griddepcontrol_wait();
-    const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);
-    const int64_t rows_of_slot = part_row(params, 1, 0, 0);
-    const int64_t first = part_row(params, item.slot, item.kv_head, item.row);
-    const auto* stats = reinterpret_cast<const float2*>(params.part_stats) + first;
-    const int columns = round_up_to_8(params.dim_v);
-    const float* parts = params.parts + first * columns + item.column;
+  const MergeItem item(params, params.dim_v);
+  if (item.parts == 0) return;
+  ptx::griddepcontrol_wait();
+  const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);
+  const int64_t rows_of_slot = part_row(params, 1, 0, 0);
+  const int64_t first = part_row(params, item.slot, item.kv_head, item.row);
+  const auto* stats = reinterpret_cast<const float2*>(params.part_stats) + first;
+  const int columns = round_up_to_8(params.dim_v);
+  const float* parts = params.parts + first * columns + item.column;
 
-    float maximum = -INFINITY;
+  float maximum = -INFINITY;
 #pragma unroll 4
-    for (int part = 0; part < item.parts; ++part)
-      maximum = fmaxf(maximum, stats[part * rows_of_slot].x);
-    const float shift = maximum == -INFINITY ? 0.0f : maximum * scale_log2;
-    float sum = 0.0f, out[4] = {};
+  for (int part = 0; part < item.parts; ++part)
+    maximum = fmaxf(maximum, stats[part * rows_of_slot].x);
+  const float shift = maximum == -INFINITY ? 0.0f : maximum * scale_log2;
+  float sum = 0.0f, out[4] = {};
 #pragma unroll 4
-    for (int part = 0; part < item.parts; ++part) {
-      const float2 stat = stats[part * rows_of_slot];
-      const float4 four = *reinterpret_cast<const float4*>(parts + part * rows_of_slot * columns);
-      const float weight = ptx::ex2_approx(stat.x * scale_log2 - shift);
-      sum += stat.y * weight;
-      out[0] += four.x * weight;
-      out[1] += four.y * weight;
-      out[2] += four.z * weight;
-      out[3] += four.w * weight;
-    }
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const int64_t row = TargetRows(params, item.seq, item.kv_head).index(item.row);
-    Element* gOut = static_cast<Element*>(params.out) + row * params.dim_v + item.column;
-    const bool paired = params.dim_v % 2 == 0;
-    store_pair(gOut, out[0] * inverse, out[1] * inverse, item.column, params.dim_v, paired);
-    store_pair(gOut + 2, out[2] * inverse, out[3] * inverse, item.column + 2, params.dim_v, paired);
-    if (item.column == 0) {
-      params.lse[row] = sum == 0.0f ? -INFINITY : maximum * fabsf(params.scale) + logf(sum);
-    }
+  for (int part = 0; part < item.parts; ++part) {
+    const float2 stat = stats[part * rows_of_slot];
+    const float4 four = *reinterpret_cast<const float4*>(parts + part * rows_of_slot * columns);
+    const float weight = ptx::ex2_approx(stat.x * scale_log2 - shift);
+    sum += stat.y * weight;
+    out[0] += four.x * weight;
+    out[1] += four.y * weight;
+    out[2] += four.z * weight;
+    out[3] += four.w * weight;
+  }
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
+  Element* gOut = static_cast<Element*>(params.out) + index * params.dim_v + item.column;
+  const bool paired = params.dim_v % 2 == 0;
+  store_pair(gOut, out[0] * inverse, out[1] * inverse, item.column, params.dim_v, paired);
+  store_pair(gOut + 2, out[2] * inverse, out[3] * inverse, item.column + 2, params.dim_v, paired);
+  if (item.column == 0) {
+    params.lse[index] = sum == 0.0f ? -INFINITY : maximum * fabsf(params.scale) + logf(sum);
   }
 }
 

@@ -5,8 +5,6 @@
 #include "kernels/attention/target_launch.h"
 #include "kernels/attention/target_tile.cuh"
 
-#include <algorithm>
-
 namespace jagged_cuda::attention {
 
 // Calls launch(Constant<head dim>) for the smallest compiled head dim that holds D and Dv.
@@ -40,11 +38,7 @@ inline cudaError_t target_grid(const TargetAttentionParams& params, int64_t row_
 template <auto kKernel, typename Params>
 cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
   if (params.parts == nullptr) return cudaSuccess;
-  // A CTA for each piece of the sequences that may have more than kTargetChunk rows, and enough of
-  // them to look at all sequences at once.
-  const int64_t pieces = merge_pieces(params, columns), seqs = params.offsets.num_seqs;
-  const int64_t split = std::min(seqs, params.offsets.total / (kTargetChunk + 1));
-  const int64_t ctas = std::max(split * pieces, seqs * pieces / kMergeThreads + 1);
+  const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
   if (ctas > kMaxGrid) return cudaErrorInvalidConfiguration;
   return launch_dependent<kKernel>(params, dim3(static_cast<unsigned>(ctas)), kMergeThreads, 0,
                                    stream);

@@ -101,29 +101,16 @@ __device__ __forceinline__ void store_pair(Element* g, float low, float high, in
 
 __host__ __device__ __forceinline__ int round_up_to_8(int columns) { return (columns + 7) / 8 * 8; }
 
-// The parts of a sequence are merged in pieces of kMergeThreads vectors of 4 columns.
+// CTAs that merge the parts of a sequence, each kMergeThreads vectors of 4 columns.
 constexpr int kMergeThreads = 256;
 
-__host__ __device__ __forceinline__ int64_t merge_pieces(const TargetAttentionParams& params,
-                                                         int columns) {
+inline int64_t merge_pieces(const TargetAttentionParams& params, int columns) {
   const int64_t vectors = int64_t{params.num_queries} * params.heads * (round_up_to_8(columns) / 4);
   return (vectors + kMergeThreads - 1) / kMergeThreads;
 }
 
-// Whether one of the pieces of this CTA, blockIdx.x and every gridDim.x-th after it, belongs to a
-// sequence of more than one chunk. All threads of the CTA.
-__device__ __forceinline__ bool has_split(const OffsetsView& offsets, int64_t pieces,
-                                          int64_t items) {
-  bool found = false;
-  for (int64_t index = blockIdx.x + int64_t{threadIdx.x} * gridDim.x; index < items && !found;
-       index += int64_t{kMergeThreads} * gridDim.x) {
-    found = sequence_rows(offsets, index / pieces).len > kTargetChunk;
-  }
-  return __syncthreads_or(found) != 0;
-}
-
-// What one thread merges of piece `index` of all sequences: 4 columns of one row of one key/value
-// head, over `parts` consecutive slots from `slot` on. No parts: nothing to do.
+// What one thread merges: 4 columns of one row of one key/value head, over `parts` consecutive
+// slots from `slot` on. No parts: nothing to do.
 struct MergeItem {
   int64_t seq;
   int64_t slot;
@@ -132,14 +119,13 @@ struct MergeItem {
   int row;
   int column;
 
-  __device__ __forceinline__ MergeItem(const TargetAttentionParams& params, int columns,
-                                       int64_t index) {
+  __device__ __forceinline__ MergeItem(const TargetAttentionParams& params, int columns) {
     const int rows = params.num_queries * (params.heads / params.kv_heads);
     const int row_vectors = round_up_to_8(columns) / 4;
     const int64_t vectors = int64_t{rows} * params.kv_heads * row_vectors;
-    const int64_t pieces = merge_pieces(params, columns);
-    seq = index / pieces;
-    const int64_t vector = index % pieces * kMergeThreads + threadIdx.x;
+    const int64_t pieces = (vectors + kMergeThreads - 1) / kMergeThreads;
+    seq = blockIdx.x / pieces;
+    const int64_t vector = blockIdx.x % pieces * kMergeThreads + threadIdx.x;
     const RowRange range = sequence_rows(params.offsets, seq);
     const bool split = range.len > kTargetChunk && vector < vectors;
     parts = split ? static_cast<int>((range.len + kTargetChunk - 1) / kTargetChunk) : 0;
