@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from jagged_cuda.ops._eager import run
+
 _OUT_OF_MEMORY = re.compile(r"^(?P<op>\w+): out of memory on cuda:(?P<device>\d+) allocating ")
 
 
@@ -20,7 +22,7 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return op(*args)
     try:
-        return op(*args)
+        return run(op, args)
     except RuntimeError as error:
         match = _OUT_OF_MEMORY.match(str(error))
         if match is None:

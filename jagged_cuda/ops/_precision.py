@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def allow_tf32() -> bool:
-    """True if torch.backends.cuda.matmul.fp32_precision allows TF32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+def allow_tf32(dtype: torch.dtype) -> bool:
+    """True if torch.backends.cuda.matmul.fp32_precision allows TF32 and the dtype is float32."""
+    return dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 # What torch.compiler.assume_constant_result does: torch.compile takes the result as a constant. The

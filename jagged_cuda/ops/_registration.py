@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from jagged_cuda.ops._eager import add_formula
+
 _LIBRARY = torch.library.Library("jagged_cuda", "IMPL")
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
@@ -34,10 +36,10 @@ def register(
             to float32, "unchanged" casts nothing.
     """
     qualified_name = f"jagged_cuda::{name}"
+    backward = backward or _no_gradient(name)
     torch.library.register_fake(qualified_name, fake)
-    torch.library.register_autograd(
-        qualified_name, backward or _no_gradient(name), setup_context=setup_context
-    )
+    torch.library.register_autograd(qualified_name, backward, setup_context=setup_context)
+    add_formula(getattr(torch.ops.jagged_cuda, name).default, setup_context, backward)
     if autocast != "unchanged":
         for device_type in _AUTOCAST_KEYS:
             _register_autocast(name, device_type, autocast)

@@ -90,7 +90,7 @@ def array_jagged_bmm_jagged_out(
         matrix_offsets,
         total,
         transpose,
-        allow_tf32(),
+        allow_tf32(a.dtype),
     )
 
 

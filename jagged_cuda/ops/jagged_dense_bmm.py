@@ -68,8 +68,8 @@ def jagged_dense_bmm(
         _contract.fail_argument("jagged_dense_bmm", "activation", expected, str(activation))
     op = torch.ops.jagged_cuda.jagged_dense_bmm.default
     if bias is None and activation is None:
-        return call(op, x, y, offsets, allow_tf32())
-    return call(op, x, y, offsets, allow_tf32(), bias, _ACTIVATIONS.index(activation))
+        return call(op, x, y, offsets, allow_tf32(x.dtype))
+    return call(op, x, y, offsets, allow_tf32(x.dtype), bias, _ACTIVATIONS.index(activation))
 
 
 def _fake(

@@ -94,7 +94,7 @@ def jagged_flash_attention(
         window_right,
         scale,
         max_len,
-        allow_tf32(),
+        allow_tf32(q.dtype),
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)

@@ -48,7 +48,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         >>> jagged_jagged_bmm(x, y, torch.tensor([0, 4, 5]))[:, 0, 0]
         tensor([4., 1.])
     """
-    return call(torch.ops.jagged_cuda.jagged_jagged_bmm.default, x, y, offsets, allow_tf32())
+    return call(torch.ops.jagged_cuda.jagged_jagged_bmm.default, x, y, offsets, allow_tf32(x.dtype))
 
 
 def _fake(x: Tensor, y: Tensor, offsets: Tensor, allow_tf32: bool = False) -> Tensor:

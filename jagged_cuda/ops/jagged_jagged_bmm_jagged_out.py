@@ -80,7 +80,7 @@ def jagged_jagged_bmm_jagged_out(
         y_offsets,
         matrix_offsets,
         total_out,
-        allow_tf32(),
+        allow_tf32(x.dtype),
     )
 
 

@@ -86,7 +86,7 @@ def jagged_target_attention(
         offsets,
         scale,
         max_len,
-        allow_tf32(),
+        allow_tf32(q.dtype),
     )
     if one_head:
         out, lse = out.squeeze(2), lse.squeeze(2)

@@ -1,0 +1,143 @@
+"""Eager calls go past PyTorch's Python kernel for autograd, and nothing else changes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import jagged_cuda
+from jagged_cuda.ops import _eager
+from jagged_cuda.testing.judge import run
+from jagged_cuda.testing.samples import draw_cotangents
+from jagged_cuda.testing.variants import EVERY
+
+OFFSETS = torch.tensor([0, 2, 5])
+
+
+def softmax_of(x: Tensor) -> Tensor:
+    return jagged_cuda.jagged_softmax(x, OFFSETS)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_both_ways_give_the_same_bits(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = EVERY[name]
+    for seed in range(4):
+        spec = case.spec("small", seed)
+        sample = case.sample(spec, torch.float32, device)
+
+        cotangents = functools.partial(draw_cotangents, spec=spec, rows=case.rows)
+        ways = []
+        for has_private in (True, False):
+            monkeypatch.setattr(_eager, "_HAS_PRIVATE", has_private)
+            ways.append(run(case, sample, lambda s: case.call(jagged_cuda, s), cotangents))
+        for key, values in ways[0].items():
+            assert torch.equal(values, ways[1][key]), key
+
+
+def test_the_way_shows_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 3, requires_grad=True)
+    assert type(softmax_of(x).grad_fn).__name__ == "jagged_softmaxBackward"
+    monkeypatch.setattr(_eager, "_HAS_PRIVATE", False)
+    assert "GeneratedBackwardFor" in type(softmax_of(x).grad_fn).__name__
+
+
+def test_no_graph_without_need_of_one() -> None:
+    x = torch.randn(5, 3, requires_grad=True)
+    assert softmax_of(x.detach()).grad_fn is None
+    with torch.no_grad():
+        assert not softmax_of(x).requires_grad
+    with torch.inference_mode():
+        assert softmax_of(x).is_inference()
+    parameter = torch.nn.Parameter(x.detach())
+    softmax_of(parameter).square().sum().backward()
+    assert parameter.grad is not None
+
+
+def test_defaults_are_filled_in() -> None:
+    x, y = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, 4)
+    op = torch.ops.jagged_cuda.jagged_dense_bmm.default
+    out = _eager.run(op, (x, y, OFFSETS))
+    (found,) = torch.autograd.grad(out.sum(), x)
+    (expected,) = torch.autograd.grad(op(x, y, OFFSETS).sum(), x)
+    assert torch.equal(found, expected)
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Subclass(Tensor):
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _watched_by_a_mode(x: Tensor) -> tuple[Tensor, list[str]]:
+    with _Calls() as calls:
+        return softmax_of(x), calls.names
+
+
+def _watched_by_a_subclass(x: Tensor) -> tuple[Tensor, list[str]]:
+    _Subclass.seen.clear()
+    return softmax_of(x.as_subclass(_Subclass)), _Subclass.seen
+
+
+@pytest.mark.parametrize("watch", [_watched_by_a_mode, _watched_by_a_subclass])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_who_watches_sees_the_operator(
+    watch: Callable[[Tensor], tuple[Tensor, list[str]]], requires_grad: bool
+) -> None:
+    x = torch.randn(5, 3, requires_grad=requires_grad)
+    out, names = watch(x)
+    assert "jagged_cuda.jagged_softmax.default" in names
+    assert out.requires_grad == requires_grad
+    assert torch.equal(out.detach().as_subclass(Tensor), softmax_of(x.detach()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_trace_has_the_operator() -> None:
+    traced = torch.jit.trace(softmax_of, torch.randn(5, 3), check_trace=False)
+    assert "jagged_cuda::jagged_softmax" in str(traced.graph)
+
+
+def test_autocast_still_casts() -> None:
+    x, y = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = jagged_cuda.jagged_dense_bmm(x, y, OFFSETS)
+    assert out.dtype is torch.bfloat16
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.dtype is torch.float32
+
+
+def test_without_pytorchs_private_functions_all_works() -> None:
+    code = (
+        "import torch; del torch._C._is_any_autocast_enabled\n"
+        "import jagged_cuda\n"
+        "x = torch.ones(5, requires_grad=True)\n"
+        "out = jagged_cuda.jagged_softmax(x, torch.tensor([0, 2, 5]))\n"
+        "out[0].backward(); print(x.grad.tolist()[:2])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
+    )
+    assert done.stdout == "[0.25, -0.25]\n", done.stderr
