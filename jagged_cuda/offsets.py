@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from jagged_cuda.ops import _contract, _matrices
+from jagged_cuda.ops._override import overridable
 
 __all__ = ["lengths_from_offsets", "matrix_offsets", "offsets_from_lengths"]
 
 
+@overridable
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
     """Say where each sequence begins, from the lengths of all.
 
@@ -41,6 +43,7 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
 
 
+@overridable
 def lengths_from_offsets(offsets: Tensor) -> Tensor:
     """Say how many rows each sequence has.
 
@@ -67,6 +70,7 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
     return torch.diff(offsets)
 
 
+@overridable
 def matrix_offsets(offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
     """Say where the matrix of each sequence begins in a vector of one matrix a sequence.
 

@@ -11,10 +11,12 @@ from jagged_cuda.ops import (
     jagged_jagged_bmm_jagged_out,
 )
 from jagged_cuda.ops._attention import default_scale
+from jagged_cuda.ops._override import overridable
 
 __all__ = ["jagged_attention"]
 
 
+@overridable
 def jagged_attention(
     q: Tensor,
     k: Tensor,

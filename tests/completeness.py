@@ -46,6 +46,7 @@ PARTS = (
     Part("CUDA glue", "csrc/cuda/<op>.cpp", r'm\.impl\("<op>",'),
     Part("contract's call on CUDA", "csrc/cuda/<op>.cpp", r"\bparse_<op>\("),
     Part("public function", "jagged_cuda/ops/<op>.py", r"(?m)^def <op>\("),
+    Part("override", "jagged_cuda/ops/<op>.py", r"(?m)^@overridable\ndef <op>\("),
     Part(
         "fake kernel",
         "jagged_cuda/ops/<op>.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib.util
 import os
 import tempfile
 import time
@@ -38,6 +39,7 @@ ONE_GPU = "; tests marked `multi_gpu`, which need two, are deselected"
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU; deselected without one")
     config.addinivalue_line("markers", "multi_gpu: needs two of them; deselected without")
+    config.addinivalue_line("markers", "torchrec: needs TorchRec; deselected without")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
@@ -53,6 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {"cuda"} if not HAS_GPU else set()
     if torch.cuda.device_count() < 2:
         absent.add("multi_gpu")
+    if importlib.util.find_spec("torchrec") is None:
+        absent.add("torchrec")
     lacking = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=lacking)
     kept = set(items).difference(lacking)

@@ -109,7 +109,7 @@ def test_who_watches_sees_the_operator(
 ) -> None:
     x = torch.randn(5, 3, requires_grad=requires_grad)
     out, names = watch(x)
-    assert "jagged_cuda.jagged_softmax.default" in names
+    assert any("jagged_softmax" in name for name in names)
     assert out.requires_grad == requires_grad
     assert torch.equal(out.detach().as_subclass(Tensor), softmax_of(x.detach()))
 

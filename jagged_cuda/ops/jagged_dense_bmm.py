@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._precision import allow_tf32
 from jagged_cuda.ops._registration import register
 
@@ -16,6 +17,7 @@ from jagged_cuda.ops._registration import register
 _ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
 
 
+@overridable
 def jagged_dense_bmm(
     x: Tensor,
     y: Tensor,

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._precision import allow_tf32
 from jagged_cuda.ops._registration import register
 
 
+@overridable
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Multiply two jagged tensors sequence by sequence, summing over the rows of each sequence.
 

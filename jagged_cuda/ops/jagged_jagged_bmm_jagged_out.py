@@ -9,10 +9,12 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract, _matrices
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._precision import allow_tf32
 from jagged_cuda.ops._registration import register
 
 
+@overridable
 def jagged_jagged_bmm_jagged_out(
     x: Tensor,
     y: Tensor,

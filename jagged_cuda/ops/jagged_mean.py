@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._registration import register
 from jagged_cuda.ops.jagged_sum import fake_sum
 
 
+@overridable
 def jagged_mean(x: Tensor, offsets: Tensor) -> Tensor:
     """Average the rows of each sequence.
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._registration import register
 
 
+@overridable
 def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
     """Take the softmax over the rows of each sequence, each of the other positions alone.
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._registration import register
 
 
+@overridable
 def jagged_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """Sum the rows of each sequence.
 

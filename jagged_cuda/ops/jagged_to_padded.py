@@ -10,9 +10,11 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._registration import register
 
 
+@overridable
 def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 0.0) -> Tensor:
     """Give each sequence a row of its own in a padded tensor.
 

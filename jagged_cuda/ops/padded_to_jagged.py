@@ -9,9 +9,11 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract, _matrices
 from jagged_cuda.ops._memory import call
+from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._registration import register
 
 
+@overridable
 def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) -> Tensor:
     """Take the rows that each sequence has from a padded tensor.
 

@@ -1,0 +1,88 @@
+"""A TorchRec model whose histories stay jagged: from KeyedJaggedTensor to logits without padding.
+
+Embeddings of a history attend to each other, then the candidates of each user attend to the
+history; a candidate's logit compares the two. Needs TorchRec (docs/torchrec.md)::
+
+    python examples/torchrec_model.py
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+import jagged_cuda
+
+
+class HistoryRanker(nn.Module):
+    """Scores N candidates of each of B users by the users' histories.
+
+    Args:
+        num_items: rows of the embedding table that history and candidates share.
+        dim: columns of the table; a multiple of heads.
+        heads: of the self-attention.
+    """
+
+    def __init__(self, num_items: int, dim: int = 32, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embeddings = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name="item_table",
+                    embedding_dim=dim,
+                    num_embeddings=num_items,
+                    feature_names=["history", "candidates"],
+                )
+            ]
+        )
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """`[B, N]` logits of "candidates", of which each user has N, after "history", `[sum L]`."""
+        embedded = self.embeddings(features)
+        history, candidates = embedded["history"], embedded["candidates"]
+        x, offsets = history.values(), history.offsets()
+
+        q, k, v = self.qkv(x).unflatten(1, (3, self.heads, -1)).unbind(1)
+        read = jagged_cuda.jagged_flash_attention(q, k, v, offsets, causal=True)
+        x = x + self.out(read.flatten(1))
+
+        items = candidates.values().unflatten(0, (history.lengths().shape[0], -1))
+        interest = jagged_cuda.jagged_target_attention(items, x, x, offsets)
+        return (items * interest).sum(2)
+
+
+def draw(num_users: int, num_items: int, candidates: int, seed: int) -> KeyedJaggedTensor:
+    """Random histories of 0 to 40 items, and candidates."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 41, (num_users,), generator=generator)
+    total = int(lengths.sum()) + num_users * candidates
+    return KeyedJaggedTensor(
+        keys=["history", "candidates"],
+        values=torch.randint(num_items, (total,), generator=generator),
+        lengths=torch.cat([lengths, torch.full((num_users,), candidates)]),
+    )
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    num_users, num_items, candidates = 64, 1000, 4
+    model = HistoryRanker(num_items)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    features = draw(num_users, num_items, candidates, seed=1)
+    # The first candidate is the one that the user took.
+    labels = torch.zeros(num_users, dtype=torch.long)
+    for step in range(20):
+        loss = nn.functional.cross_entropy(model(features), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 5 == 4:
+            print(f"step {step + 1:3d}  loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()
