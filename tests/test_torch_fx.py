@@ -107,3 +107,5 @@ def test_a_nested_tensor_itself_is_refused_in_words() -> None:
     )
     with pytest.raises(RuntimeError, match=re.escape(text)):
         jagged_cuda.jagged_softmax(nested, OFFSETS)
+    with pytest.raises(RuntimeError, match=r"jagged_flash_attention: q must be a plain tensor"):
+        jagged_cuda.jagged_flash_attention(nested, nested, nested, OFFSETS)

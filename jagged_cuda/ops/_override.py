@@ -27,9 +27,12 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
     @functools.wraps(function)
     def public(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if has_torch_function(args) or (kwargs and has_torch_function((*kwargs.values(),))):
-            _refuse_nested(function, args, kwargs)
             relevant: tuple[Any, ...] = (*args, *kwargs.values())
-            result: _Result = handle_torch_function(public, relevant, *args, **kwargs)
+            try:
+                result: _Result = handle_torch_function(public, relevant, *args, **kwargs)
+            except Exception:
+                _refuse_nested(function, args, kwargs)
+                raise
             return result
         return function(*args, **kwargs)
 
@@ -39,6 +42,7 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
 def _refuse_nested(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    """Raise RuntimeError if an argument is a nested tensor."""
     arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_nested:
