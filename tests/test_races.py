@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.dummy
 import os
 import subprocess
 import sys
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 import jagged_cuda
-from jagged_cuda.testing import kernel_paths, sanitize
+from jagged_cuda.testing import kernel_paths, races, sanitize
 from jagged_cuda.testing.covering import covering_draws
-from jagged_cuda.testing.draws import DTYPES, Wanted, draw
+from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw
 from jagged_cuda.testing.races import hunt
 from jagged_cuda.testing.sanitize import FOUND, Check, command, find_sanitizer, run_check
 from jagged_cuda.testing.variants import EVERY
@@ -43,6 +44,33 @@ def test_a_result_that_changes_is_found() -> None:
     given = draw(wanted, 1, "cpu", "cpu", 0).draw
     assert hunt(given, 80, ops) == "out"
     assert hunt(given, 80) is None
+
+
+RACES = ["races", "--device", "cpu", "--dtype", "float32", "--search", "1", "--jobs", "2"]
+
+
+def test_processes_share_the_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*RACES, "--runs", "2"])
+    assert races.main() == 0
+    assert "draws, 2 runs each, 0 that differed" in capsys.readouterr().out
+
+
+def test_the_hunt_names_what_differed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def softmax_differs(given: Draw, runs: int) -> str | None:
+        return "grad_x" if given.op == "jagged_softmax" else None
+
+    # Threads, which see the patched function.
+    monkeypatch.setattr(races.multiprocessing, "get_context", lambda _: multiprocessing.dummy)
+    monkeypatch.setattr(races, "hunt", softmax_differs)
+    monkeypatch.setattr(sys, "argv", RACES)
+    assert races.main() == 1
+    printed = capsys.readouterr().out
+    assert "races: grad_x of jagged_softmax differs\n  reproduce: python -m" in printed
+    assert "runs each, 0 that" not in printed
 
 
 def test_covering_draws_take_every_path_that_is_found() -> None:
