@@ -62,7 +62,7 @@ fuzz: $(READY) ## Judge random calls of every operator for a minute (FUZZ_ARGS='
 	$(PY) -m jagged_cuda.fuzz $(FUZZ_ARGS)
 
 sanitize: $(READY) ## Run every kernel path under compute-sanitizer's four tools
-	$(PY) -m jagged_cuda.testing.sanitize
+	$(PY) -m tests.tools.sanitize
 
 mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
 	$(PY) tests/mutations.py
@@ -71,9 +71,9 @@ mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
 RESULTS = benchmarks/results/h100
 
 readme: $(READY) ## Make README's tables and figures anew from benchmarks/results
-	$(PY) -m jagged_cuda.bench table $(RESULTS).json --update README.md
-	$(PY) -m jagged_cuda.bench plot $(RESULTS).json --plot $(RESULTS).png --panels time,memory,fill,operators
-	$(PY) -m jagged_cuda.bench plot $(RESULTS).json --plot $(RESULTS)_roofline.png --panels roofline
+	$(PY) -m benchmarks table $(RESULTS).json --update README.md
+	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS).png --panels time,memory,fill,operators
+	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS)_roofline.png --panels roofline
 
 SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 

@@ -9,7 +9,7 @@
 
 // clang-format off
 STABLE_TORCH_LIBRARY(jagged_cuda, m) {
-  // x [T, D], y [B, D, N], bias [B, N] -> [T, N]; activation is one of ops/activation.h
+  // x [T, D], y [B, D, N], bias [B, N] -> [T, N]; activation is one of contract/activation.h
   m.def("jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False, Tensor? bias=None,"
         " int activation=0) -> Tensor");
 

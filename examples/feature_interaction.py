@@ -38,6 +38,7 @@ from report import ProgressBar, compare
 from torch import Tensor, nn
 from training import move, peak_allocated_bytes
 
+from benchmarks.timing import CpuTimer, CudaTimer
 from jagged_cuda import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -50,7 +51,6 @@ from jagged_cuda import (
     jagged_target_attention,
     matrix_offsets,
 )
-from jagged_cuda.bench.timing import CpuTimer, CudaTimer
 
 # Of the largest value: float32 rounds at 6e-8, and the forms sum in different orders.
 TOLERANCE = 1e-5

@@ -5,7 +5,7 @@ so a flag stands here once. Nothing in this file imports jagged_cuda: `setup.py`
 plain file, and `python jagged_cuda/_build.py` is the command behind `make compdb`.
 
     _C_cpu   csrc/library.cpp (every schema) and csrc/cpu/
-    _C_cuda  csrc/cuda/ (glue, for the C++ compiler) and csrc/kernels/ (for nvcc, no torch header)
+    _C_cuda  csrc/cuda/ (glue, C++ compiler) and csrc/cuda/kernels/ (nvcc, no torch header)
 
 torch.utils.cpp_extension supplies torch's include and library folders. Its `load()` is not used: it
 links libtorch_python, names objects by base name alone, hangs after a killed build, refuses CUDA
@@ -77,7 +77,10 @@ def library_sources(csrc: Path, library: str) -> list[Path]:
     """Returns the files that are compiled into a library, sorted."""
     if library == "_C_cpu":
         return [csrc / "library.cpp", *sorted((csrc / "cpu").rglob("*.cpp"))]
-    return [*sorted((csrc / "cuda").rglob("*.cpp")), *sorted((csrc / "kernels").rglob("*.cu"))]
+    return [
+        *sorted((csrc / "cuda").rglob("*.cpp")),
+        *sorted((csrc / "cuda" / "kernels").rglob("*.cu")),
+    ]
 
 
 def source_hash(csrc: Path) -> str:

@@ -38,11 +38,11 @@ def _has_gradient_or_says_so(text: str, op: str) -> bool:
 
 PARTS = (
     Part("schema", "csrc/library.cpp", r'm\.def\("<op>\('),
-    Part("contract", "csrc/ops/<op>.h", r"\bparse_<op>\("),
+    Part("contract", "csrc/contract/<op>.h", r"\bparse_<op>\("),
     Part("CPU kernel", "csrc/cpu/<op>.cpp", r'm\.impl\("<op>",'),
     Part("contract's call on the CPU", "csrc/cpu/<op>.cpp", r"\bparse_<op>\("),
-    Part("CUDA kernel", "csrc/kernels/<op>.cu", r"\blaunch_<op>\w*\("),
-    Part("CUDA kernel's interface", "csrc/kernels/<op>.h", r"\blaunch_<op>\w*\("),
+    Part("CUDA kernel", "csrc/cuda/kernels/<op>.cu", r"\blaunch_<op>\w*\("),
+    Part("CUDA kernel's interface", "csrc/cuda/kernels/<op>.h", r"\blaunch_<op>\w*\("),
     Part("CUDA glue", "csrc/cuda/<op>.cpp", r'm\.impl\("<op>",'),
     Part("contract's call on CUDA", "csrc/cuda/<op>.cpp", r"\bparse_<op>\("),
     Part("public function", "jagged_cuda/ops/<op>.py", r"(?m)^def <op>\("),

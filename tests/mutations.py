@@ -68,7 +68,7 @@ FAULTS = (
     Fault(
         "lost barrier",
         "cuda",
-        "kernels/jagged_softmax.cu",
+        "cuda/kernels/jagged_softmax.cu",
         "__syncthreads();\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
         "\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
         "--op jagged_softmax",
@@ -100,7 +100,7 @@ FAULTS = (
     Fault(
         "int32 row offset",
         "cuda",
-        "kernels/jagged_softmax.cu",
+        "cuda/kernels/jagged_softmax.cu",
         "static_cast<const Element*>(params.x) + range.begin * params.x_stride",
         "static_cast<const Element*>(params.x) + static_cast<int>(range.begin * params.x_stride)",
         "tests/test_cuda.py -k 2_to_the_31_elements and jagged_softmax",
@@ -140,7 +140,7 @@ FAULTS = (
     Fault(
         "tail mask off by one",
         "cuda",
-        "kernels/attention/forward_wgmma.cuh",
+        "cuda/kernels/attention/forward_wgmma.cuh",
         "tile.row + own_row, key, tile.num_keys, lane",
         "tile.row + own_row, key, tile.num_keys + 1, lane",
         "--op jagged_flash_attention",
@@ -148,7 +148,7 @@ FAULTS = (
     Fault(
         "swapped offset",
         "cuda",
-        "kernels/attention/forward_wgmma.cuh",
+        "cuda/kernels/attention/forward_wgmma.cuh",
         "kv = sequence_rows(params.kv_offsets, found.seq);",
         "kv = sequence_rows(params.q_offsets, found.seq);",
         "--op jagged_flash_attention",
@@ -156,7 +156,7 @@ FAULTS = (
     Fault(
         "wrong LSE scale",
         "cuda",
-        "kernels/attention/forward_wgmma.cuh",
+        "cuda/kernels/attention/forward_wgmma.cuh",
         "ptx::lg2_approx(sum) * kLn2",
         "ptx::lg2_approx(sum)",
         "--op jagged_flash_attention",
@@ -164,7 +164,7 @@ FAULTS = (
     Fault(
         "stale tile after an empty sequence",
         "cuda",
-        "kernels/gemm/engine.cuh",
+        "cuda/kernels/gemm/engine.cuh",
         "      ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);",
         "      if (line < lines) ptx::cp_async_16(&sTile[line * kLine + elem], source, bytes);",
         "--op jagged_jagged_bmm",
@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         "missing GQA division",
         "cuda",
-        "kernels/attention/forward_wgmma.cuh",
+        "cuda/kernels/attention/forward_wgmma.cuh",
         "tile.key_begin + key, head / group,",
         "tile.key_begin + key, head % attention.kv_heads,",
         "--op jagged_flash_attention",
@@ -180,7 +180,7 @@ FAULTS = (
     Fault(
         "dq not zeroed",
         "cuda",
-        "kernels/attention/backward_wgmma.cuh",
+        "cuda/kernels/attention/backward_wgmma.cuh",
         "    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),\n"
         "                          params.grad_q.row_stride, rows, params.dim_qk);\n",
         "",
@@ -189,7 +189,7 @@ FAULTS = (
     Fault(
         "window off by one",
         "cuda",
-        "kernels/attention/window.cuh",
+        "cuda/kernels/attention/window.cuh",
         "row + window.diagonal - window.before - column;",
         "row + window.diagonal - window.before - column + 1;",
         "--op jagged_flash_attention",
@@ -197,7 +197,7 @@ FAULTS = (
     Fault(
         "wrong base",
         "cuda",
-        "kernels/prim/jagged.cuh",
+        "cuda/kernels/prim/jagged.cuh",
         "const int64_t begin = clamped_offset(offsets, seq), end",
         "const int64_t begin = clamped_offset(offsets, seq) - clamped_offset(offsets, 0), end",
         "--op jagged_jagged_bmm",

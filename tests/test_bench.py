@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda import unfused
-from jagged_cuda.bench import __main__ as command_line
-from jagged_cuda.bench import (
+from benchmarks import __main__ as command_line
+from benchmarks import (
     attention,
     build,
     checking,
@@ -29,13 +28,14 @@ from jagged_cuda.bench import (
     table1,
     target,
 )
-from jagged_cuda.bench import session as session_module
-from jagged_cuda.bench import timing as timing_module
-from jagged_cuda.bench.candidate import Candidate
-from jagged_cuda.bench.checking import WrongResultError
-from jagged_cuda.bench.operands import Operands
-from jagged_cuda.bench.session import HINTED, OURS, UNFUSED, Options, Row, Session
-from jagged_cuda.bench.timing import CpuTimer, CudaTimer, Measurement
+from benchmarks import session as session_module
+from benchmarks import timing as timing_module
+from benchmarks.candidate import Candidate
+from benchmarks.checking import WrongResultError
+from benchmarks.operands import Operands
+from benchmarks.session import HINTED, OURS, UNFUSED, Options, Row, Session
+from benchmarks.timing import CpuTimer, CudaTimer, Measurement
+from jagged_cuda import unfused
 from jagged_cuda.testing import reference
 from jagged_cuda.testing.lengths import Layout
 
@@ -167,7 +167,7 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return imported
 
     monkeypatch.setattr(build, "_import_in_a_process", import_in_a_process)
-    monkeypatch.setattr("jagged_cuda.bench.host.QUICK_CALLS", 3)
+    monkeypatch.setattr("benchmarks.host.QUICK_CALLS", 3)
     found = run(tmp_path, "all", "--cases", "512,jagged_softmax,torch.add,build")
     commands = {row["command"] for row in found["rows"]}
     assert commands == {"table1", "figure2", "sweep", "host"}

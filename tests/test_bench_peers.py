@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagged_cuda.bench import checking, cudnn_frontend, implementations, peers, shapes
-from jagged_cuda.bench.operands import Operands
+from benchmarks import checking, cudnn_frontend, implementations, peers, shapes
+from benchmarks.operands import Operands
 from jagged_cuda.testing.lengths import Layout
 
 LENGTHS = (20, 3, 33)

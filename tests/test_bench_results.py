@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from jagged_cuda.bench import __main__ as command_line
-from jagged_cuda.bench import plot, report, results, stamp, sweep, table
-from jagged_cuda.bench.session import HINTED, OURS, UNFUSED
+from benchmarks import __main__ as command_line
+from benchmarks import plot, report, results, stamp, sweep, table
+from benchmarks.session import HINTED, OURS, UNFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "benchmarks" / "results" / "h100.json"

@@ -35,7 +35,7 @@ SOURCES = {
     "cpu/toy.cpp": f"{VISIBLE} int toy_other() {{ return 7; }}\n",
     "cuda/toy.cpp": '#include <cuda_runtime_api.h>\nextern "C" int toy_devices() {\n'
     "  int count = 0;\n  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;\n}\n",
-    "kernels/toy.cu": "__global__ void fill(float* x) { x[threadIdx.x] = 1.0f; }\n"
+    "cuda/kernels/toy.cu": "__global__ void fill(float* x) { x[threadIdx.x] = 1.0f; }\n"
     "void launch_fill(float* x) { fill<<<1, 32>>>(x); }\n",
 }
 

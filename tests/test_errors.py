@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
 from jagged_cuda.ops import _contract
-from jagged_cuda.testing import corrupt
 from jagged_cuda.testing.cases import CASES, Case, Invalid
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.variants import EVERY
+from tests.tools import corrupt
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 INVALID = pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_without_checks_wrong_offsets_raise_nothing(case: Case, device: torch.de
 @pytest.mark.parametrize("device_name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_wrong_offsets_stay_in_bounds(device_name: str) -> None:
     """In a process of its own, which a write or read out of bounds may kill."""
-    command = [sys.executable, "-m", "jagged_cuda.testing.corrupt"]
+    command = [sys.executable, "-m", "tests.tools.corrupt"]
     done = subprocess.run(
         [*command, "--device", device_name, "--batches", "630"], capture_output=True, text=True
     )
@@ -390,15 +390,15 @@ def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_processes_say_which_batch_fails() -> None:
     """Here by the checks, which raise before anything can go wrong."""
-    line = [sys.executable, "-m", "jagged_cuda.testing.corrupt", "--device", "cpu", "--jobs", "2"]
+    line = [sys.executable, "-m", "tests.tools.corrupt", "--device", "cpu", "--jobs", "2"]
     environment = {**os.environ, "JAGGED_CUDA_CHECK": "1"}
     done = subprocess.run(
         [*line, "--batches", "2"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1, done.stdout + done.stderr
     for number in range(2):
-        command = f"testing.corrupt --device cpu --first {number} --batches 1"
-        assert f"reproduce: python -m jagged_cuda.{command}" in done.stdout
+        command = f"tools.corrupt --device cpu --first {number} --batches 1"
+        assert f"reproduce: python -m tests.{command}" in done.stdout
     assert "2 batches, forward and backward" in done.stdout and "must be" in done.stdout
 
 

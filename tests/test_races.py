@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import jagged_cuda
-from jagged_cuda.testing import kernel_paths, races, sanitize
-from jagged_cuda.testing.covering import covering_draws
+from jagged_cuda.testing import kernel_paths
 from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw
-from jagged_cuda.testing.races import hunt
-from jagged_cuda.testing.sanitize import FOUND, Check, command, find_sanitizer, run_check
 from jagged_cuda.testing.variants import EVERY
+from tests.tools import races, sanitize
+from tests.tools.covering import covering_draws
+from tests.tools.races import hunt
+from tests.tools.sanitize import FOUND, Check, command, find_sanitizer, run_check
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -84,7 +85,7 @@ def test_covering_draws_take_every_path_that_is_found() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    module = [sys.executable, "-m", "jagged_cuda.testing.sanitize"]
+    module = [sys.executable, "-m", "tests.tools.sanitize"]
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(module, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0
@@ -104,7 +105,7 @@ def test_what_a_tool_says_is_reported(
     tool.chmod(0o755)
     monkeypatch.setenv("COMPUTE_SANITIZER", str(tool))
     assert find_sanitizer() == str(tool)
-    check = Check("memcheck", "3 draws", ("jagged_cuda.testing.sanitize", "--run", "draws.txt"))
+    check = Check("memcheck", "3 draws", ("tests.tools.sanitize", "--run", "draws.txt"))
     verdict = run_check(str(tool), check, 60.0)
     assert (verdict.status, verdict.summary) == (status, f"ERROR SUMMARY: {status} errors")
     assert sanitize.print_table([check], [verdict], ["cuda.a_path"]) == (status != 0)

@@ -1,14 +1,14 @@
 // array_jagged_bmm_jagged_out on the CPU (kernels/bmm.inl). A_b y_b: items of up to kDenseRows rows
 // of a matrix. A_b^T y_b: items of a matrix's columns, or of y's where those are more, summed over
 // all rows.
-#include "ops/array_jagged_bmm_jagged_out.h"
+#include "contract/array_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/kernels.h"
 #include "cpu/matrices.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

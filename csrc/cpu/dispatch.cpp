@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/contract.h"
+#include "contract/contract.h"
 
 namespace jagged_cuda::cpu {
 namespace {

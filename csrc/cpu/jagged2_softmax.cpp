@@ -1,7 +1,7 @@
 // jagged2_softmax on the CPU, forward and backward. Over columns: items are rows of a matrix, about
 // kItemElems elements of them (kernels/softmax_lines.inl). Over rows: up to kSoftmaxColumns columns
 // of a matrix, as jagged_softmax takes them of a sequence (kernels/softmax.inl).
-#include "ops/jagged2_softmax.h"
+#include "contract/jagged2_softmax.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -10,7 +10,7 @@
 #include "cpu/kernels.h"
 #include "cpu/matrices.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

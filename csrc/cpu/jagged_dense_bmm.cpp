@@ -1,12 +1,12 @@
 // jagged_dense_bmm on the CPU: items of up to kDenseRows rows of one sequence (kernels/bmm.inl).
-#include "ops/jagged_dense_bmm.h"
+#include "contract/jagged_dense_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

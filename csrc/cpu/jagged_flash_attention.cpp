@@ -1,6 +1,6 @@
 // jagged_flash_attention on the CPU, forward and backward (cpu/attention.h,
 // kernels/attention.inl).
-#include "ops/jagged_flash_attention.h"
+#include "contract/jagged_flash_attention.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,7 +9,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/sequences.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

@@ -1,13 +1,13 @@
 // jagged_jagged_bmm on the CPU: items are parts of a sequence's result (kernels/bmm.inl). A
 // sequence of more than kPartRows rows is summed in parts, which are then added in order.
-#include "ops/jagged_jagged_bmm.h"
+#include "contract/jagged_jagged_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

@@ -1,13 +1,13 @@
 // jagged_jagged_bmm_jagged_out on the CPU: items of up to kDenseRows rows of one matrix. Each is a
 // product of rows of x with y_b transposed, which kernels/bmm.inl packs.
-#include "ops/jagged_jagged_bmm_jagged_out.h"
+#include "contract/jagged_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/kernels.h"
 #include "cpu/matrices.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

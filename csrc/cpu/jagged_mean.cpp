@@ -1,5 +1,5 @@
 // jagged_mean on the CPU (reduce_rows.h).
-#include "ops/jagged_mean.h"
+#include "contract/jagged_mean.h"
 
 #include <torch/csrc/stable/library.h>
 

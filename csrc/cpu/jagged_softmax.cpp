@@ -1,14 +1,14 @@
 // jagged_softmax on the CPU, forward and backward: items are up to kSoftmaxColumns columns of one
 // sequence (kernels/softmax.inl). A sequence of more than kPartRows rows is taken in parts: their
 // statistics, these combined in order, then their results.
-#include "ops/jagged_softmax.h"
+#include "contract/jagged_softmax.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

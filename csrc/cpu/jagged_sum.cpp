@@ -1,5 +1,5 @@
 // jagged_sum on the CPU (reduce_rows.h).
-#include "ops/jagged_sum.h"
+#include "contract/jagged_sum.h"
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,6 +1,6 @@
 // jagged_target_attention on the CPU, forward and backward: attention whose query sequences all
 // have N rows (cpu/attention.h).
-#include "ops/jagged_target_attention.h"
+#include "contract/jagged_target_attention.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -8,7 +8,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/sequences.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

@@ -1,5 +1,5 @@
 // jagged_to_padded on the CPU: items are sequences.
-#include "ops/jagged_to_padded.h"
+#include "contract/jagged_to_padded.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -8,7 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ops/activation.h"
+#include "contract/activation.h"
 
 namespace jagged_cuda::cpu {
 

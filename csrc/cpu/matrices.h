@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cpu/sequences.h"
-#include "ops/matrices.h"
+#include "contract/matrices.h"
 
 namespace jagged_cuda::cpu {
 

@@ -1,5 +1,5 @@
 // padded_to_jagged on the CPU: items are sequences.
-#include "ops/padded_to_jagged.h"
+#include "contract/padded_to_jagged.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -8,7 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {

@@ -6,8 +6,8 @@
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "ops/jagged_sum.h"
-#include "ops/last_kernel.h"
+#include "contract/jagged_sum.h"
+#include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 

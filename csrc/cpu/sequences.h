@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "ops/contract.h"
+#include "contract/contract.h"
 
 namespace jagged_cuda::cpu {
 

@@ -1,8 +1,8 @@
 #include "cuda/glue.h"
 #include "cuda/matrices.h"
 #include "cuda/product_glue.h"
-#include "kernels/array_jagged_bmm_jagged_out.h"
-#include "ops/array_jagged_bmm_jagged_out.h"
+#include "cuda/kernels/array_jagged_bmm_jagged_out.h"
+#include "contract/array_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 

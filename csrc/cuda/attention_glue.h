@@ -1,9 +1,9 @@
 // What the attention operators share on their way to a kernel: element types and views.
 #pragma once
 
-#include "ops/contract.h"
+#include "contract/contract.h"
 
-#include "kernels/jagged_flash_attention.h"
+#include "cuda/kernels/jagged_flash_attention.h"
 
 namespace jagged_cuda {
 

@@ -1,10 +1,10 @@
 // What every CUDA entry needs beside its contract: stream, offsets, checks, launch errors.
 #pragma once
 
-#include "ops/contract.h"
-#include "ops/last_kernel.h"
+#include "contract/contract.h"
+#include "contract/last_kernel.h"
 
-#include "kernels/prim/jagged.cuh"
+#include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

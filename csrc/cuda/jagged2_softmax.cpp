@@ -1,7 +1,7 @@
 #include "cuda/matrices.h"
 #include "cuda/rows_glue.h"
-#include "kernels/jagged2_softmax.h"
-#include "ops/jagged2_softmax.h"
+#include "cuda/kernels/jagged2_softmax.h"
+#include "contract/jagged2_softmax.h"
 
 #include <torch/csrc/stable/library.h>
 

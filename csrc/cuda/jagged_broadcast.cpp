@@ -1,6 +1,6 @@
 #include "cuda/rows_glue.h"
-#include "kernels/jagged_broadcast.h"
-#include "ops/jagged_broadcast.h"
+#include "cuda/kernels/jagged_broadcast.h"
+#include "contract/jagged_broadcast.h"
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,8 +1,8 @@
 // CUDA entry of jagged_flash_attention: parse, fill Params, launch.
 
-#include "ops/jagged_flash_attention.h"
+#include "contract/jagged_flash_attention.h"
 
-#include "kernels/jagged_flash_attention.h"
+#include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/attention_glue.h"
 #include "cuda/glue.h"

@@ -1,7 +1,7 @@
 #include "cuda/glue.h"
 #include "cuda/product_glue.h"
-#include "kernels/jagged_jagged_bmm.h"
-#include "ops/jagged_jagged_bmm.h"
+#include "cuda/kernels/jagged_jagged_bmm.h"
+#include "contract/jagged_jagged_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,8 +1,8 @@
 #include "cuda/glue.h"
 #include "cuda/matrices.h"
 #include "cuda/product_glue.h"
-#include "kernels/jagged_jagged_bmm_jagged_out.h"
-#include "ops/jagged_jagged_bmm_jagged_out.h"
+#include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
+#include "contract/jagged_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 

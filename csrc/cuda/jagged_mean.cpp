@@ -1,6 +1,6 @@
 #include "cuda/sum_glue.h"
-#include "kernels/jagged_mean.h"
-#include "ops/jagged_mean.h"
+#include "cuda/kernels/jagged_mean.h"
+#include "contract/jagged_mean.h"
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,6 +1,6 @@
 #include "cuda/rows_glue.h"
-#include "kernels/jagged_softmax.h"
-#include "ops/jagged_softmax.h"
+#include "cuda/kernels/jagged_softmax.h"
+#include "contract/jagged_softmax.h"
 
 #include <torch/csrc/stable/library.h>
 

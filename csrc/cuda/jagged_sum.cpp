@@ -1,6 +1,6 @@
 #include "cuda/sum_glue.h"
-#include "kernels/jagged_sum.h"
-#include "ops/jagged_sum.h"
+#include "cuda/kernels/jagged_sum.h"
+#include "contract/jagged_sum.h"
 
 #include <torch/csrc/stable/library.h>
 

@@ -4,9 +4,9 @@
 // key/value head than those hold, the queries are a jagged tensor whose sequences all have N rows,
 // and the kernels of jagged_flash_attention serve.
 
-#include "ops/jagged_target_attention.h"
+#include "contract/jagged_target_attention.h"
 
-#include "kernels/jagged_target_attention.h"
+#include "cuda/kernels/jagged_target_attention.h"
 
 #include "cuda/attention_glue.h"
 #include "cuda/glue.h"

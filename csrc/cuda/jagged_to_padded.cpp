@@ -1,6 +1,6 @@
 #include "cuda/rows_glue.h"
-#include "kernels/jagged_to_padded.h"
-#include "ops/jagged_to_padded.h"
+#include "cuda/kernels/jagged_to_padded.h"
+#include "contract/jagged_to_padded.h"
 
 #include <torch/csrc/stable/library.h>
 

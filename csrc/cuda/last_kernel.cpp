@@ -1,4 +1,4 @@
-#include "ops/last_kernel.h"
+#include "contract/last_kernel.h"
 
 #include <atomic>
 

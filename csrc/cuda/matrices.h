@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/glue.h"
-#include "ops/matrices.h"
+#include "contract/matrices.h"
 
-#include "kernels/prim/matrices.cuh"
+#include "cuda/kernels/prim/matrices.cuh"
 
 #include <vector>
 

@@ -1,6 +1,6 @@
 #include "cuda/rows_glue.h"
-#include "kernels/padded_to_jagged.h"
-#include "ops/padded_to_jagged.h"
+#include "cuda/kernels/padded_to_jagged.h"
+#include "contract/padded_to_jagged.h"
 
 #include <torch/csrc/stable/library.h>
 

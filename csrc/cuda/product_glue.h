@@ -1,9 +1,9 @@
 // What the glue of the products shares.
 #pragma once
 
-#include "ops/contract.h"
+#include "contract/contract.h"
 
-#include "kernels/gemm/math.h"
+#include "cuda/kernels/gemm/math.h"
 
 #include <algorithm>
 #include <cstdint>

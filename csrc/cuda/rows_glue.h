@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/glue.h"
-#include "ops/rows.h"
+#include "contract/rows.h"
 
-#include "kernels/prim/element_type.h"
+#include "cuda/kernels/prim/element_type.h"
 
 #include <initializer_list>
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/rows_glue.h"
-#include "ops/jagged_sum.h"
+#include "contract/jagged_sum.h"
 
-#include "kernels/jagged_sum.h"
+#include "cuda/kernels/jagged_sum.h"
 
 #include <optional>
 

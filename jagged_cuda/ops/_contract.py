@@ -1,7 +1,7 @@
 """What every operator asks of its arguments, for the fake kernels.
 
-The C++ kernels check in csrc/ops/contract.h; the fake kernels check here, with the same texts (a
-test compares them).
+The C++ kernels check in csrc/contract/contract.h; the fake kernels check here, with the same texts
+(a test compares them).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_y_offsets(op: str, offsets: Tensor, y_offsets: Tensor) -> None:
 def check_matrix_offsets(
     op: str, offsets: Tensor, y_offsets: Tensor | None, matrix_offsets: Tensor
 ) -> None:
-    """For the operators over `[sum Lx*Ly]`, once offsets are checked (csrc/ops/matrices.h)."""
+    """For the operators over `[sum Lx*Ly]`, once offsets are checked (csrc/contract/matrices.h)."""
     if y_offsets is not None:
         check_y_offsets(op, offsets, y_offsets)
     check_dtype(op, "matrix_offsets", matrix_offsets, torch.int64)

@@ -1,7 +1,7 @@
 """Calling an operator so that running out of GPU memory is torch.OutOfMemoryError.
 
-Inside the stable ABI a failed allocation loses its type; csrc/ops/contract.h throws a text that
-names the device instead.
+Inside the stable ABI a failed allocation loses its type; csrc/contract/contract.h throws a text
+that names the device instead.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from jagged_cuda.ops._override import overridable
 from jagged_cuda.ops._precision import allow_tf32
 from jagged_cuda.ops._registration import register
 
-# In the order of csrc/ops/activation.h.
+# In the order of csrc/contract/activation.h.
 _ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
 
 

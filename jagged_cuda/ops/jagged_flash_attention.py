@@ -114,7 +114,7 @@ def _check(
     window_right: int,
     max_len: int | None,
 ) -> None:
-    """The checks of csrc/ops/jagged_flash_attention.h, in the same order."""
+    """The checks of csrc/contract/jagged_flash_attention.h, in the same order."""
     fail, text = _contract.fail_argument, _contract.shape_text
     _contract.check_dim(op, "q", q, 3, "[Tq, H, D]")
     _contract.check_dim(op, "k", k, 3, "[Tk, G, D]")

@@ -96,7 +96,7 @@ def jagged_target_attention(
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_len: int | None) -> None:
-    """The checks of csrc/ops/jagged_target_attention.h, in the same order."""
+    """The checks of csrc/contract/jagged_target_attention.h, in the same order."""
     fail, text = _contract.fail_argument, _contract.shape_text
     _contract.check_dim(op, "q", q, 4, "[B, N, H, D]")
     _contract.check_dim(op, "k", k, 3, "[T, G, D]")

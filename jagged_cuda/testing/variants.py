@@ -20,7 +20,7 @@ from jagged_cuda.testing.samples import Sample, Spec
 
 # --- jagged_dense_bmm with a bias and an activation
 
-# In the order of csrc/ops/activation.h.
+# In the order of csrc/contract/activation.h.
 ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
 
 

@@ -1,0 +1,276 @@
+"""Implementations of attention, made ready to run: ours, and each peer in the layout it wants."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+import jagged_cuda
+from benchmarks import cudnn_frontend, peers, shapes
+from benchmarks.candidate import Candidate
+from benchmarks.checking import AttentionCheck
+from benchmarks.operands import Operands
+from benchmarks.peers import AbsentError
+from benchmarks.session import HINTED, OURS, UNFUSED, Row, Session
+from benchmarks.shapes import Precision
+from benchmarks.timing import memory_bytes
+from jagged_cuda import unfused
+from jagged_cuda.testing import reference
+
+# Padded operands, results and gradients may take this part of the memory; else padding is left out.
+PADDED_PART = 0.25
+
+Maker = Callable[[], Candidate]
+
+
+def ours(operands: Operands, hinted: bool) -> Candidate:
+    max_len = operands.layout.max_len if hinted else None
+    offsets = operands.offsets
+
+    def self_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = jagged_cuda.jagged_flash_attention(
+            q, k, v, offsets, causal=operands.causal, max_len=max_len
+        )
+        return cast(Tensor, out)  # without its LSE
+
+    def target_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = jagged_cuda.jagged_target_attention(q, k, v, offsets, max_len=max_len)
+        return cast(Tensor, out)
+
+    function = self_attention if operands.queries is None else target_attention
+    return Candidate(function, operands.qkv, operands.grad_out)
+
+
+def unfused_attention(operands: Operands) -> Candidate:
+    """Three operators of ours, the scores in memory: self-attention of one head."""
+    offsets = operands.offsets
+    matrix_offsets = jagged_cuda.matrix_offsets(offsets)
+    total_scores = sum(length**2 for length in operands.layout.lengths)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = unfused.jagged_attention(
+            q.squeeze(1),
+            k.squeeze(1),
+            v.squeeze(1),
+            offsets,
+            matrix_offsets=matrix_offsets,
+            total_scores=total_scores,
+        )
+        return out.unsqueeze(1)
+
+    return Candidate(function, operands.qkv, operands.grad_out)
+
+
+# --- peers on jagged data: q and the gradient as [rows, H, D], queries as sequences of N
+
+
+def _jagged(operands: Operands, function: Callable[..., Tensor], backward: bool) -> Candidate:
+    q, grad_out = (tensor.flatten(0, -3) for tensor in (operands.q, operands.grad_out))
+    return Candidate(
+        function,
+        (q, operands.k, operands.v),
+        grad_out if backward else None,
+        lambda result: result.reshape(operands.q.shape),
+    )
+
+
+def _custom_function(name: str, apply: Callable[..., Tensor], operands: Operands) -> Candidate:
+    peers.need_cuda(name, operands.q.device)
+    offsets = (operands.query_offsets.int(), operands.offsets.int())
+    longest = (operands.max_queries, operands.layout.max_len)
+    options = (operands.scale, operands.causal)
+    return _jagged(operands, lambda q, k, v: apply(q, k, v, *offsets, *longest, *options), True)
+
+
+def varlen(operands: Operands) -> Candidate:
+    return _custom_function("varlen", peers.VarlenAttention.apply, operands)
+
+
+def cudnn(operands: Operands) -> Candidate:
+    return _custom_function("cudnn", peers.CudnnAttention.apply, operands)
+
+
+def cudnn_graph(operands: Operands) -> Candidate:
+    peers.need_cuda("cudnn_frontend", operands.q.device)
+    q, k = operands.q.flatten(0, -3), operands.k
+    offsets = (operands.query_offsets, operands.offsets)
+    longest = (operands.max_queries, operands.layout.max_len)
+    ragged = cudnn_frontend.RaggedAttention(
+        q, k, *offsets, *longest, operands.scale, operands.causal
+    )
+    return _jagged(operands, lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ragged), True)
+
+
+def fa3(operands: Operands) -> Candidate:
+    peers.need_cuda("fa3", operands.q.device)
+    function, has_backward = peers.flash_attention_3()
+    offsets = (operands.query_offsets.int(), operands.offsets.int())
+    longest = (operands.max_queries, operands.layout.max_len)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = function(q, k, v, *offsets, *longest, causal=operands.causal)
+        return found[0] if isinstance(found, tuple) else found
+
+    return _jagged(operands, attention, has_backward)
+
+
+def flex(operands: Operands) -> Candidate:
+    """Of self-attention."""
+    peers.need_cuda("flex", operands.q.device)
+    function = peers.flex_attention(
+        operands.layout, operands.q.device, operands.scale, operands.causal
+    )
+    inputs = tuple(tensor.transpose(0, 1)[None].contiguous() for tensor in operands.qkv)
+    return Candidate(function, inputs, None, lambda result: result[0].transpose(0, 1))
+
+
+def sll(operands: Operands, precision: Precision) -> Candidate:
+    peers.need_cuda("sll", operands.q.device)
+    if operands.queries is not None:
+        return _sll_target(operands, precision)
+    if operands.causal:
+        raise AbsentError("sll has no causal attention")
+    peers.sll("triton_multi_head_jagged_flash_attention")
+    max_len = operands.layout.max_len
+    # It knows no scale and divides by max_len: q is scaled beforehand, and the result multiplied
+    # for the check.
+    scaled = (operands.q * operands.scale, operands.k, operands.v)
+    return Candidate(
+        lambda q, k, v: peers.sll_attention(
+            q, k, v, operands.offsets, max_len, precision.allow_tf32
+        ),
+        tuple(tensor.transpose(0, 1).contiguous() for tensor in scaled),
+        operands.grad_out.transpose(0, 1).contiguous(),
+        lambda result: result.transpose(0, 1).float() * max_len,
+    )
+
+
+def _sll_target(operands: Operands, precision: Precision) -> Candidate:
+    """Three operators: logits as a jagged product, their softmax, and the weighted sum."""
+    products, softmax = peers.sll("triton_jagged_bmm"), peers.sll("triton_jagged_softmax")
+    offsets, max_len, tf32 = operands.offsets, operands.layout.max_len, precision.allow_tf32
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        transposed = (operands.scale * q).transpose(1, 2).contiguous()
+        logits = products.jagged_dense_bmm(
+            k, transposed, offsets, max_len, tf32, use_fbgemm_kernel=False
+        )
+        weights = softmax.jagged_softmax(logits, offsets, max_len, use_fbgemm_kernel=False)
+        return products.jagged_jagged_bmm(
+            weights, v, offsets, max_len, tf32, use_fbgemm_kernel=False
+        )
+
+    q, grad_out = operands.q.squeeze(2), operands.grad_out.squeeze(2)
+    inputs = (q, operands.k.squeeze(1), operands.v.squeeze(1))
+    return Candidate(attention, inputs, grad_out, lambda result: result.unsqueeze(2))
+
+
+# --- peers on padded data
+
+
+def sdpa(operands: Operands) -> Candidate:
+    layout, device = operands.layout, operands.q.device
+    kv_elems = operands.k.numel() // layout.total * layout.num_seqs * layout.max_len
+    q_elems = kv_elems if operands.queries is None else operands.q.numel()
+    # q, k, v, out and their gradients; FlashAttention adds dq in float32.
+    needed = 4 * (q_elems + kv_elems) * operands.q.element_size() + 4 * q_elems
+    if needed > PADDED_PART * memory_bytes(device):
+        raise AbsentError(
+            f"sdpa: padded, the batch of {layout.num_seqs} x {layout.max_len} rows needs"
+            f" {needed / 2**30:.0f} GiB, more than {PADDED_PART:.0%} of the memory"
+        )
+
+    def pad(tensor: Tensor) -> Tensor:  # -> [B, H, M, D]
+        if tensor.dim() == 4:
+            return tensor.transpose(1, 2).contiguous()
+        return peers.pad_heads(tensor, layout)
+
+    def rows(result: Tensor) -> Tensor:
+        if operands.queries is not None:
+            return result.transpose(1, 2)
+        return peers.unpad_heads(result, layout)
+
+    mask = None
+    if device.type == "cpu":
+        mask = peers.inside(layout, device)[:, None, None, :]
+        if operands.causal:
+            ones = torch.ones(layout.max_len, layout.max_len, dtype=torch.bool, device=device)
+            mask = mask & ones.tril()
+    exact = mask is not None or operands.causal or min(layout.lengths) == layout.max_len
+    return Candidate(
+        lambda q, k, v: peers.sdpa(q, k, v, mask, operands.scale, operands.causal),
+        tuple(pad(tensor) for tensor in operands.qkv),
+        pad(operands.grad_out),
+        rows if exact else None,
+    )
+
+
+def dense(operands: Operands) -> Candidate:
+    """Of self-attention of one head."""
+    layout = operands.layout
+    outside = ~peers.inside(layout, operands.q.device)[:, None, :]
+
+    def pad(tensor: Tensor) -> Tensor:  # [T, 1, D] -> [B, M, D]
+        return reference.pad(tensor.squeeze(1), layout)
+
+    return Candidate(
+        lambda q, k, v: peers.dense_attention(q, k, v, outside, operands.scale),
+        tuple(pad(tensor) for tensor in operands.qkv),
+        pad(operands.grad_out),
+        lambda result: reference.unpad(result, layout).unsqueeze(1),
+    )
+
+
+def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
+    """Every implementation by name; nothing is made yet."""
+    return {
+        OURS: functools.partial(ours, operands, False),
+        HINTED: functools.partial(ours, operands, True),
+        UNFUSED: functools.partial(unfused_attention, operands),
+        "dense": functools.partial(dense, operands),
+        "varlen": functools.partial(varlen, operands),
+        "sdpa": functools.partial(sdpa, operands),
+        "flex": functools.partial(flex, operands),
+        "fa3": functools.partial(fa3, operands),
+        "cudnn": functools.partial(cudnn, operands),
+        "cudnn_frontend": functools.partial(cudnn_graph, operands),
+        "sll": functools.partial(sll, operands, precision),
+    }
+
+
+# --- what every command of attention does
+
+
+def row(command: str, case: str, pass_name: str, operands: Operands, precision: Precision) -> Row:
+    moved, flops = operands.counts(pass_name)
+    return Row(
+        command=command,
+        case=case,
+        pass_name=pass_name,
+        precision=precision.name,
+        shape=operands.shape(),
+        seed=shapes.SEED,
+        bytes=moved,
+        flops=flops,
+    )
+
+
+def measure(
+    session: Session,
+    rows: Sequence[Row],
+    operands: Operands,
+    precision: Precision,
+    names: Sequence[str],
+) -> None:
+    """Check and time these implementations, those that have their scores in memory as such."""
+    found = makers(operands, precision)
+    checks = [
+        AttentionCheck(operands, precision.limit, in_memory)
+        for in_memory in ((False, True) if UNFUSED in names else (False,))
+    ]
+    for name in names:
+        session.run(rows, {name: found[name]}, checks[name == UNFUSED])

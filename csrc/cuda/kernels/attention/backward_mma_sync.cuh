@@ -1,0 +1,372 @@
+// Backward of jagged_flash_attention on mma.sync (compute capability 8.0 and later), 16-bit
+// elements.
+//
+// With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and dS = P * (dP -
+// delta):
+//     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
+// Two kernels, in this order on one stream, each recomputing S and dP, so that no sum crosses a
+// CTA: no atomics, no fp32 copy of dq, the same bits at every run.
+//   backward_dq:   a CTA owns a tile of queries of one head, walks over its keys, and leaves delta
+//   behind. backward_dkdv: a CTA owns a tile of keys of one kv head, walks over the queries of
+//   every head of its group; it works on S^T and
+//                  dP^T, so that a warp owns 16 keys and P^T, dS^T go from accumulator to operand
+//                  without leaving registers.
+//
+// Grid: x = tiles of kRows rows (find_tile), y = heads. Warps of 16 or 32 rows as in the forward
+// pass. For 256 dims dK and dV of 16 rows would take 256 registers: there two warps share 16 keys
+// and accumulate half of the columns each (kSplit), both computing P and dS.
+//
+// Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each, with
+// 64-row tiles 16, 32, 64, 128 KiB for kDim 32, 64, 128, 256; dkdv: K and V kRows, Q and dO kStep
+// in 2 stages each, lse and delta: 17, 33, 65, 97 KiB. Gradients leave through the rows of Q, or of
+// K and V.
+//
+// Barriers: one __syncthreads when the CTA's own rows have arrived, then one per step, as in the
+// forward pass.
+//
+// Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
+// that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
+// without queries gives zeros to its keys.
+#pragma once
+
+#include "cuda/kernels/attention/forward_mma_sync.cuh"
+
+namespace jagged_cuda::attention {
+
+template <typename Element_, int kDim_, int kRowBlocks_>
+struct DqConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kRowBlocks = kRowBlocks_;  // 16-row blocks of a warp, as in the forward pass
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWarpRows = kRowBlocks * 16;
+  static constexpr int kRows = kWarps * kWarpRows;  // queries that a CTA owns
+  static constexpr int kStep = 32;                  // keys of an iteration
+  static constexpr int kMinBlocks = kRowBlocks == 2 ? 2
+                                    : kDim == 32    ? 5
+                                    : kDim == 64    ? 4
+                                    : kDim == 128   ? 3
+                                                    : 1;
+  static constexpr int kStages = 2;
+  static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
+};
+
+template <typename Element_, int kDim_, int kRowBlocks_>
+struct DkdvConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kRowBlocks = kRowBlocks_;
+  static constexpr int kRowWarps = 4;
+  static constexpr int kSplit = kDim <= 128 ? 1 : 2;
+  static constexpr int kThreads = kRowWarps * kSplit * 32;
+  static constexpr int kWarpRows = kRowBlocks * 16;
+  static constexpr int kRows = kRowWarps * kWarpRows;  // keys that a CTA owns
+  static constexpr int kStep = kDim <= 128 ? 32 : 16;  // queries of an iteration
+  static constexpr int kMinBlocks = kDim == 256       ? 1
+                                    : kRowBlocks == 2 ? 2
+                                    : kDim == 32      ? 5
+                                    : kDim == 64      ? 3
+                                                      : 2;
+  static constexpr int kStages = 2;
+  static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
+};
+
+template <typename Config>
+struct DqStorage {
+  using Element = typename Config::Element;
+  SharedTile<Element, Config::kRows, Config::kDim> sQ;
+  SharedTile<Element, Config::kRows, Config::kDim> sGradOut;
+  SharedTile<Element, Config::kStep, Config::kDim> sK[Config::kStages];
+  SharedTile<Element, Config::kStep, Config::kDim> sV[Config::kStages];
+};
+
+template <typename Config>
+struct DkdvStorage {
+  using Element = typename Config::Element;
+  SharedTile<Element, Config::kRows, Config::kDim> sK;
+  SharedTile<Element, Config::kRows, Config::kDim> sV;
+  SharedTile<Element, Config::kStep, Config::kDim> sQ[Config::kStages];
+  SharedTile<Element, Config::kStep, Config::kDim> sGradOut[Config::kStages];
+  alignas(16) float sLse[Config::kStages][Config::kStep];
+  alignas(16) float sDelta[Config::kStages][Config::kStep];
+};
+
+// sum over Dv of dO * O for one row, over the four lanes of a quad; dO is read from shared memory,
+// O from global.
+template <typename Element, typename Tile>
+__device__ __forceinline__ float row_dot(Tile& sGradOut, int row, const Element* gOut, int columns,
+                                         bool aligned, int lane) {
+  float sum = 0.0f;
+  for (int first = lane % 4 * 8; first < columns; first += 32) {
+    const Element* grad = sGradOut.chunk(row, first / 8);
+    if (aligned) {
+      const uint4 packed = *reinterpret_cast<const uint4*>(gOut + first);
+      const Element* out = reinterpret_cast<const Element*>(&packed);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum += static_cast<float>(grad[e]) * static_cast<float>(out[e]);
+    } else {
+      for (int e = 0; e < 8 && first + e < columns; ++e) {
+        sum += static_cast<float>(grad[e]) * static_cast<float>(gOut[first + e]);
+      }
+    }
+  }
+  return quad_sum(sum);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dq_mma_sync(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kRowBlocks = Config::kRowBlocks, kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  using OwnRows = RowOperand<false, kRowBlocks, SharedTile<Element, kRows, kDim>>;
+  using StepAddress = LaneAddress<SharedTile<Element, kStep, kDim>>;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
+
+  const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + tile.row;
+  Element* gGradQ = static_cast<Element*>(params.grad_q.data) +
+                    global_row * params.grad_q.row_stride + head * params.grad_q.head_stride;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
+    return;
+  }
+  const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
+  const int64_t last_key = window.last_column(tile.row, rows, kv.len);
+  const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
+
+  const Element* gQ = static_cast<const Element*>(params.q.data) +
+                      global_row * params.q.row_stride + head * params.q.head_stride;
+  const Element* gOut = static_cast<const Element*>(params.out.data) +
+                        global_row * params.out.row_stride + head * params.out.head_stride;
+  const Element* gGradOut = static_cast<const Element*>(params.grad_out.data) +
+                            global_row * params.grad_out.row_stride +
+                            head * params.grad_out.head_stride;
+  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
+                      kv_head * params.k.head_stride;
+  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
+                      kv_head * params.v.head_stride;
+  const auto load_keys = [&](int64_t key, int stage) {
+    const int keys = static_cast<int>(min(static_cast<int64_t>(kStep), kv.len - key));
+    load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
+                        params.dim_qk, params.aligned);
+    load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
+                        params.dim_v, params.aligned);
+  };
+  load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
+  load_tile<kThreads>(shared.sGradOut, gGradOut, params.grad_out.row_stride, rows, params.dim_v,
+                      params.aligned);
+  ptx::cp_async_commit();
+  if (first_key < last_key) load_keys(first_key, 0);
+  ptx::cp_async_commit();
+
+  // lse and delta of the lane's two rows; a row past the end, or one that sees nothing, has P = 0.
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  float lse_log2[kRowBlocks][2], delta[kRowBlocks][2];
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + 16 * r + 8 * half + lane / 4;
+      const int64_t statistic = (global_row + row) * params.heads + head;
+      const bool valid = row < rows;
+      const float dot =
+          row_dot(shared.sGradOut, row, gOut + (valid ? row : 0) * params.out.row_stride,
+                  params.dim_v, params.aligned, lane);
+      lse_log2[r][half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+      delta[r][half] = dot - (valid && params.grad_lse != nullptr
+                                  ? static_cast<const float*>(params.grad_lse)[statistic]
+                                  : 0.0f);
+      if (valid && lane % 4 == 0) static_cast<float*>(params.delta)[statistic] = delta[r][half];
+    }
+  }
+
+  const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
+  Accumulator<kRowBlocks, kOutBlocks> dq = {};
+  int stage = 0;
+  for (int64_t key = first_key; key < last_key; key += kStep, stage ^= 1) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
+    ptx::cp_async_commit();
+
+    if (Config::kRestsWarps && warp_row >= rows) continue;
+
+    Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};
+    mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
+    mma_rows_by_rows(dp, grad_out_rows, StepAddress::by_columns(shared.sV[stage], 0, lane));
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
+          s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
+        }
+      }
+    }
+    if (window.cuts_tile(tile.row, kRows, key, kStep, kv.len)) {
+      replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+    }
+    mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
+  }
+  ptx::cp_async_wait<0>();
+  float scales[kRowBlocks][2];
+#pragma unroll
+  for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
+  store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
+             params.dim_qk, params.aligned, lane);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dkdv_mma_sync(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kRowBlocks = Config::kRowBlocks, kScoreBlocks = kStep / 8,
+                kOutBlocks = kDim / Config::kSplit / 8;
+  using OwnRows = RowOperand<false, kRowBlocks, SharedTile<Element, kRows, kDim>>;
+  using StepAddress = LaneAddress<SharedTile<Element, kStep, kDim>>;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<DkdvStorage<Config>*>(shared_bytes);
+
+  // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
+  const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
+  const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
+  const int64_t global_row = tile.rows.begin + tile.row;
+  Element* gGradK = static_cast<Element*>(params.grad_k.data) +
+                    global_row * params.grad_k.row_stride + kv_head * params.grad_k.head_stride;
+  Element* gGradV = static_cast<Element*>(params.grad_v.data) +
+                    global_row * params.grad_v.row_stride + kv_head * params.grad_v.head_stride;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(gGradK, params.grad_k.row_stride, rows, params.dim_qk);
+    store_zeros<kThreads>(gGradV, params.grad_v.row_stride, rows, params.dim_v);
+    return;
+  }
+  const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  const Window window =
+      Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
+  const int64_t last_query = window.last_column(tile.row, rows, queries.len);
+  const int64_t first_query = window.first_column(tile.row) / kStep * kStep;
+
+  const Element* gK = static_cast<const Element*>(params.k.data) +
+                      global_row * params.k.row_stride + kv_head * params.k.head_stride;
+  const Element* gV = static_cast<const Element*>(params.v.data) +
+                      global_row * params.v.row_stride + kv_head * params.v.head_stride;
+  const auto load_queries = [&](int head, int64_t query, int stage) {
+    const int valid = static_cast<int>(min(static_cast<int64_t>(kStep), queries.len - query));
+    const int64_t first = queries.begin + query;
+    load_tile<kThreads>(shared.sQ[stage],
+                        static_cast<const Element*>(params.q.data) + first * params.q.row_stride +
+                            head * params.q.head_stride,
+                        params.q.row_stride, valid, params.dim_qk, params.aligned);
+    load_tile<kThreads>(shared.sGradOut[stage],
+                        static_cast<const Element*>(params.grad_out.data) +
+                            first * params.grad_out.row_stride + head * params.grad_out.head_stride,
+                        params.grad_out.row_stride, valid, params.dim_v, params.aligned);
+    for (int row = threadIdx.x; row < kStep; row += kThreads) {
+      const int64_t statistic = (first + (row < valid ? row : 0)) * params.heads + head;
+      ptx::cp_async_4(&shared.sLse[stage][row], static_cast<const float*>(params.lse) + statistic,
+                      row < valid ? 4 : 0);
+      ptx::cp_async_4(&shared.sDelta[stage][row],
+                      static_cast<const float*>(params.delta) + statistic, row < valid ? 4 : 0);
+    }
+  };
+  int head = kv_head * group;
+  const int last_head = head + group;
+  load_tile<kThreads>(shared.sK, gK, params.k.row_stride, rows, params.dim_qk, params.aligned);
+  load_tile<kThreads>(shared.sV, gV, params.v.row_stride, rows, params.dim_v, params.aligned);
+  ptx::cp_async_commit();
+  if (first_query < last_query) load_queries(head, first_query, 0);
+  ptx::cp_async_commit();
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_row = warp % Config::kRowWarps * Config::kWarpRows;
+  const int column =
+      warp / Config::kRowWarps * (kOutBlocks * 8);  // of dK and dV, that this warp accumulates
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+  const OwnRows k_rows(shared.sK, warp_row, lane), v_rows(shared.sV, warp_row, lane);
+  Accumulator<kRowBlocks, kOutBlocks> dk = {}, dv = {};
+  int stage = 0;
+  int64_t query = first_query;
+  while (query < last_query && head < last_head) {
+    int next_head = head;
+    int64_t next_query = query + kStep;
+    if (next_query >= last_query) {
+      next_query = first_query;
+      ++next_head;
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
+    ptx::cp_async_commit();
+
+    if (!Config::kRestsWarps || warp_row < rows) {
+      Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
+      mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 lse =
+            *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
+        const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[i % 2]);
+        }
+      }
+      if (window.cuts_tile(tile.row, kRows, query, kStep, queries.len)) {
+        replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, query, queries.len, lane);
+      }
+      mma_accumulator_by_columns(dv, s, StepAddress::by_rows(shared.sGradOut[stage], 0, lane),
+                                 column);
+      mma_rows_by_rows(dp, v_rows, StepAddress::by_columns(shared.sGradOut[stage], 0, lane));
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+        }
+      }
+      mma_accumulator_by_columns(dk, s, StepAddress::by_rows(shared.sQ[stage], 0, lane), column);
+    }
+    head = next_head;
+    query = next_query;
+    stage ^= 1;
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // all warps have read K and V, through whose rows the gradients leave
+  float scales[kRowBlocks][2], ones[kRowBlocks][2];
+#pragma unroll
+  for (int row = 0; row < kRowBlocks * 2; ++row) {
+    scales[row / 2][row % 2] = scale;
+    ones[row / 2][row % 2] = 1.0f;
+  }
+  store_rows(dk, scales, shared.sK, warp_row, column, gGradK, params.grad_k.row_stride, rows,
+             params.dim_qk, params.aligned, lane);
+  store_rows(dv, ones, shared.sV, warp_row, column, gGradV, params.grad_v.row_stride, rows,
+             params.dim_v, params.aligned, lane);
+}
+
+}  // namespace jagged_cuda::attention

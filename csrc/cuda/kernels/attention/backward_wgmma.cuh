@@ -1,0 +1,355 @@
+// Backward of jagged_flash_attention on wgmma (compute capability 9.0), 16-bit elements.
+// Mathematics, kernels and their order are those of backward_mma_sync.cuh: backward_dq, which
+// leaves delta behind, then backward_dkdv, each recomputing S and dP; no atomics, the same bits at
+// every run.
+//
+// Grid: x = tiles of kRows rows (find_tile), y = heads. A warpgroup owns 64 rows, a warp 16 of
+// them.
+//
+// Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
+// K and V kRows, Q and dO kStep in 2 stages each, lse and delta. With steps of 64 both take 48 KiB
+// for 64 dims and 96 for 128 (dkdv 1 more), with steps of 32 both 32 for 64. Gradients leave
+// through the rows of Q, or of K and V.
+//
+// Barriers: one __syncthreads per step, as in forward_wgmma.cuh; dq has one more, when dO has
+// arrived, of which each warp reads its rows for delta.
+//
+// Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
+// that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
+// without queries gives zeros to its keys.
+#pragma once
+
+#include "cuda/kernels/attention/backward_mma_sync.cuh"
+#include "cuda/kernels/attention/forward_wgmma.cuh"
+
+namespace jagged_cuda::attention {
+
+// Steps and CTAs per SM are chosen by time on an H100 (docs/performance_log.md): with 64 dims small
+// steps leave room for more CTAs, which hide each other's latency where sequences are short; where
+// they are long, large steps keep the tensor cores busier. `kStep_` is one of 32 and 64.
+template <typename Element_, int kDim_, int kStep_>
+struct DqWgmmaConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kThreads = 128;
+  static constexpr int kRows = 64;      // queries that a CTA owns
+  static constexpr int kStep = kStep_;  // keys of an iteration
+  static constexpr int kMinBlocks = kDim == 128 ? 2 : kStep == 64 ? 4 : (kDim == 64 ? 5 : 6);
+  static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
+};
+
+template <typename Element_, int kDim_, int kStep_>
+struct DkdvWgmmaConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kThreads = 128;
+  static constexpr int kRows = 64;      // keys that a CTA owns
+  static constexpr int kStep = kStep_;  // queries of an iteration
+  static constexpr int kMinBlocks = kDim == 128   ? 2
+                                    : kStep == 64 ? (kDim == 64 ? 3 : 4)
+                                                  : (kDim == 64 ? 4 : 5);
+  static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
+};
+
+template <typename Config>
+struct DqWgmmaStorage {
+  using Element = typename Config::Element;
+  WarpgroupTile<Element, Config::kRows, Config::kDim> sQ, sGradOut;
+  WarpgroupTile<Element, Config::kStep, Config::kDim> sK[2], sV[2];
+};
+
+template <typename Config>
+struct DkdvWgmmaStorage {
+  using Element = typename Config::Element;
+  WarpgroupTile<Element, Config::kRows, Config::kDim> sK, sV;
+  WarpgroupTile<Element, Config::kStep, Config::kDim> sQ[2], sGradOut[2];
+  alignas(16) float sLse[2][Config::kStep];
+  alignas(16) float sDelta[2][Config::kStep];
+};
+
+// A lane's quarter of one row of O, in registers: chunks of 8 elements, of which every fourth is
+// its own.
+template <typename Element, int kDim>
+struct OutRows {
+  static constexpr int kChunks = kDim / 8 / 4;
+  uint4 chunks[kChunks];
+
+  __device__ __forceinline__ void load(const Element* gOut, int columns, int lane) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int column = (i * 4 + lane % 4) * 8;
+      chunks[i] = column < columns ? *reinterpret_cast<const uint4*>(gOut + column)
+                                   : make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  // Its product with a row of dO, summed over the four lanes of the quad.
+  template <typename Tile>
+  __device__ __forceinline__ float dot(Tile& sGradOut, int row, int lane) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint4 grad_chunk =
+          *reinterpret_cast<const uint4*>(sGradOut.chunk(row, i * 4 + lane % 4));
+      const Element* grad = reinterpret_cast<const Element*>(&grad_chunk);
+      const Element* out = reinterpret_cast<const Element*>(&chunks[i]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum += static_cast<float>(grad[e]) * static_cast<float>(out[e]);
+    }
+    return quad_sum(sum);
+  }
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dq_wgmma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
+
+  ptx::griddepcontrol_launch_dependents();
+  const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kRows, num_queries - row);
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + row;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
+                          params.grad_q.row_stride, rows, params.dim_qk);
+    return;
+  }
+  const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  const int num_keys = static_cast<int>(kv.len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  const int last_key = window.last_column(row, rows, num_keys);
+  const int first_key = window.first_column(row) / kStep * kStep;
+
+  const auto load_keys = [&](int key, int stage) {
+    load_tile<kThreads>(shared.sK[stage], row_of<Element>(params.k, kv.begin + key, kv_head),
+                        params.k.row_stride, num_keys - key, params.dim_qk, true);
+    load_tile<kThreads>(shared.sV[stage], row_of<Element>(params.v, kv.begin + key, kv_head),
+                        params.v.row_stride, num_keys - key, params.dim_v, true);
+  };
+  load_tile<kThreads>(shared.sQ, row_of<Element>(params.q, global_row, head), params.q.row_stride,
+                      rows, params.dim_qk, true);
+  load_tile<kThreads>(shared.sGradOut, row_of<Element>(params.grad_out, global_row, head),
+                      params.grad_out.row_stride, rows, params.dim_v, true);
+  ptx::cp_async_commit();
+  if (first_key < last_key) load_keys(first_key, 0);
+  ptx::cp_async_commit();
+
+  // lse and delta of the lane's two rows; a row past the end, or one that sees nothing, has P = 0.
+  // All that they are made of is asked for before the wait.
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  float lse_log2[2], delta[2];
+  OutRows<Element, kDim> out_rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own_row = warp_row + 8 * half + lane / 4;
+    const bool valid = own_row < rows;
+    const int64_t statistic = (global_row + own_row) * params.heads + head;
+    out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
+                        valid ? params.dim_v : 0, lane);
+    lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+    delta[half] = valid && params.grad_lse != nullptr
+                      ? -static_cast<const float*>(params.grad_lse)[statistic]
+                      : 0.0f;
+  }
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own_row = warp_row + 8 * half + lane / 4;
+    delta[half] += out_rows[half].dot(shared.sGradOut, own_row, lane);
+    if (own_row < rows && lane % 4 == 0) {
+      static_cast<float*>(params.delta)[(global_row + own_row) * params.heads + head] = delta[half];
+    }
+  }
+
+  Accumulator<1, kOutBlocks> dq = {};
+  int stage = 0;
+  for (int key = first_key; key < last_key; key += kStep, stage ^= 1) {
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+    Accumulator<1, kScoreBlocks> s, dp;
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
+    ptx::wgmma_commit_group();
+    if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
+    ptx::cp_async_commit();
+    ptx::wgmma_wait_group<1>();
+    ptx::pin_registers(s[0]);
+#pragma unroll
+    for (int block = 0; block < kScoreBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i / 2]);
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::pin_registers(dp[0]);
+#pragma unroll
+    for (int block = 0; block < kScoreBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[0][block][i] *= dp[0][block][i] - delta[i / 2];
+    }
+    if (window.cuts_tile(row, kRows, key, kStep, num_keys)) {
+      replace_unseen(s, 0.0f, window, row + warp_row + lane / 4, key, num_keys, lane);
+    }
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    ptx::pin_registers(dq[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::pin_registers(dq[0]);
+  }
+  ptx::cp_async_wait<0>();
+  const float scales[1][2] = {{scale, scale}};
+  store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
+             params.grad_q.row_stride, rows, params.dim_qk, true, lane);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dkdv_wgmma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
+  const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row), num_keys = static_cast<int>(tile.rows.len);
+  const int rows = min(kRows, num_keys - row);
+  const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
+  const int64_t global_row = tile.rows.begin + row;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(row_of<Element>(params.grad_k, global_row, kv_head),
+                          params.grad_k.row_stride, rows, params.dim_qk);
+    store_zeros<kThreads>(row_of<Element>(params.grad_v, global_row, kv_head),
+                          params.grad_v.row_stride, rows, params.dim_v);
+    return;
+  }
+  const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  const int num_queries = static_cast<int>(queries.len);
+  const WindowOf<int> window =
+      WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),
+                    window_rows32(params.window_right)}
+          .transposed();
+  const int last_query = window.last_column(row, rows, num_queries);
+  const int first_query = window.first_column(row) / kStep * kStep;
+
+  const auto load_queries = [&](int head, int query, int stage) {
+    const int64_t first = queries.begin + query;
+    const int valid = num_queries - query;
+    load_tile<kThreads>(shared.sQ[stage], row_of<Element>(params.q, first, head),
+                        params.q.row_stride, valid, params.dim_qk, true);
+    load_tile<kThreads>(shared.sGradOut[stage], row_of<Element>(params.grad_out, first, head),
+                        params.grad_out.row_stride, valid, params.dim_v, true);
+    for (int r = threadIdx.x; r < kStep; r += kThreads) {
+      const int64_t statistic = (first + (r < valid ? r : 0)) * params.heads + head;
+      ptx::cp_async_4(&shared.sLse[stage][r], static_cast<const float*>(params.lse) + statistic,
+                      r < valid ? 4 : 0);
+      ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.delta) + statistic,
+                      r < valid ? 4 : 0);
+    }
+  };
+  int head = kv_head * group;
+  const int last_head = head + group;
+  load_tile<kThreads>(shared.sK, row_of<Element>(params.k, global_row, kv_head),
+                      params.k.row_stride, rows, params.dim_qk, true);
+  load_tile<kThreads>(shared.sV, row_of<Element>(params.v, global_row, kv_head),
+                      params.v.row_stride, rows, params.dim_v, true);
+  ptx::cp_async_commit();
+  ptx::griddepcontrol_wait();  // for delta
+  if (first_query < last_query) load_queries(head, first_query, 0);
+  ptx::cp_async_commit();
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  Accumulator<1, kOutBlocks> dk = {}, dv = {};
+  int stage = 0;
+  int query = first_query;
+  while (query < last_query && head < last_head) {
+    int next_head = head;
+    int next_query = query + kStep;
+    if (next_query >= last_query) {
+      next_query = first_query;
+      ++next_head;
+    }
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+    Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+    if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
+    ptx::cp_async_commit();
+    ptx::wgmma_wait_group<1>();
+    ptx::pin_registers(s[0]);
+#pragma unroll
+    for (int block = 0; block < kScoreBlocks; ++block) {
+      const float2 lse =
+          *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
+      const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i % 2]);
+    }
+    if (window.cuts_tile(row, kRows, query, kStep, num_queries)) {
+      replace_unseen(s, 0.0f, window, row + warp_row + lane / 4, query, num_queries, lane);
+    }
+    const PackedRows<Element, kScoreBlocks> p(s);
+    ptx::pin_registers(dv[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::pin_registers(dp[0]);
+#pragma unroll
+    for (int block = 0; block < kScoreBlocks; ++block) {
+      const float2 delta =
+          *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+    }
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    ptx::pin_registers(dk[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::pin_registers(dv[0]);
+    ptx::pin_registers(dk[0]);
+    head = next_head;
+    query = next_query;
+    stage ^= 1;
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
+  const float scales[1][2] = {{scale, scale}}, ones[1][2] = {{1.0f, 1.0f}};
+  store_rows(dk, scales, shared.sK, warp_row, 0,
+             row_of<Element>(params.grad_k, global_row, kv_head), params.grad_k.row_stride, rows,
+             params.dim_qk, true, lane);
+  store_rows(dv, ones, shared.sV, warp_row, 0, row_of<Element>(params.grad_v, global_row, kv_head),
+             params.grad_v.row_stride, rows, params.dim_v, true, lane);
+}
+
+}  // namespace jagged_cuda::attention

@@ -1,0 +1,280 @@
+// Forward of jagged_flash_attention on mma.sync (compute capability 8.0 and later), 16-bit
+// elements.
+//
+// For a tile of queries of one sequence and head, over tiles j of its keys:
+//     S_j = Q K_j^T
+//     m_j = max(m_{j-1}, rowmax S_j),  r_j = exp2(c (m_{j-1} - m_j)),  c = |scale| log2(e)
+//     P_j = exp2(c (S_j - m_j))
+//     l_j = l_{j-1} r_j + rowsum P_j,  O_j = O_{j-1} r_j + P_j V_j
+// and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are fp32; P is rounded to
+// the element type for its product.
+//
+// Grid: x = query tiles of kTileM rows (find_tile), y = query heads. A CTA has 4 warps of 16 rows
+// each, or of 32 where sequences are long (launch.h); a warp owns whole rows, so that nothing but K
+// and V is shared between warps.
+//
+// Shared memory: Q kTileM rows, K and V kTileN rows in 2 stages each, of 2 kDim bytes. With 64-row
+// tiles 12, 40, 80, 96 KiB for kDim 32, 64, 128, 256. The output leaves through the rows of Q, each
+// warp through its own.
+//
+// Barriers: one __syncthreads when Q has arrived, then one per key tile. Before it every thread
+// waits for its copies of tile j; after it tile j is visible to all, and all have finished tile
+// j - 1, whose stage the copies of tile j + 1 may now overwrite.
+//
+//
+// A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no
+// iteration: out 0, lse -inf. Rows and keys past the end are zeros in shared memory, their scores
+// -inf, and they are not stored.
+#pragma once
+
+#include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/attention/window.cuh"
+#include "cuda/kernels/jagged_flash_attention.h"
+
+#include <cmath>
+
+namespace jagged_cuda::attention {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+template <typename Element>
+__device__ __forceinline__ Element* row_of(const HeadsView& view, int64_t row, int head) {
+  return static_cast<Element*>(view.data) + row * view.row_stride + head * view.head_stride;
+}
+
+template <typename Element_, int kDim_, int kRowBlocks_>
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
+  // 16-row blocks of a warp. Two halve the reads of K and V from shared memory and L2 per product;
+  // one wastes less of short sequences, and is all that 256 dims leave registers for.
+  static constexpr int kRowBlocks = kRowBlocks_;
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWarpRows = kRowBlocks * 16;
+  static constexpr int kTileM = kWarps * kWarpRows;
+  // Chosen by time on an H100 (docs/performance_log.md). The step depends on kDim alone, so that a
+  // row's bits do not depend on the tile that it lies in: the forward pass is batch-invariant.
+  static constexpr int kTileN = kDim == 32 || kDim == 256 ? 32 : 64;
+  static constexpr int kMinBlocks = kDim == 32                      ? (kRowBlocks == 1 ? 6 : 4)
+                                    : kDim == 64 && kRowBlocks == 1 ? 4
+                                                                    : 2;
+  static constexpr int kStages = 2;
+  // Warps whose rows lie past the end only copy and wait: 7 % faster where sequences are tiny, but
+  // the branch costs 2 to 5 % where they are long.
+  static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;
+  static constexpr bool kHoldsQ = kDim == 128 && kRowBlocks == 1;  // Q stays in registers
+  static_assert(kDim % 16 == 0 && kDim <= 256);
+};
+
+template <typename Config>
+struct ForwardStorage {
+  using Element = typename Config::Element;
+  SharedTile<Element, Config::kTileM, Config::kDim> sQ;
+  SharedTile<Element, Config::kTileN, Config::kDim> sK[Config::kStages];
+  SharedTile<Element, Config::kTileN, Config::kDim> sV[Config::kStages];
+};
+
+// Running maximum and sum of the rows that a lane shares with the three others of its quad, [row
+// block][half].
+template <int kRowBlocks>
+struct OnlineSoftmax {
+  float row_max[kRowBlocks][2];
+  float row_sum[kRowBlocks][2];  // of this lane's columns only, until finish()
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row) {
+      row_max[row / 2][row % 2] = -INFINITY;
+      row_sum[row / 2][row % 2] = 0.0f;
+    }
+  }
+
+  // Turns scores into probabilities relative to the new maximum; what was summed so far is to be
+  // multiplied by `rescale`.
+  template <int kBlocks>
+  __device__ __forceinline__ void update(Accumulator<kRowBlocks, kBlocks>& s,
+                                         float (&rescale)[kRowBlocks][2], float scale_log2) {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row) {
+      const int r = row / 2, half = row % 2;
+      float tile_max = -INFINITY;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        tile_max = fmaxf(tile_max, fmaxf(s[r][block][2 * half], s[r][block][2 * half + 1]));
+      }
+      const float new_max = fmaxf(row_max[r][half], quad_max(tile_max));
+      // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
+      // instead.
+      const float finite_max = new_max == -INFINITY ? 0.0f : new_max;
+      const float shift = finite_max * scale_log2;
+      // 1 to the last bit while the maximum stays: how many tiles a row is in of which it sees
+      // nothing depends on the tiles' size, and so on the batch.
+      rescale[r][half] = ptx::ex2_approx((row_max[r][half] - finite_max) * scale_log2);
+      row_max[r][half] = new_max;
+      float sum = 0.0f;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          // Explicit, since whether the compiler fuses must not depend on the tile.
+          s[r][block][i] = ptx::ex2_approx(__fmaf_rn(s[r][block][i], scale_log2, -shift));
+          sum += s[r][block][i];
+        }
+      }
+      row_sum[r][half] = __fmaf_rn(row_sum[r][half], rescale[r][half], sum);
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row)
+      row_sum[row / 2][row % 2] = quad_sum(row_sum[row / 2][row % 2]);
+  }
+};
+
+template <int kRowBlocks, int kBlocks>
+__device__ __forceinline__ void rescale_rows(Accumulator<kRowBlocks, kBlocks>& o,
+                                             const float (&rescale)[kRowBlocks][2]) {
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[r][block][i] *= rescale[r][i / 2];
+    }
+  }
+}
+
+// Elements whose column their row does not see become `value`. `row` is this lane's first.
+template <int kRowBlocks, int kBlocks, typename Index>
+__device__ __forceinline__ void replace_unseen(Accumulator<kRowBlocks, kBlocks>& s, float value,
+                                               const WindowOf<Index>& window, Index row,
+                                               Index column, Index num_columns, int lane) {
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const VisibleColumns visible(window, row + 16 * r + 8 * half, column, kBlocks * 8,
+                                   num_columns);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!visible.contains(block * 8 + 2 * (lane % 4) + i)) s[r][block][2 * half + i] = value;
+        }
+      }
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_mma_sync(
+    const __grid_constant__ AttentionParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kTileN = Config::kTileN,
+                kThreads = Config::kThreads;
+  constexpr int kRowBlocks = Config::kRowBlocks, kScoreBlocks = kTileN / 8, kOutBlocks = kDim / 8;
+  using KeysAddress = LaneAddress<SharedTile<Element, kTileN, kDim>>;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<ForwardStorage<Config>*>(shared_bytes);
+
+  // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
+  const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + tile.row;
+  Element* gOut = static_cast<Element*>(params.out.data) + global_row * params.out.row_stride +
+                  head * params.out.head_stride;
+  float* gLse = static_cast<float*>(params.lse) + global_row * params.heads + head;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
+    for (int row = threadIdx.x; row < rows; row += kThreads)
+      gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
+    return;
+  }
+  const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
+  const int64_t last_key = window.last_column(tile.row, rows, kv.len);
+  const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;
+
+  const Element* gQ = static_cast<const Element*>(params.q.data) +
+                      global_row * params.q.row_stride + head * params.q.head_stride;
+  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
+                      kv_head * params.k.head_stride;
+  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
+                      kv_head * params.v.head_stride;
+  const auto load_keys = [&](int64_t key, int stage) {
+    const int keys = static_cast<int>(min(static_cast<int64_t>(kTileN), kv.len - key));
+    load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
+                        params.dim_qk, params.aligned);
+    load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
+                        params.dim_v, params.aligned);
+  };
+  load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
+  ptx::cp_async_commit();
+  if (first_key < last_key) load_keys(first_key, 0);
+  ptx::cp_async_commit();
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
+  // must stay so.
+  const float scale = static_cast<float>(params.scale),
+              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+  const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
+      shared.sQ, warp_row, lane);
+  OnlineSoftmax<kRowBlocks> softmax;
+  Accumulator<kRowBlocks, kOutBlocks> o = {};
+  int stage = 0;
+  for (int64_t key = first_key; key < last_key; key += kTileN, stage ^= 1) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (key + kTileN < last_key) load_keys(key + kTileN, stage ^ 1);
+    ptx::cp_async_commit();
+
+    if (Config::kRestsWarps && warp_row >= rows) continue;
+
+    Accumulator<kRowBlocks, kScoreBlocks> s = {};
+    mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
+    if (scale < 0.0f) {
+      // The maximum of scale * S lies where -S is largest.
+#pragma unroll
+      for (int i = 0; i < kRowBlocks * kScoreBlocks * 4; ++i) {
+        float& score = s[i / (kScoreBlocks * 4)][i / 4 % kScoreBlocks][i % 4];
+        score = -score;
+      }
+    }
+    if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
+      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+    }
+    float rescale[kRowBlocks][2];
+    softmax.update(s, rescale, scale_log2);
+    rescale_rows(o, rescale);
+    mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
+  }
+  ptx::cp_async_wait<0>();
+
+  softmax.finish();
+  float inverse_sum[kRowBlocks][2];
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.row_sum[r][half];
+      inverse_sum[r][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const int row = warp_row + 16 * r + 8 * half + lane / 4;
+      if (lane % 4 == 0 && row < rows) {
+        gLse[static_cast<int64_t>(row) * params.heads] =
+            sum == 0.0f ? -INFINITY : __fmaf_rn(softmax.row_max[r][half], fabsf(scale), logf(sum));
+      }
+    }
+  }
+  store_rows(o, inverse_sum, shared.sQ, warp_row, 0, gOut, params.out.row_stride, rows,
+             params.dim_v, params.aligned, lane);
+}
+
+}  // namespace jagged_cuda::attention

@@ -1,0 +1,344 @@
+// Forward of jagged_flash_attention on wgmma and TMA (compute capability 9.0), 16-bit elements. The
+// mathematics is that of forward_mma_sync.cuh.
+//
+// Grid: x = query tiles of kTileM rows (find_tile), y = groups of heads. A CTA takes the heads of
+// its group one after another, so that the tile is searched for once, and the copies for one head
+// run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows a warp); a
+// fifth, the producer, finds the tile and keeps the copies ahead.
+//
+//     producer                          warpgroup
+//     for each head:                    for each head:
+//       Q, K_0                            S = Q K_0^T
+//       for each key tile j:              for each key tile j:
+//         K_{j+1}, V_j                      P_j = softmax step of S, to registers
+//                                           start S = Q K_{j+1}^T, start O += P_j V_j
+//                                           wait for S (its softmax step overlaps with O += P_j
+//                                           V_j)
+//                                         write O
+//
+// Shared memory: Q, and kSlots slots through which K and V pass in the order above; 64 rows of 2
+// kDim bytes each: 20, 40, 80 KiB for kDim 32, 64, 128.
+//
+// Barriers:         arrives                              waits
+//     q_full        producer, with the bytes of Q        warpgroup, before it reads the tile and Q
+//     q_empty       4 warps, after the head's last S     producer, before it copies the next Q
+//     full[slot]    producer, with the bytes of a tile   warpgroup, before it reads the slot
+//     empty[slot]   4 warps, after their product         producer, before it copies into the slot
+// One __syncthreads when the barriers stand.
+//
+// A copy may reach into the next sequence. Of K that gives scores that are masked; rows of V past
+// the end are overwritten with zeros, since 0 times NaN is NaN; rows of Q give rows that are not
+// stored. A sequence of length 0 has no rows and its virtual tile exits; without keys nothing is
+// copied: out 0, lse -inf.
+#pragma once
+
+#include "cuda/kernels/attention/forward_mma_sync.cuh"
+#include "cuda/kernels/attention/launch_wgmma.cuh"
+#include "cuda/kernels/attention/wgmma_tile.cuh"
+#include "cuda/kernels/prim/tma.cuh"
+
+namespace jagged_cuda::attention {
+
+template <typename Element_, int kDim_>
+struct ForwardWgmmaConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
+  static constexpr int kConsumers = 128;
+  static constexpr int kThreads = kConsumers + 32;
+  static constexpr int kTileM = 64;
+  // Chosen by time on an H100 (docs/performance_log.md). Nothing depends on the batch, so that a
+  // row's bits depend on its own sequence alone: the forward pass is batch-invariant.
+  static constexpr int kTileN = 64;
+  static constexpr int kSlots = 4;
+  // As many as registers allow: one more would leave too few for S, P and O.
+  static constexpr int kMinBlocks = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
+  static_assert(kDim == 32 || kDim == 64 || kDim == 128);
+};
+
+struct ForwardWgmmaParams {
+  CUtensorMap q;  // boxes of 64 rows of one head
+  CUtensorMap k;
+  CUtensorMap v;
+  AttentionParams attention;
+  int heads_per_cta;  // divides H
+};
+
+// Queries [row, row + rows) of one sequence.
+struct QueryTile {
+  int64_t global_row;  // in q
+  int64_t key_begin;   // in k and v
+  int row;
+  int rows;  // 0: none
+  int num_queries;
+  int num_keys;
+};
+
+template <typename Config>
+struct ForwardWgmmaStorage {
+  using Tile = WarpgroupTile<typename Config::Element, 64, Config::kDim>;
+  static_assert(Config::kTileM == Tile::kRows && Config::kTileN == Tile::kRows);
+  Tile sQ;
+  Tile slots[Config::kSlots];
+  uint64_t q_full, q_empty, full[Config::kSlots], empty[Config::kSlots];
+  QueryTile tile;
+};
+
+// A place in the ring of slots; `parity` is that of the barriers' phase.
+template <int kSlots>
+struct SlotCounter {
+  int slot = 0;
+  int parity = 0;
+  // Moves on to the next slot; returns the one before.
+  __device__ __forceinline__ int advance() {
+    const int last = slot;
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+    return last;
+  }
+};
+
+// Keys that a tile walks over, from a multiple of kTileN on.
+struct KeyRange {
+  int first;
+  int last;
+  __device__ __forceinline__ KeyRange(const QueryTile& tile, const WindowOf<int>& window, int step)
+      : first(window.first_column(tile.row) / step * step),
+        last(window.last_column(tile.row, tile.rows, tile.num_keys)) {}
+};
+
+__device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params,
+                                                   const QueryTile& tile) {
+  return {tile.num_keys - tile.num_queries, window_rows32(params.window_left),
+          window_rows32(params.window_right)};
+}
+
+// A tile of 64 rows of one head, column block by column block.
+template <typename Tile>
+__device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
+                                          uint64_t& full) {
+  ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
+#pragma unroll
+  for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
+    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head,
+                                 static_cast<int>(row), full);
+  }
+}
+
+// The tile of this CTA; all lanes of a warp.
+template <int kTileM>
+__device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& params) {
+  const JaggedTile found = find_tile<kTileM>(params.q_offsets, blockIdx.x);
+  RowRange kv = found.seq < 0 ? RowRange{0, 0} : found.rows;
+  if (found.seq >= 0 && params.kv_offsets.data != params.q_offsets.data)
+    kv = sequence_rows(params.kv_offsets, found.seq);
+  QueryTile tile;
+  tile.global_row = found.rows.begin + found.row;
+  tile.key_begin = kv.begin;
+  tile.row = static_cast<int>(found.row);
+  tile.num_queries = static_cast<int>(found.rows.len);
+  tile.rows = max(0, min(kTileM, tile.num_queries - tile.row));
+  tile.num_keys = static_cast<int>(kv.len);
+  return tile;
+}
+
+// Finds the tile and copies everything that the warpgroup reads, in the order of its use; one warp,
+// whose first lane copies.
+template <typename Config>
+__device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params,
+                                                ForwardWgmmaStorage<Config>& shared) {
+  const AttentionParams& attention = params.attention;
+  const QueryTile tile = find_query_tile<Config::kTileM>(attention);
+  if (threadIdx.x % 32 != 0) return;
+  shared.tile = tile;
+  const KeyRange keys(tile, window_of(attention, tile), Config::kTileN);
+  if (tile.rows == 0 || keys.first >= keys.last) {
+    ptx::mbarrier_arrive(shared.q_full);
+    return;
+  }
+  const int group = attention.heads / attention.kv_heads,
+            first_head = blockIdx.y * params.heads_per_cta;
+  SlotCounter<Config::kSlots> ring;
+  for (int i = 0; i < params.heads_per_cta; ++i) {
+    const int head = first_head + i;
+    const auto copy = [&](const CUtensorMap& map, int key) {
+      ptx::mbarrier_wait(shared.empty[ring.slot], ring.parity ^ 1);
+      copy_tile(shared.slots[ring.slot], map, tile.key_begin + key, head / group,
+                shared.full[ring.slot]);
+      ring.advance();
+    };
+    ptx::mbarrier_wait(shared.q_empty, i % 2 ^ 1);
+    copy_tile(shared.sQ, params.q, tile.global_row, head, shared.q_full);
+    copy(params.k, keys.first);
+    for (int key = keys.first; key < keys.last; key += Config::kTileN) {
+      if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
+      copy(params.v, key);
+    }
+  }
+}
+
+// Rows of a tile from `first` on become zeros for the tensor cores; all threads of a warpgroup.
+template <typename Tile>
+__device__ __forceinline__ void zero_rows(Tile& tile, int first, int threads) {
+  for (int index = threadIdx.x; index < (Tile::kRows - first) * Tile::kChunks; index += threads) {
+    *reinterpret_cast<uint4*>(tile.chunk(first + index / Tile::kChunks, index % Tile::kChunks)) =
+        make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_sync(1, threads);
+}
+
+template <typename Config>
+__device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params,
+                                                ForwardWgmmaStorage<Config>& shared) {
+  using Element = typename Config::Element;
+  constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kSlots = Config::kSlots;
+  constexpr int kScoreBlocks = kTileN / 8, kOutBlocks = Config::kDim / 8;
+  const AttentionParams& attention = params.attention;
+  const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
+  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
+  // must stay so.
+  const float scale = static_cast<float>(attention.scale),
+              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+
+  ptx::mbarrier_wait(shared.q_full, 0);
+  const QueryTile tile = shared.tile;
+  if (tile.rows == 0) return;
+  const WindowOf<int> window = window_of(attention, tile);
+  const KeyRange keys(tile, window, kTileN);
+  SlotCounter<kSlots> ring;
+  for (int i = 0; i < params.heads_per_cta; ++i) {
+    const int head = blockIdx.y * params.heads_per_cta + i;
+    OnlineSoftmax<1> softmax;
+    Accumulator<1, kOutBlocks> o = {};
+    Accumulator<1, kScoreBlocks> s;
+    float rescale[1][2];
+    const auto start_scores = [&] {
+      ptx::mbarrier_wait(shared.full[ring.slot], ring.parity);
+      ptx::wgmma_fence();
+      wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.slot]);
+      ptx::wgmma_commit_group();
+      return ring.advance();
+    };
+    // What becomes of the scores of the keys from `key` on, when their product is done.
+    const auto finish_scores = [&](int key, int slot) {
+      ptx::pin_registers(s[0]);
+      const bool last = key + kTileN >= keys.last;
+      if (lane == 0) {
+        ptx::mbarrier_arrive(shared.empty[slot]);
+        if (last) ptx::mbarrier_arrive(shared.q_empty);
+      }
+      if (scale < 0.0f) {
+        // The maximum of scale * S lies where -S is largest.
+#pragma unroll
+        for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
+      }
+      if (window.cuts_tile(tile.row, kTileM, key, kTileN, tile.num_keys)) {
+        replace_unseen(s, -INFINITY, window, tile.row + own_row, key, tile.num_keys, lane);
+      }
+      softmax.update(s, rescale, scale_log2);
+    };
+    // O += P V for a tile of which `rows` rows exist.
+    const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
+      auto& sV = shared.slots[ring.slot];
+      ptx::mbarrier_wait(shared.full[ring.slot], ring.parity);
+      if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
+      ptx::pin_registers(o[0]);
+      ptx::wgmma_fence();
+      wgmma_packed_by_columns(o, p, sV);
+      ptx::wgmma_commit_group();
+      return ring.advance();
+    };
+    const auto finish_output = [&](int slot) {
+      ptx::wgmma_wait_group<0>();
+      ptx::pin_registers(o[0]);
+      if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
+    };
+
+    if (keys.first < keys.last) {
+      ptx::mbarrier_wait(shared.q_full, i % 2);
+      const int first_slot = start_scores();
+      ptx::wgmma_wait_group<0>();
+      finish_scores(keys.first, first_slot);
+      int key = keys.first;
+      for (; key + kTileN < keys.last; key += kTileN) {
+        const PackedRows<Element, kScoreBlocks> p(s);
+        const int score_slot = start_scores(), value_slot = start_output(p, kTileN);
+        ptx::wgmma_wait_group<1>();
+        finish_scores(key + kTileN, score_slot);
+        finish_output(value_slot);
+        rescale_rows(o, rescale);
+      }
+      finish_output(start_output(PackedRows<Element, kScoreBlocks>(s), tile.num_keys - key));
+    }
+
+    softmax.finish();
+    const int64_t global_row = tile.global_row + own_row;
+    const int rows = tile.rows - own_row;  // from this lane's first on
+    float inverse_sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.row_sum[0][half];
+      inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+      if (lane % 4 == 0 && half * 8 < rows) {
+        static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + head] =
+            sum == 0.0f
+                ? -INFINITY
+                : __fmaf_rn(softmax.row_max[0][half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
+      }
+    }
+    store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, head),
+                attention.out.row_stride, rows, attention.dim_v, lane);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_wgmma(
+    const __grid_constant__ ForwardWgmmaParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  constexpr int kConsumerWarps = Config::kConsumers / 32;
+  if (threadIdx.x == Config::kConsumers) {
+    ptx::prefetch_tensormap(params.q);
+    ptx::prefetch_tensormap(params.k);
+    ptx::prefetch_tensormap(params.v);
+    ptx::mbarrier_init(shared.q_full, 1);
+    ptx::mbarrier_init(shared.q_empty, kConsumerWarps);
+    for (int slot = 0; slot < Config::kSlots; ++slot) {
+      ptx::mbarrier_init(shared.full[slot], 1);
+      ptx::mbarrier_init(shared.empty[slot], kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x >= Config::kConsumers) {
+    produce_forward<Config>(params, shared);
+  } else {
+    consume_forward<Config>(params, shared);
+  }
+}
+
+template <typename Config>
+cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
+  using Tile = typename ForwardWgmmaStorage<Config>::Tile;
+  ForwardWgmmaParams params;
+  params.attention = attention;
+  const cudaError_t errors[] = {
+      encode_heads<Tile>(params.q, attention, attention.q, attention.q_offsets.total,
+                         attention.heads, attention.dim_qk),
+      encode_heads<Tile>(params.k, attention, attention.k, attention.kv_offsets.total,
+                         attention.kv_heads, attention.dim_qk),
+      encode_heads<Tile>(params.v, attention, attention.v, attention.kv_offsets.total,
+                         attention.kv_heads, attention.dim_v)};
+  for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  dim3 grid = tile_grid(attention.q_offsets, Config::kTileM, attention.heads);
+  params.heads_per_cta = heads_per_cta(attention, grid.x);
+  grid.y /= static_cast<unsigned>(params.heads_per_cta);
+  return launch<forward_wgmma<Config>>(params, grid, Config::kThreads,
+                                       sizeof(ForwardWgmmaStorage<Config>), stream);
+}
+
+}  // namespace jagged_cuda::attention

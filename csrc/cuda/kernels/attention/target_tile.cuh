@@ -1,0 +1,147 @@
+// What the kernels of jagged_target_attention share: which keys and rows a CTA has, and moving the
+// rows of dense queries.
+#pragma once
+
+#include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/jagged_target_attention.h"
+
+namespace jagged_cuda::attention {
+
+// `keys` keys from global row `first_key` on, a chunk of sequence `seq`.
+struct TargetChunk {
+  int64_t seq;  // -1 outside all sequences
+  int64_t first_key;
+  int keys;
+  bool exists;   // the first chunk of an empty sequence exists too: somebody must write its results
+  bool whole;    // all of the sequence: results go out at once
+  int64_t slot;  // of this part in the workspace
+};
+
+// All lanes of a warp call it together.
+__device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, int64_t index) {
+  const JaggedTile tile = find_tile<kTargetChunk>(offsets, index);
+  const int64_t left = tile.rows.len - tile.row;
+  TargetChunk chunk;
+  chunk.seq = tile.seq;
+  chunk.first_key = tile.rows.begin + tile.row;
+  chunk.keys = static_cast<int>(left < 0 ? 0 : (left < kTargetChunk ? left : kTargetChunk));
+  chunk.exists = chunk.keys > 0 || (tile.seq >= 0 && tile.row == 0);
+  chunk.whole = tile.rows.len <= kTargetChunk;
+  chunk.slot = 2 * tile.rows.begin / kTargetChunk + tile.row / kTargetChunk;
+  return chunk;
+}
+
+// Which query and head a row of a key/value head is, and where it lies in contiguous [B, N, H]
+// tensors.
+struct TargetRows {
+  int64_t seq;
+  int num_queries;
+  int heads;
+  int group;
+  int first_head;
+
+  __device__ __forceinline__ TargetRows(const TargetAttentionParams& params, int64_t seq,
+                                        int kv_head)
+      : seq(seq),
+        num_queries(params.num_queries),
+        heads(params.heads),
+        group(params.heads / params.kv_heads),
+        first_head(kv_head * (params.heads / params.kv_heads)) {}
+
+  __device__ __forceinline__ int count() const { return num_queries * group; }
+  __device__ __forceinline__ int64_t offset(const QueriesView& view, int row) const {
+    return seq * view.seq_stride + row / group * view.row_stride +
+           (first_head + row % group) * view.head_stride;
+  }
+  __device__ __forceinline__ int64_t index(int row) const {
+    return (seq * num_queries + row / group) * heads + first_head + row % group;
+  }
+};
+
+// Rows [first_row, first_row + rows) of queries into the rows of a tile; the rest becomes zeros. As
+// load_tile: the caller commits and waits.
+template <int kThreads, typename Tile>
+__device__ __forceinline__ void load_query_rows(Tile& tile, const QueriesView& view,
+                                                const TargetRows& target, int first_row, int rows,
+                                                int columns, bool aligned) {
+  using Element = typename Tile::Element;
+  constexpr int kChunkElems = Tile::kChunkElems;
+  const Element* g = static_cast<const Element*>(view.data);
+#pragma unroll 1
+  for (int index = threadIdx.x; index < Tile::kRows * Tile::kChunks; index += kThreads) {
+    const int row = index / Tile::kChunks, column = index % Tile::kChunks * kChunkElems;
+    Element* chunk = tile.chunk(row, index % Tile::kChunks);
+    const bool exists = row < rows && column < columns;
+    const Element* source = exists ? g + target.offset(view, first_row + row) + column : g;
+    if (aligned) {
+      ptx::cp_async_16(chunk, source, exists ? 16 : 0);
+    } else {
+      alignas(16) Element elements[kChunkElems];
+#pragma unroll
+      for (int e = 0; e < kChunkElems; ++e) {
+        elements[e] = exists && column + e < columns ? source[e] : Element(0.0f);
+      }
+      *reinterpret_cast<uint4*>(chunk) = *reinterpret_cast<const uint4*>(elements);
+    }
+  }
+}
+
+// Two neighbouring elements of a row, of which those below `columns` exist. `paired`: their address
+// is a multiple of 4 bytes.
+template <typename Element>
+__device__ __forceinline__ void store_pair(Element* g, float low, float high, int column,
+                                           int columns, bool paired) {
+  if (paired && column + 1 < columns) {
+    *reinterpret_cast<uint32_t*>(g) = pack<Element>(low, high);
+    return;
+  }
+  if (column < columns) g[0] = Element(low);
+  if (column + 1 < columns) g[1] = Element(high);
+}
+
+__host__ __device__ __forceinline__ int round_up_to_8(int columns) { return (columns + 7) / 8 * 8; }
+
+// CTAs that merge the parts of a sequence, each kMergeThreads vectors of 4 columns.
+constexpr int kMergeThreads = 256;
+
+inline int64_t merge_pieces(const TargetAttentionParams& params, int columns) {
+  const int64_t vectors = int64_t{params.num_queries} * params.heads * (round_up_to_8(columns) / 4);
+  return (vectors + kMergeThreads - 1) / kMergeThreads;
+}
+
+// What one thread merges: 4 columns of one row of one key/value head, over `parts` consecutive
+// slots from `slot` on. No parts: nothing to do.
+struct MergeItem {
+  int64_t seq;
+  int64_t slot;
+  int parts;
+  int kv_head;
+  int row;
+  int column;
+
+  __device__ __forceinline__ MergeItem(const TargetAttentionParams& params, int columns) {
+    const int rows = params.num_queries * (params.heads / params.kv_heads);
+    const int row_vectors = round_up_to_8(columns) / 4;
+    const int64_t vectors = int64_t{rows} * params.kv_heads * row_vectors;
+    const int64_t pieces = (vectors + kMergeThreads - 1) / kMergeThreads;
+    seq = blockIdx.x / pieces;
+    const int64_t vector = blockIdx.x % pieces * kMergeThreads + threadIdx.x;
+    const RowRange range = sequence_rows(params.offsets, seq);
+    const bool split = range.len > kTargetChunk && vector < vectors;
+    parts = split ? static_cast<int>((range.len + kTargetChunk - 1) / kTargetChunk) : 0;
+    slot = 2 * range.begin / kTargetChunk;
+    const int64_t all_rows = vector / row_vectors;
+    column = static_cast<int>(vector % row_vectors) * 4;
+    kv_head = static_cast<int>(all_rows / rows);
+    row = static_cast<int>(all_rows % rows);
+  }
+};
+
+// The rows of a key/value head within the workspace's slot.
+__device__ __forceinline__ int64_t part_row(const TargetAttentionParams& params, int64_t slot,
+                                            int kv_head, int row) {
+  const int64_t rows = int64_t{params.num_queries} * (params.heads / params.kv_heads);
+  return (slot * params.kv_heads + kv_head) * rows + row;
+}
+
+}  // namespace jagged_cuda::attention

@@ -1,0 +1,135 @@
+// Tiles of 16-bit elements for wgmma: shared memory in the layout that its descriptors name, and
+// the products of a warpgroup's 64 rows. Loads, stores and accumulators are those of mma_tile.cuh.
+#pragma once
+
+#include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/prim/wgmma.cuh"
+
+namespace jagged_cuda {
+
+// A [kRows, kColumns] tile in blocks of 64 columns (or its 32), one after another; within a block a
+// row takes 128 (64) bytes, whose 16-byte chunks are exchanged as in SharedTile. A product may sum
+// over its columns (K-major) or over its rows (transposed).
+template <typename Element_, int kRows_, int kColumns_>
+struct WarpgroupTile {
+  using Element = Element_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kBlockColumns = kColumns < 64 ? kColumns : 64;
+  static constexpr int kChunkElems = 8;
+  static constexpr int kChunkBytes = 16;
+  static constexpr int kChunks = kColumns / kChunkElems;
+  static constexpr int kRowBytes = kBlockColumns * 2;
+  static constexpr int kGroupBytes = kRows * kRowBytes;  // from one block to the next
+  static constexpr ptx::Swizzle kSwizzle =
+      kRowBytes == 128 ? ptx::Swizzle::k128Bytes : ptx::Swizzle::k64Bytes;
+  static_assert(sizeof(Element) == 2 && kRows % 8 == 0 && kColumns % kBlockColumns == 0 &&
+                (kRowBytes == 128 || kRowBytes == 64));
+
+  alignas(1024) Element data[kRows * kColumns];
+
+  __device__ __forceinline__ static int swizzle(int row) {
+    return kRowBytes == 64 ? (row >> 1) & 3 : row & 7;
+  }
+  __device__ __forceinline__ Element* chunk(int row, int index) {
+    return data + index / 8 * (kRows * kBlockColumns) + row * kBlockColumns +
+           (index % 8 ^ swizzle(row)) * kChunkElems;
+  }
+
+  // Its rows from `row`, a multiple of 8, on.
+  __device__ __forceinline__ ptx::MatrixDescriptor descriptor(int row = 0) const {
+    return {ptx::shared_address(data) + row * kRowBytes, kGroupBytes, 8 * kRowBytes, kSwizzle};
+  }
+  // What is added to a descriptor to sum over columns, or over rows, from `k` on.
+  static constexpr int column_step_bytes(int k) {
+    return k / kBlockColumns * kGroupBytes + k % kBlockColumns * 2;
+  }
+  static constexpr int row_step_bytes(int k) { return k * kRowBytes; }
+};
+
+// s = a b^T over the columns of both tiles: 64 rows of a from `a_row` on, the first kBlocks * 8
+// rows of b.
+template <int kBlocks, typename ATile, typename BTile>
+__device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
+                                                   int a_row, const BTile& b) {
+  using Product = ptx::Wgmma<typename ATile::Element, false>;
+  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+#pragma unroll
+  for (int k = 0; k < ATile::kColumns; k += 16) {
+    Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
+                 k > 0);
+  }
+}
+
+// An accumulator as A operand, rounded to Element.
+template <typename Element, int kBlocks>
+struct PackedRows {
+  uint32_t fragments[kBlocks / 2][4];
+
+  __device__ __forceinline__ explicit PackedRows(const Accumulator<1, kBlocks>& p) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; block += 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        fragments[block / 2][i] =
+            pack<Element>(p[0][block + i / 2][i % 2 * 2], p[0][block + i / 2][i % 2 * 2 + 1]);
+      }
+    }
+  }
+};
+
+// o += p b: b the first kBlocks * 8 rows of a tile, all its columns.
+template <int kBlocks, int kOutBlocks, typename BTile>
+__device__ __forceinline__ void wgmma_packed_by_columns(
+    Accumulator<1, kOutBlocks>& o, const PackedRows<typename BTile::Element, kBlocks>& p,
+    const BTile& b) {
+  using Product = ptx::Wgmma<typename BTile::Element, true>;
+  static_assert(kOutBlocks * 8 == BTile::kColumns);
+  const ptx::MatrixDescriptor b_rows = b.descriptor();
+#pragma unroll
+  for (int k = 0; k < kBlocks * 8; k += 16)
+    Product::run(o[0], p.fragments[k / 16], b_rows + BTile::row_step_bytes(k), true);
+}
+
+// Writes a warp's 16 rows, each times its scale, straight from registers: the quads of lanes that
+// share a row exchange their elements, so that each lane writes 16 bytes. `g` is the row of this
+// lane's first half, `rows` how many exist from there on.
+template <typename Element, int kBlocks>
+__device__ __forceinline__ void store_quads(const Accumulator<1, kBlocks>& o,
+                                            const float (&scale)[2], Element* g, int64_t row_stride,
+                                            int rows, int columns, int lane) {
+  static_assert(kBlocks % 4 == 0);
+  const int quad_lane = lane % 4;
+  const bool odd = quad_lane % 2 != 0, high = quad_lane >= 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Element* row = g + half * 8 * row_stride + quad_lane * 8;
+#pragma unroll
+    for (int first = 0; first < kBlocks; first += 4) {
+      // words[b] of lane t is word t of the 16 bytes of block b; wanted: lane t has those of block
+      // t.
+      uint32_t words[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        words[b] = pack<Element>(o[0][first + b][2 * half] * scale[half],
+                                 o[0][first + b][2 * half + 1] * scale[half]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < 4; pair += 2) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? words[pair] : words[pair + 1], 1);
+        (odd ? words[pair] : words[pair + 1]) = other;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+        (high ? words[i] : words[i + 2]) = other;
+      }
+      if (half * 8 < rows && first * 8 + quad_lane * 8 < columns) {
+        *reinterpret_cast<uint4*>(row + first * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+}  // namespace jagged_cuda

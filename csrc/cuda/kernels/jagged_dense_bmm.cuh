@@ -1,0 +1,108 @@
+// jagged_dense_bmm on tensor cores: z_b = activation(x_b y_b + bias_b) for each sequence b, fp32
+// sums; bias and activation follow in registers (gemm/epilogue.cuh).
+//
+// A = x_b [L, D], jagged along M and with stride 1 along K; B = y_b [D, N] with stride 1 along
+// either.
+//
+// Grid: x, one CTA for each virtual tile of kTileM rows (prim/jagged.cuh: T / kTileM + B + 2 of
+// them); y, parts of N, more than one only where there are few rows. A CTA finds its tile with a
+// binary search over offsets, streams the tile's rows of x once, K = D being walked by the engine
+// (gemm/engine.cuh), and y_b from L2.
+//
+// Shared memory and barriers are the engine's. Virtual tiles without rows return at once; rows
+// outside every sequence become zeros; a tile ends with its sequence, and its stores are predicated
+// by row.
+#pragma once
+
+#include "cuda/kernels/gemm/epilogue.cuh"
+#include "cuda/kernels/jagged_dense_bmm.h"
+#include "cuda/kernels/prim/launch.cuh"
+
+namespace jagged_cuda::gemm {
+
+struct JaggedDenseBmmLaunch {
+  JaggedDenseBmmParams params;
+  int64_t columns_each;  // of N, for each CTA
+};
+
+// Zeros in `rows` rows of kThreads threads' result, columns [begin, end).
+template <int kThreads, typename Element>
+__device__ void store_zero_rows(Element* global, int64_t stride, int rows, int64_t begin,
+                                int64_t end) {
+  for (int row = 0; row < rows; ++row) {
+    for (int64_t column = begin + threadIdx.x; column < end; column += kThreads) {
+      global[row * stride + column] = Element(0.0f);
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_dense_bmm_kernel(
+    const __grid_constant__ JaggedDenseBmmLaunch launch) {
+  using Element = typename Config::Element;
+  constexpr int kTileM = Config::kTileM;
+  static_assert(Config::kLayoutA == Layout::kAlongK, "the rows of x are contiguous");
+  const JaggedDenseBmmParams& params = launch.params;
+
+  const JaggedTile tile = find_tile<kTileM>(params.offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int rows = clamp_extent(tile.rows.len - tile.row, kTileM);
+  const int64_t global_row = tile.rows.begin + tile.row;
+  const int64_t begin = blockIdx.y * launch.columns_each;
+  const int64_t end = min(begin + launch.columns_each, params.columns);
+  Element* gOut = static_cast<Element*>(params.out) + global_row * params.columns;  // [rows, N]
+  if (tile.seq < 0) {
+    store_zero_rows<Config::kThreads>(gOut, params.columns, rows, begin, end);
+    return;
+  }
+
+  const Operand<Element> x{static_cast<const Element*>(params.x) + global_row * params.x_stride,
+                           params.x_stride, params.x_vectors};  // [rows, D]
+  const Operand<Element> y{static_cast<const Element*>(params.y) + tile.seq * params.y_seq_stride,
+                           params.y_stride, params.y_vectors};      // [D, N]
+  const Element* gBias = static_cast<const Element*>(params.bias);  // [B, N] or null
+  if (gBias != nullptr) gBias += tile.seq * params.bias_stride;
+  const Epilogue<Element> epilogue{gBias, params.activation};
+  multiply<Config>(shared_storage<Config>(), x, y, rows, begin, end, params.inner,
+                   [&](Accumulator<Config>& rAcc, int row, int column, int64_t n) {
+                     if (epilogue.exists()) {
+                       apply_epilogue<Config>(rAcc, epilogue, n, column,
+                                              clamp_extent(end - n, Config::kTileN));
+                     }
+                     store_tile<Config>(rAcc, gOut + n, params.columns, row, column, rows,
+                                        clamp_extent(end - n, Config::kTileN));
+                   });
+}
+
+template <typename Config>
+cudaError_t launch_jagged_dense_bmm(const JaggedDenseBmmParams& params, cudaStream_t stream) {
+  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, Config::kTileM);
+  const ColumnSplit split = split_columns(params.columns, Config::kTileN, tiles);
+  return launch<jagged_dense_bmm_kernel<Config>>(JaggedDenseBmmLaunch{params, split.columns_each},
+                                                 dim3(static_cast<unsigned>(tiles), split.parts),
+                                                 Config::kThreads, sizeof(SharedStorage<Config>),
+                                                 stream);
+}
+
+// 64 rows: sequences are short, and a tile that a sequence does not fill costs shared memory, not
+// bandwidth. N picks the width; with N <= 8 the product is a stream of x, and four stages of 10 KB
+// leave room for five CTAs an SM, some 90 KB in flight. Wider tiles are bound by shared memory and
+// registers.
+template <typename Math, Layout kLayoutY>
+cudaError_t launch_tile(const JaggedDenseBmmParams& params, cudaStream_t stream) {
+  const auto with = [&](auto tile) {
+    return launch_jagged_dense_bmm<Config<Math, decltype(tile), Layout::kAlongK, kLayoutY>>(params,
+                                                                                            stream);
+  };
+  if (params.columns <= 8) return with(Tile<64, 8, 4, 1, 4>{});
+  if (params.columns <= 32) return with(Tile<64, 32, 4, 1, 4>{});
+  return with(Tile<64, 64, 2, 2, 3>{});
+}
+
+template <typename Math>
+cudaError_t launch_math(const JaggedDenseBmmParams& params, cudaStream_t stream) {
+  return params.y_along_inner ? launch_tile<Math, Layout::kAlongK>(params, stream)
+                              : launch_tile<Math, Layout::kAcross>(params, stream);
+}
+
+}  // namespace jagged_cuda::gemm

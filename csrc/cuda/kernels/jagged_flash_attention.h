@@ -1,0 +1,62 @@
+// The kernels of jagged_flash_attention, as host code sees them.
+#pragma once
+
+#include "cuda/kernels/prim/jagged.cuh"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jagged_cuda {
+
+enum class AttentionElement { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+// A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
+struct HeadsView {
+  void* data;
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+// Sums, LSE and its gradient are fp32 (fp64 for fp64), contiguous.
+struct AttentionParams {
+  AttentionElement element;
+  OffsetsView q_offsets;   // [B + 1], rows of q
+  OffsetsView kv_offsets;  // [B + 1], rows of k and v; a copy of q_offsets in self-attention
+  HeadsView q;             // [Tq, H, D]
+  HeadsView k;             // [Tk, G, D]
+  HeadsView v;             // [Tk, G, Dv]
+  HeadsView out;           // [Tq, H, Dv] contiguous: written forward, read backward
+  void* lse;               // [Tq, H]: written forward, read backward
+  int heads;               // H
+  int kv_heads;            // G, divides H
+  int dim_qk;              // D
+  int dim_v;               // Dv
+  int64_t window_left;     // rows, at least 0; kUnbounded for all
+  int64_t window_right;
+  double scale;
+  int64_t max_len;  // rows of the longest sequence, as the caller says; 0 if it says nothing
+  // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
+  // multiples of 16 bytes.
+  bool aligned;
+  bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
+
+  static constexpr int64_t kUnbounded = int64_t{1} << 40;
+};
+
+struct AttentionBackwardParams : AttentionParams {
+  HeadsView grad_out;    // [Tq, H, Dv]
+  const void* grad_lse;  // [Tq, H], may be null
+  void* delta;           // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse
+  HeadsView grad_q;      // [Tq, H, D] contiguous
+  HeadsView grad_k;      // [Tk, G, D] contiguous
+  HeadsView grad_v;      // [Tk, G, Dv] contiguous
+};
+
+// Both record the kernel path they take in `path`, such as "cuda.attention.forward.mma_sync.d64".
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
+                                          const char** path);
+cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
+                                                   cudaStream_t stream, const char** path);
+
+}  // namespace jagged_cuda

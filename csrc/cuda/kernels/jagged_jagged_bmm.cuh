@@ -1,0 +1,80 @@
+// jagged_jagged_bmm on tensor cores: z_b = x_b^T y_b for each sequence b, fp32 sums.
+//
+// A = x_b^T [D, L], with stride 1 along M; B = y_b [L, N], with stride 1 along N; K = L is jagged.
+//
+// Grid: x, one CTA for each sequence and kTileM columns of x (neighbours share a sequence); y,
+// parts of N, more than one only where there are few such CTAs. A CTA streams its columns of all
+// rows of the sequence through the engine (gemm/engine.cuh), so that with N <= kTileN x is read
+// exactly once.
+//
+// Shared memory and barriers are the engine's. The sum runs over rows in order within one CTA:
+// deterministic, and alike in any batch. A sequence without rows gives zeros.
+#pragma once
+
+#include "cuda/kernels/gemm/engine.cuh"
+#include "cuda/kernels/jagged_jagged_bmm.h"
+#include "cuda/kernels/prim/launch.cuh"
+
+namespace jagged_cuda::gemm {
+
+struct JaggedJaggedBmmLaunch {
+  JaggedJaggedBmmParams params;
+  int64_t tiles_m;       // of D, for each sequence
+  int64_t columns_each;  // of N, for each CTA
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_kernel(
+    const __grid_constant__ JaggedJaggedBmmLaunch launch) {
+  using Element = typename Config::Element;
+  static_assert(Config::kLayoutA == Layout::kAcross && Config::kLayoutB == Layout::kAcross,
+                "the rows of x and y are contiguous");
+  const JaggedJaggedBmmParams& params = launch.params;
+
+  const int64_t seq = blockIdx.x / launch.tiles_m;
+  const int64_t first = (blockIdx.x - seq * launch.tiles_m) * Config::kTileM;  // column of x
+  const RowRange range = sequence_rows(params.offsets, seq);
+  const int rows = clamp_extent(params.rows - first, Config::kTileM);
+  const int64_t begin = blockIdx.y * launch.columns_each;
+  const int64_t end = min(begin + launch.columns_each, params.columns);
+  Element* gOut = static_cast<Element*>(params.out) +
+                  (seq * params.rows + first) * params.columns;  // [rows, N]
+
+  const Operand<Element> x{
+      static_cast<const Element*>(params.x) + range.begin * params.x_stride + first,
+      params.x_stride, params.x_vectors};  // [rows, L]
+  const Operand<Element> y{static_cast<const Element*>(params.y) + range.begin * params.y_stride,
+                           params.y_stride, params.y_vectors};  // [L, N]
+  multiply<Config>(shared_storage<Config>(), x, y, rows, begin, end, range.len,
+                   [&](const Accumulator<Config>& rAcc, int row, int column, int64_t n) {
+                     store_tile<Config>(rAcc, gOut + n, params.columns, row, column, rows,
+                                        clamp_extent(end - n, Config::kTileN));
+                   });
+}
+
+template <typename Config>
+cudaError_t launch_jagged_jagged_bmm(const JaggedJaggedBmmParams& params, cudaStream_t stream) {
+  const int64_t tiles_m = (params.rows + Config::kTileM - 1) / Config::kTileM;
+  const int64_t row_tiles = params.offsets.num_seqs * tiles_m;
+  const ColumnSplit split = split_columns(params.columns, Config::kTileN, row_tiles);
+  return launch<jagged_jagged_bmm_kernel<Config>>(
+      JaggedJaggedBmmLaunch{params, tiles_m, split.columns_each},
+      dim3(static_cast<unsigned>(row_tiles), split.parts), Config::kThreads,
+      sizeof(SharedStorage<Config>), stream);
+}
+
+// With N <= 8 the product is a stream of x: 128 columns of x are 512 bytes of fp32 from each row,
+// three stages of 18 KB leave room for four CTAs an SM, some 130 KB in flight. Wider tiles are
+// bound by shared memory and registers.
+template <typename Math>
+cudaError_t launch_math(const JaggedJaggedBmmParams& params, cudaStream_t stream) {
+  const auto with = [&](auto tile) {
+    return launch_jagged_jagged_bmm<Config<Math, decltype(tile), Layout::kAcross, Layout::kAcross>>(
+        params, stream);
+  };
+  if (params.columns <= 8) return with(Tile<128, 8, 4, 1, 3>{});
+  if (params.columns <= 32) return with(Tile<64, 32, 4, 1, 4>{});
+  return with(Tile<64, 64, 2, 2, 3>{});
+}
+
+}  // namespace jagged_cuda::gemm

@@ -1,0 +1,88 @@
+// What both kernels of jagged2_softmax share: one line of a softmax, in pieces that a thread keeps,
+// forward and backward.
+//
+//   p_i  = exp(scale x_i - m) / sum_j exp(scale x_j - m)    with m = max_j scale x_j
+//   dx_i = scale p_i (dp_i - sum_j dp_j p_j)
+#pragma once
+
+#include "cuda/kernels/jagged2_softmax.h"
+#include "cuda/kernels/prim/element.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
+
+namespace jagged_cuda::softmax {
+
+__device__ __forceinline__ float exponential(float x) {
+  return ptx::ex2_approx(x * 1.44269504f);  // log2(e)
+}
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float largest(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double largest(double a, double b) { return fmax(a, b); }
+
+template <typename S>
+__device__ __forceinline__ S minus_infinity() {
+  if constexpr (sizeof(S) == 8) {
+    return __longlong_as_double(0xfff0000000000000LL);
+  } else {
+    return __int_as_float(0xff800000);
+  }
+}
+
+// What is to be taken from logits whose largest is `maximum`: any finite number while all are -inf,
+// where -inf would make their exponentials NaN.
+template <typename S>
+__device__ __forceinline__ S finite(S maximum) {
+  return maximum == minus_infinity<S>() ? S(0) : maximum;
+}
+
+// Running maximum and sum of a long line.
+template <typename S>
+struct Statistics {
+  S maximum = minus_infinity<S>();
+  S sum = S(0);
+};
+
+// The tile of elements that belongs to no matrix that fits.
+template <typename Element>
+__device__ __forceinline__ void store_zeros(Element* global, int64_t count, int thread,
+                                            int threads) {
+  for (int64_t i = thread; i < count; i += threads) global[i] = from_sum<Element>(0);
+}
+
+// The tiles of all elements: a matrix is a stretch of them.
+__device__ __forceinline__ OffsetsView elements_of(const MatricesView& matrices) {
+  return {matrices.offsets, matrices.rows.num_seqs, matrices.capacity, true};
+}
+
+// The operands of one pass, as the threads see them: `kOperands` inputs, and the result.
+template <typename Params>
+struct Operands;
+
+template <>
+struct Operands<Jagged2SoftmaxParams> {
+  static constexpr bool kBackward = false;
+  static __device__ __forceinline__ const void* x(const Jagged2SoftmaxParams& params) {
+    return params.a;
+  }
+  static __device__ __forceinline__ const void* grad(const Jagged2SoftmaxParams&) {
+    return nullptr;
+  }
+  static __device__ __forceinline__ void* result(const Jagged2SoftmaxParams& params) {
+    return params.out;
+  }
+};
+
+template <>
+struct Operands<Jagged2SoftmaxBackwardParams> {
+  static constexpr bool kBackward = true;
+  static __device__ __forceinline__ const void* x(const Jagged2SoftmaxBackwardParams& params) {
+    return params.out;
+  }
+  static __device__ __forceinline__ const void* grad(const Jagged2SoftmaxBackwardParams& params) {
+    return params.grad_out;
+  }
+  static __device__ __forceinline__ void* result(const Jagged2SoftmaxBackwardParams& params) {
+    return params.grad_a;
+  }
+};
+
+}  // namespace jagged_cuda::softmax

@@ -1,0 +1,159 @@
+"""Run every kernel path under compute-sanitizer's four tools: ``make sanitize``.
+
+First, without a sanitizer, draws of the fuzzer are searched for a few that together take every
+kernel path of the GPU. Then those run, forward and backward, under memcheck, racecheck, synccheck
+and initcheck, and calls with wrong offsets under memcheck, all at once. The exit status is 1 if a
+tool reports something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from jagged_cuda.testing.draws import Draw, Wanted, run_draw
+from tests.tools.covering import covering_draws
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FOUND = 77  # the exit status that stands for a report of the tool
+
+
+@dataclass(frozen=True)
+class Check:
+    """A tool, and the module that it watches."""
+
+    tool: str
+    what: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a tool said."""
+
+    status: int
+    summary: str
+    output: str
+    seconds: float
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer: $COMPUTE_SANITIZER, on the PATH, in CUDA's folder, or from its wheel."""
+    named = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
+    if named:
+        return named
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [Path(home) / "bin" for home in homes if home]
+    places += [path / "nvidia" for path in map(Path, sys.path)]
+    for place in places:
+        for path in (*place.glob("compute-sanitizer"), *place.glob("cu*/bin/compute-sanitizer")):
+            if os.access(path, os.X_OK):
+                return str(path)
+    return None
+
+
+def command(sanitizer: str, check: Check) -> list[str]:
+    options = ["--tool", check.tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    options += ["--target-processes", "application-only"]
+    if check.tool == "racecheck":
+        options += ["--racecheck-report", "analysis"]
+    if check.tool != "initcheck":  # which has to see who else writes memory
+        options += ["--kernel-name", "kernel_substring=jagged_cuda"]
+    return [sanitizer, *options, sys.executable, "-m", *check.arguments]
+
+
+def run_check(sanitizer: str, check: Check, limit: float) -> Verdict:
+    # Without its cache of blocks, PyTorch's tensors are allocations of their own, with an end.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command(sanitizer, check),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired as stopped:
+        output = stopped.stdout.decode(errors="replace") if stopped.stdout else ""
+        return Verdict(124, f"stopped after {limit:.0f} s", output, limit)
+    summary = re.findall(r"=+ (?:[A-Z]+ SUMMARY: .*)", done.stdout)
+    text = summary[-1].lstrip("= ") if summary else f"no summary, status {done.returncode}"
+    return Verdict(done.returncode, text, done.stdout, time.monotonic() - begin)
+
+
+def _run_draws(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        run_draw(Draw.from_json(line))
+    torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tool", nargs="+", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--search", type=float, default=40.0, help="seconds to look for draws")
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds for each tool")
+    parser.add_argument("--run", metavar="FILE", type=Path, help="run draws, one a line")
+    options = parser.parse_args()
+    if options.run is not None:
+        _run_draws(options.run)
+        return 0
+    if not torch.cuda.is_available():
+        print("sanitize: there is no NVIDIA GPU here, so nothing was checked")
+        return 0
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print(
+            "sanitize: compute-sanitizer was not found, so nothing was checked: install CUDA's"
+            " package cuda-sanitizer, or pip install nvidia-cuda-sanitizer-api"
+        )
+        return 0
+    draws, missed = covering_draws(
+        Wanted(), "cuda", "cuda", seed=options.seed, seconds=options.search
+    )
+    print(f"sanitize: {len(draws)} draws for every kernel path", flush=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(each.to_json() for each in draws))
+        file.flush()
+        run = ("tests.tools.sanitize", "--run", file.name)
+        wrong = ("tests.tools.corrupt", "--device", "cuda", "--batches", "280", "--bare")
+        checks = [Check(tool, f"{len(draws)} draws", run) for tool in options.tool]
+        if "memcheck" in options.tool:
+            checks.append(Check("memcheck", "wrong offsets", wrong))
+        with concurrent.futures.ThreadPoolExecutor(len(checks)) as pool:
+            futures = [pool.submit(run_check, sanitizer, c, options.limit) for c in checks]
+            verdicts = [future.result() for future in futures]
+    return print_table(checks, verdicts, sorted(missed))
+
+
+def print_table(checks: list[Check], verdicts: list[Verdict], missed: list[str]) -> int:
+    failed = [verdict for verdict in verdicts if verdict.status != 0]
+    for verdict in failed:
+        print(verdict.output[-6000:])
+    print(f"\n{'tool':<10} {'on':<16} {'seconds':>7}  result")
+    for check, verdict in zip(checks, verdicts, strict=True):
+        word = "clean" if verdict.status == 0 else f"FAILED ({verdict.status})"
+        print(
+            f"{check.tool:<10} {check.what:<16} {verdict.seconds:>7.0f}  {word}: {verdict.summary}"
+        )
+    if missed:
+        print(f"kernel paths that no draw took: {', '.join(missed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
