@@ -20,6 +20,24 @@ bool attention::takes_wgmma(const AttentionParams& params) {
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
 
+bool attention::takes_tiny(const AttentionParams& params) {
+  // Bytes of strides, and of a row of all heads, are 32-bit numbers; so are items and CTAs.
+  const auto narrow = [](const HeadsView& view, int64_t heads) {
+    constexpr int64_t kMaxElems = int64_t{1} << 30;
+    return view.row_stride < kMaxElems && heads * view.head_stride < kMaxElems;
+  };
+  constexpr int64_t kMaxItems = int64_t{1} << 30;
+  return dim_bucket(params) <= 64 && params.aligned && params.q_offsets.total < kMaxRows32 &&
+         params.kv_offsets.total < kMaxRows32 &&
+         params.q_offsets.num_seqs * params.heads < kMaxItems && narrow(params.q, params.heads) &&
+         narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads);
+}
+
+bool attention::all_tiny(const AttentionParams& params) {
+  return (params.max_len > 0 && params.max_len <= kTinyRows) ||
+         (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
+}
+
 namespace {
 
 // "cuda.attention.<direction>.<instruction>.d<head dim bucket>" for head dims 32, 64, 128, 256. The
@@ -53,19 +71,46 @@ const char* tensor_core_path(const AttentionParams& params, const char* const (&
   return "none";
 }
 
+// Launches the kernels for tiny sequences behind those for longer ones, where they take the operands:
+// each skips what is the other's, by a sequence's own length. The path is that of the latter, or,
+// where no sequence can be longer, and they are not launched, "cuda.attention.<direction>.tiny.d<head
+// dim bucket>".
+template <typename Params, typename Launch>
+cudaError_t launch_16bit(const Params& params, cudaStream_t stream, Launch launch_longer,
+                         Launch launch_tiny, const char* const (&paths)[4][4],
+                         const char* const (&tiny_paths)[2], const char** path) {
+  const bool with_tiny = attention::takes_tiny(params);
+  if (with_tiny && attention::all_tiny(params)) {
+    *path = tiny_paths[attention::dim_bucket(params) == 32 ? 0 : 1];
+    return launch_tiny(params, stream);
+  }
+  *path = tensor_core_path(params, paths);
+  Params split = params;
+  split.split_by_length = with_tiny;
+  const cudaError_t error = launch_longer(split, stream);
+  return error == cudaSuccess && with_tiny ? launch_tiny(split, stream) : error;
+}
+
+constexpr const char* kForwardTinyPaths[2] = {"cuda.attention.forward.tiny.d32",
+                                              "cuda.attention.forward.tiny.d64"};
+constexpr const char* kBackwardTinyPaths[2] = {"cuda.attention.backward.tiny.d32",
+                                               "cuda.attention.backward.tiny.d64"};
+
 }  // namespace
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
                                           const char** path) {
   switch (params.element) {
     case AttentionElement::kFloat16:
-      *path = tensor_core_path(params, kForwardPaths);
-      return attention::takes_wgmma(params) ? attention::forward_wgmma_f16(params, stream)
-                                            : attention::forward_mma_sync_f16(params, stream);
+      return launch_16bit(params, stream,
+                          attention::takes_wgmma(params) ? attention::forward_wgmma_f16
+                                                         : attention::forward_mma_sync_f16,
+                          attention::forward_tiny_f16, kForwardPaths, kForwardTinyPaths, path);
     case AttentionElement::kBFloat16:
-      *path = tensor_core_path(params, kForwardPaths);
-      return attention::takes_wgmma(params) ? attention::forward_wgmma_bf16(params, stream)
-                                            : attention::forward_mma_sync_bf16(params, stream);
+      return launch_16bit(params, stream,
+                          attention::takes_wgmma(params) ? attention::forward_wgmma_bf16
+                                                         : attention::forward_mma_sync_bf16,
+                          attention::forward_tiny_bf16, kForwardPaths, kForwardTinyPaths, path);
     case AttentionElement::kFloat32:
       *path = "cuda.attention.forward.simt.f32";
       return attention::forward_simt_f32(params, stream);
@@ -80,13 +125,15 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
                                                    cudaStream_t stream, const char** path) {
   switch (params.element) {
     case AttentionElement::kFloat16:
-      *path = tensor_core_path(params, kBackwardPaths);
-      return attention::takes_wgmma(params) ? attention::backward_wgmma_f16(params, stream)
-                                            : attention::backward_mma_sync_f16(params, stream);
+      return launch_16bit(params, stream,
+                          attention::takes_wgmma(params) ? attention::backward_wgmma_f16
+                                                         : attention::backward_mma_sync_f16,
+                          attention::backward_tiny_f16, kBackwardPaths, kBackwardTinyPaths, path);
     case AttentionElement::kBFloat16:
-      *path = tensor_core_path(params, kBackwardPaths);
-      return attention::takes_wgmma(params) ? attention::backward_wgmma_bf16(params, stream)
-                                            : attention::backward_mma_sync_bf16(params, stream);
+      return launch_16bit(params, stream,
+                          attention::takes_wgmma(params) ? attention::backward_wgmma_bf16
+                                                         : attention::backward_mma_sync_bf16,
+                          attention::backward_tiny_bf16, kBackwardPaths, kBackwardTinyPaths, path);
     case AttentionElement::kFloat32:
       *path = "cuda.attention.backward.simt.f32";
       return attention::backward_simt_f32(params, stream);

@@ -134,10 +134,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   Element* gGradQ = static_cast<Element*>(params.grad_q.data) +
                     global_row * params.grad_q.row_stride + head * params.grad_q.head_stride;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
@@ -243,6 +245,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   auto& shared = *reinterpret_cast<DkdvStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
+  ptx::griddepcontrol_launch_dependents();
   const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
@@ -253,11 +256,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   Element* gGradV = static_cast<Element*>(params.grad_v.data) +
                     global_row * params.grad_v.row_stride + kv_head * params.grad_v.head_stride;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradK, params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(gGradV, params.grad_v.row_stride, rows, params.dim_v);
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const Window window =
       Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);

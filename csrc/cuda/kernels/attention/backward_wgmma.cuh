@@ -118,11 +118,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
                           params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
@@ -229,6 +231,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
   const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
@@ -237,6 +240,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(row_of<Element>(params.grad_k, global_row, kv_head),
                           params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(row_of<Element>(params.grad_v, global_row, kv_head),
@@ -244,6 +248,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window =
       WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),

@@ -28,15 +28,13 @@
 #pragma once
 
 #include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include <cmath>
 
 namespace jagged_cuda::attention {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 template <typename Element>
 __device__ __forceinline__ Element* row_of(const HeadsView& view, int64_t row, int head) {
@@ -181,6 +179,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
   auto& shared = *reinterpret_cast<ForwardStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
+  ptx::griddepcontrol_launch_dependents();
   const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
@@ -190,12 +189,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
                   head * params.out.head_stride;
   float* gLse = static_cast<float*>(params.lse) + global_row * params.heads + head;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
     for (int row = threadIdx.x; row < rows; row += kThreads)
       gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;

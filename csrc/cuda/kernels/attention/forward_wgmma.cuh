@@ -140,6 +140,8 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   tile.num_queries = static_cast<int>(found.rows.len);
   tile.rows = max(0, min(kTileM, tile.num_queries - tile.row));
   tile.num_keys = static_cast<int>(kv.len);
+  if (found.seq < 0 ? params.split_by_length : left_to_tiny(params, found.rows.len, kv.len))
+    tile.rows = 0;
   return tile;
 }
 
@@ -299,6 +301,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kConsumers / 32;
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == Config::kConsumers) {
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);

@@ -31,6 +31,17 @@ inline bool has_long_sequences(const AttentionParams& params) {
 // that has the instruction.
 bool takes_wgmma(const AttentionParams& params);
 
+// Whether the kernels for tiny sequences take these operands, so that the others leave them such
+// sequences: head dims of at most 64, rows in 16-byte pieces, and all that they count in 32 bits.
+bool takes_tiny(const AttentionParams& params);
+// Whether no sequence can be longer, by the caller's word or by the size of the tensors.
+bool all_tiny(const AttentionParams& params);
+
+cudaError_t forward_tiny_f16(const AttentionParams& params, cudaStream_t stream);
+cudaError_t forward_tiny_bf16(const AttentionParams& params, cudaStream_t stream);
+cudaError_t backward_tiny_f16(const AttentionBackwardParams& params, cudaStream_t stream);
+cudaError_t backward_tiny_bf16(const AttentionBackwardParams& params, cudaStream_t stream);
+
 cudaError_t forward_wgmma_f16(const AttentionParams& params, cudaStream_t stream);
 cudaError_t forward_wgmma_bf16(const AttentionParams& params, cudaStream_t stream);
 cudaError_t backward_wgmma_f16(const AttentionBackwardParams& params, cudaStream_t stream);
