@@ -10,9 +10,7 @@ namespace {
 // x [T, ...], offsets [B + 1] -> [B, ...]
 Tensor jagged_mean(const Tensor& x, const Tensor& offsets) {
   const JaggedMeanSizes sizes = parse_jagged_mean(x, offsets);
-  const Tensor out = reduce_rows("jagged_mean", x, offsets, sizes, launch_jagged_mean);
-  record_kernel("cuda.jagged_mean");
-  return out;
+  return reduce_rows("jagged_mean", x, offsets, sizes, launch_jagged_mean);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) { m.impl("jagged_mean", TORCH_BOX(&jagged_mean)); }

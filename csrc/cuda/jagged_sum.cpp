@@ -10,9 +10,7 @@ namespace {
 // x [T, ...], offsets [B + 1] -> [B, ...]
 Tensor jagged_sum(const Tensor& x, const Tensor& offsets) {
   const JaggedSumSizes sizes = parse_jagged_sum(x, offsets);
-  const Tensor out = reduce_rows("jagged_sum", x, offsets, sizes, launch_jagged_sum);
-  record_kernel("cuda.jagged_sum");
-  return out;
+  return reduce_rows("jagged_sum", x, offsets, sizes, launch_jagged_sum);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) { m.impl("jagged_sum", TORCH_BOX(&jagged_sum)); }

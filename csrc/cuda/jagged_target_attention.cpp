@@ -20,18 +20,11 @@ namespace {
 
 using Sizes = JaggedTargetAttentionSizes;
 
-bool is_16_bit(const Tensor& tensor) { return tensor.element_size() == 2; }
-
 // A [B, N, H, dim] tensor with a contiguous last dimension; strides of dimensions of size 1 become
 // 0.
 QueriesView view_queries(const Tensor& tensor) {
   const auto stride = [&](int64_t dim) { return tensor.size(dim) > 1 ? tensor.stride(dim) : 0; };
   return {tensor.const_data_ptr(), stride(0), stride(1), stride(2)};
-}
-
-bool queries_aligned(const QueriesView& view, int64_t dim, int64_t element_bytes) {
-  return on_vectors(view.data, element_bytes,
-                    {view.seq_stride, view.row_stride, view.head_stride, dim});
 }
 
 void check_limits(const char* op, const Sizes& sizes) {
@@ -67,8 +60,7 @@ Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, in
 void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                  const Tensor& offsets, double scale) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
+  params.type = element_type(q.scalar_type());
   params.offsets = view_offsets(offsets, sizes.total);
   params.q = view_queries(q);
   params.k = view_heads(k);
@@ -81,10 +73,8 @@ void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor
   params.dim_qk = static_cast<int>(sizes.dim_qk);
   params.dim_v = static_cast<int>(sizes.dim_v);
   params.scale = static_cast<float>(scale);
-  params.aligned = queries_aligned(params.q, sizes.dim_qk, element_bytes) &&
-                   aligned(params.k, sizes.dim_qk, element_bytes) &&
-                   aligned(params.v, sizes.dim_v, element_bytes) &&
-                   on_vectors(params.out, element_bytes, {sizes.dim_v});
+  params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
 }
 
 // --- kernels of jagged_flash_attention
@@ -115,8 +105,7 @@ Tensor query_offsets(const char* op, const Sizes& sizes, const Tensor& like) {
 void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                 const Tensor& q_offsets, const Tensor& offsets, double scale) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
+  params.type = element_type(q.scalar_type());
   params.q_offsets = view_offsets(q_offsets, sizes.num_seqs * sizes.num_queries);
   params.kv_offsets = view_offsets(offsets, sizes.total);
   params.q = view_as_rows(q);
@@ -131,10 +120,8 @@ void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, con
   params.window_left = params.window_right = AttentionParams::kUnbounded;
   params.scale = scale;
   params.mma_sync_only = mma_sync_only(op);
-  params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
-                   aligned(params.k, sizes.dim_qk, element_bytes) &&
-                   aligned(params.v, sizes.dim_v, element_bytes) &&
-                   aligned(params.out, sizes.dim_v, element_bytes);
+  params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
 }
 
 // --- entries
@@ -156,8 +143,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
       allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads}, lse_dtype(q.scalar_type()));
   if (sizes.num_seqs * sizes.num_queries * sizes.heads == 0) return {out, lse};
 
-  const char* path = "none";
-  if (is_16_bit(q)) {
+  if (is_16_bit(element_type(q.scalar_type()))) {
     TargetAttentionParams params{};
     fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
     std::optional<Tensor> parts;
@@ -167,15 +153,14 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
       params.part_stats =
           params.parts + parts->size(0) * parts->size(1) * part_columns(sizes.dim_v);
     }
-    check_cuda(op, launch_jagged_target_attention(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_target_attention(params, current_stream(q)));
   } else {
     q = with_uniform_rows(op, q);
     const Tensor q_offsets = query_offsets(op, sizes, q);
     AttentionParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
-    check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   }
-  record_kernel(path);
   return {out, lse};
 }
 
@@ -207,14 +192,13 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     return {grad_q, grad_k, grad_v};
   }
 
-  const char* path = "none";
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   const int64_t rows = sizes.num_queries * (sizes.heads / sizes.kv_heads);
-  if (is_16_bit(q) && rows <= target_backward_rows(sizes.dim_qk, sizes.dim_v)) {
+  if (is_16_bit(element_type(q.scalar_type())) &&
+      rows <= target_backward_rows(sizes.dim_qk, sizes.dim_v)) {
     TargetAttentionBackwardParams params{};
     fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
     params.grad_out = view_queries(grad_out);
-    params.aligned = params.aligned && queries_aligned(params.grad_out, sizes.dim_v, element_bytes);
+    params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr<float>() : nullptr;
     params.grad_q = grad_q.mutable_data_ptr();
     params.grad_k = grad_k.mutable_data_ptr();
@@ -224,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
       parts = allocate_parts(op, sizes, q, sizes.dim_qk, 0);
       params.parts = parts->mutable_data_ptr<float>();
     }
-    check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q)));
   } else {
     q = with_uniform_rows(op, q);
     grad_out = with_uniform_rows(op, grad_out);
@@ -233,15 +217,14 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     AttentionBackwardParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
     params.grad_out = view_as_rows(grad_out);
-    params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);
+    params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
     params.delta = delta.mutable_data_ptr();
     params.grad_q = view_as_rows(grad_q);
     params.grad_k = view_heads(grad_k);
     params.grad_v = view_heads(grad_v);
-    check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   }
-  record_kernel(path);
   return {grad_q, grad_k, grad_v};
 }
 

@@ -1,8 +1,9 @@
 // What the glue of jagged_sum and jagged_mean shares.
 #pragma once
 
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
 #include "contract/jagged_sum.h"
+#include "contract/rows.h"
 
 #include "cuda/kernels/jagged_sum.h"
 
@@ -35,8 +36,8 @@ Tensor reduce_rows(const char* op, const Tensor& x, const Tensor& offsets,
   params.columns = sizes.columns;
   params.x_stride = rows.stride(0);
   params.mean = false;
-  params.vectors = copy_unit_bytes(rows, sizes.columns, {0}) == 16;
-  params.type = element_type_of(x);
+  params.vectors = has_aligned_lines(rows, {0});
+  params.type = element_type(x.scalar_type());
   check_cuda(op, launch(params, current_stream(x)));
   return out;
 }
