@@ -13,6 +13,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 namespace jagged_cuda {
@@ -48,13 +49,39 @@ bool may_split(const Sizes& sizes, std::optional<int64_t> max_len) {
   return sizes.total > kTargetChunk && !(max_len && *max_len <= kTargetChunk);
 }
 
-// For each slot and row of it, `columns` sums and `stats` statistics.
-Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t columns,
-                      int64_t stats) {
-  return allocate(
-      op, like,
-      {target_slots(sizes.total), sizes.num_queries * sizes.heads, part_columns(columns) + stats},
-      ScalarType::Float);
+// For each slot and each of `queries` queries, `columns` sums and `stats` statistics.
+Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t queries,
+                      int64_t columns, int64_t stats) {
+  return allocate(op, like,
+                  {target_slots(sizes.total, sizes.num_seqs).count, queries * sizes.heads,
+                   part_columns(columns) + stats},
+                  ScalarType::Float);
+}
+
+// How many queries a pass over the keys takes, if all sequences may be split: so many that the
+// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of each
+// key/value head, whose parts take about half as much memory as k and v.
+int64_t queries_per_pass(const Sizes& sizes) {
+  constexpr int64_t kWorkspaceBytes = int64_t{256} << 20, kPassRows = 256;
+  const int64_t query_bytes = target_slots(sizes.total, sizes.num_seqs).count * sizes.heads *
+                              (part_columns(sizes.dim_v) + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t most = std::max(
+      {kWorkspaceBytes / query_bytes, kPassRows / (sizes.heads / sizes.kv_heads), int64_t{1}});
+  const int64_t passes = (sizes.num_queries + most - 1) / most;
+  return (sizes.num_queries + passes - 1) / passes;
+}
+
+// Queries [first, first + count) of each sequence.
+TargetAttentionParams select_queries(const TargetAttentionParams& params, int64_t first,
+                                     int64_t count) {
+  constexpr int64_t kElementBytes = 2;
+  TargetAttentionParams pass = params;
+  pass.num_queries = static_cast<int>(count);
+  pass.q.data =
+      static_cast<const char*>(params.q.data) + first * params.q.row_stride * kElementBytes;
+  pass.out = static_cast<char*>(params.out) + first * params.heads * params.dim_v * kElementBytes;
+  pass.lse = params.lse + first * params.heads;
+  return pass;
 }
 
 void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
@@ -67,7 +94,8 @@ void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor
   params.v = view_heads(v);
   params.out = const_cast<void*>(out.const_data_ptr());
   params.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
-  params.num_queries = static_cast<int>(sizes.num_queries);
+  params.slots_as_tiles = target_slots(sizes.total, sizes.num_seqs).as_tiles;
+  params.out_queries = params.num_queries = static_cast<int>(sizes.num_queries);
   params.heads = static_cast<int>(sizes.heads);
   params.kv_heads = static_cast<int>(sizes.kv_heads);
   params.dim_qk = static_cast<int>(sizes.dim_qk);
@@ -147,13 +175,19 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
     TargetAttentionParams params{};
     fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
     std::optional<Tensor> parts;
+    int64_t queries = sizes.num_queries;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, sizes.dim_v, 2);
+      queries = queries_per_pass(sizes);
+      parts = allocate_parts(op, sizes, q, queries, sizes.dim_v, 2);
       params.parts = parts->mutable_data_ptr<float>();
       params.part_stats =
           params.parts + parts->size(0) * parts->size(1) * part_columns(sizes.dim_v);
     }
-    check_cuda(op, launch_jagged_target_attention(params, current_stream(q)));
+    for (int64_t first = 0; first < sizes.num_queries; first += queries) {
+      const TargetAttentionParams pass =
+          select_queries(params, first, std::min(queries, sizes.num_queries - first));
+      check_cuda(op, launch_jagged_target_attention(pass, current_stream(q)));
+    }
   } else {
     q = with_uniform_rows(op, q);
     const Tensor q_offsets = query_offsets(op, sizes, q);
@@ -205,7 +239,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     params.grad_v = grad_v.mutable_data_ptr();
     std::optional<Tensor> parts;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, sizes.dim_qk, 0);
+      parts = allocate_parts(op, sizes, q, sizes.num_queries, sizes.dim_qk, 0);
       params.parts = parts->mutable_data_ptr<float>();
     }
     check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q)));

@@ -5,7 +5,7 @@
 // kTileN of its columns, so that up to 256 of them read A_b once. The four warps are one warpgroup,
 // of which each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
 // deterministic, and alike in any batch. Tensor cores truncate as they add, at most 2^-23 of the
-// sum for each 16 rows: what is lost reaches f16's rounding at 65,536 rows of one sign.
+// sum for each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
 //
 // y_b comes by TMA. A_b begins at any element and has any pitch, which TMA cannot copy: its lines
 // come as aligned granules by cp.async and are shifted into place while the product of the step
@@ -145,6 +145,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   __syncthreads();  // the barriers are initialised
   for (int step = 0; step < kSlots - 1; ++step) start_copies(step);
   jagged_cuda::Accumulator<1, kBlocks> sum = {};
+  RoundedSum<kBlocks> rounded;
   for (int step = 0; step < steps; ++step) {
     const int slot = step % kSlots, exist = min(kStepK, depth - step * kStepK);
     ATile& sA = shared.sA[step % 2];
@@ -162,6 +163,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(sum[0]);
+    if (step > 0 && step % (kSumDepth / kStepK) == 0) rounded.add(sum[0]);
     ptx::fence_proxy_async();
     __syncthreads();
     start_copies(step + kSlots - 1);
@@ -177,6 +179,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   }
   ptx::wgmma_wait_group<0>();
   ptx::fence_operands(sum[0]);
+  rounded.finish(sum[0]);
 
   const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
   const float scale[2] = {1.0f, 1.0f};

@@ -13,6 +13,9 @@
 //         start the copies that follow, into the slot that is free now
 //     and after the last step of a tile: wait for its product, store it
 //
+// Tensor cores truncate as they add: every kSumDepth of D the sum is added to a rounded one
+// (RoundedSum).
+//
 // Storing: rows of z_b begin at any element. Eight at a time are written to shared memory as far
 // from a multiple of 16 bytes as they lie in global memory, and leave from there as aligned
 // granules; only those that another row shares leave element by element.
@@ -186,7 +189,14 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   jagged_cuda::Accumulator<1, kTileN / 8> sum;
   int slot = 0, parity = 0;
   for (int n = begin; n < end; n += kTileN) {
+    RoundedSum<kTileN / 8> rounded;
     for (int k = 0; k < inner; k += kStepK) {
+      const int depth = k % kSumDepth;  // that the sum has
+      if (k > 0 && depth == 0) {
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(sum[0]);
+        rounded.add(sum[0]);
+      }
       ptx::mbarrier_wait(shared.full[slot], parity);
       ptx::wgmma_fence();
       const ptx::MatrixDescriptor x_rows = shared.sX[slot].descriptor(),
@@ -194,7 +204,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
 #pragma unroll
       for (int step = 0; step < kStepK; step += 16) {
         ptx::Wgmma<Element, false>::run(sum[0], x_rows + XTile::column_step_bytes(step),
-                                        y_rows + YTile::column_step_bytes(step), k > 0 || step > 0);
+                                        y_rows + YTile::column_step_bytes(step),
+                                        depth > 0 || step > 0);
       }
       ptx::wgmma_commit_group();
       const bool first = n == begin && k == 0;
@@ -207,6 +218,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(sum[0]);
+    rounded.finish(sum[0]);
     store_shifted<kTileN, Storage::kLine>(sum, shared.sRows[warp], gRows + n, pitch,
                                           rows - 16 * warp, min(end - n, kTileN));
   }

@@ -11,8 +11,10 @@
 // for 64 dims and 96 for 128 (dkdv 1 more), with steps of 32 both 32 for 64. Gradients leave
 // through the rows of Q, or of K and V.
 //
-// Barriers: one __syncthreads per step, as in forward_wgmma.cuh; dq has one more, when dO has
-// arrived, of which each warp reads its rows for delta.
+// Barriers: one __syncthreads per step: every thread has waited for its copies of the step, and all
+// have finished the step before, whose stage is filled next. dq has one more, when dO has arrived
+// (each warp reads its rows of it for delta), and a barrier of the warpgroup before dq leaves; dkdv
+// one before dk and dv leave.
 //
 // Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
 // that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
@@ -215,6 +217,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     ptx::fence_operands(dq[0]);
   }
   ptx::cp_async_wait<0>();
+  // dq leaves through sQ, of which each warp overwrites its own 16 rows. Nothing in the manual says
+  // that the products of another warp of the warpgroup read none of them: all must be done first.
+  ptx::bar_sync(1, kThreads);
   const float scales[1][2] = {{scale, scale}};
   store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);

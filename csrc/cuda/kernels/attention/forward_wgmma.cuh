@@ -118,11 +118,11 @@ __device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params
 template <typename Tile>
 __device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
                                           uint64_t& full) {
+  const int first = static_cast<int>(min(row, int64_t{kMaxRows32}));  // rows past the end are zeros
   ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
 #pragma unroll
   for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
-    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head,
-                                 static_cast<int>(row), full);
+    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full);
   }
 }
 
@@ -136,9 +136,9 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   QueryTile tile;
   tile.global_row = found.rows.begin + found.row;
   tile.key_begin = kv.begin;
-  tile.row = static_cast<int>(found.row);
+  tile.row = static_cast<int>(min(found.row, found.rows.len));
   tile.num_queries = static_cast<int>(found.rows.len);
-  tile.rows = max(0, min(kTileM, tile.num_queries - tile.row));
+  tile.rows = min(kTileM, tile.num_queries - tile.row);
   tile.num_keys = static_cast<int>(kv.len);
   return tile;
 }

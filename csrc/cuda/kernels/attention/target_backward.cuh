@@ -231,7 +231,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   ptx::griddepcontrol_launch_dependents();
 
   const int kv_head = blockIdx.x % params.kv_heads;
-  const TargetChunk chunk = find_chunk(params.offsets, blockIdx.x / params.kv_heads);
+  const TargetChunk chunk = find_chunk(params, blockIdx.x / params.kv_heads);
   if (!chunk.exists) return;
   const int64_t grad_k_stride = int64_t{params.kv_heads} * params.dim_qk,
                 grad_v_stride = int64_t{params.kv_heads} * params.dim_v;

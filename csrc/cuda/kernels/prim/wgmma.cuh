@@ -48,6 +48,12 @@ __device__ __forceinline__ void fence_operands(float (&c)[kBlocks][4]) {
   for (int i = 0; i < kBlocks * 4; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
 }
 
+// A value of which the compiler knows nothing. No instruction.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // An operand in shared memory ("Matrix Descriptor Format"): where it starts, the distance of its
 // 8-row groups, that of its 64-column blocks (read only where the operand is transposed), and how
 // its 16-byte chunks are exchanged.
