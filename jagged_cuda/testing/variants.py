@@ -156,7 +156,6 @@ BIASED_DENSE_BMM = dataclasses.replace(
     terms=_biased_terms,
     jumps=_biased_jumps,
     differentiable=("x", "y", "bias"),
-    invalid=(),
 )
 
 VARIANTS: dict[str, Case] = {"jagged_dense_bmm_biased": BIASED_DENSE_BMM}
