@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _attention
+from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
@@ -74,6 +75,9 @@ def jagged_flash_attention(
         >>> lse[:, 0].exp()
         tensor([4., 4., 4., 4., 1.])
     """
+    if len(window_size) != 2 or min(window_size) < -1:
+        expected = "(left, right), each -1 or more"
+        fail_argument("jagged_flash_attention", "window_size", expected, window_size)
     window_left, window_right = window_size
     if causal:
         window_right = 0
