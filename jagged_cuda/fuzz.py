@@ -392,7 +392,8 @@ def prepare(backends: Sequence[str], device: str) -> None:
     try:
         twins = operators("triton")
     except ImportError as error:
-        raise SystemExit(f"fuzz: the backend triton needs triton_ref: {error}") from None
+        where = "triton and triton_ref, which is run from a checkout of the sources"
+        raise SystemExit(f"fuzz: the backend triton needs {where}: {error}") from None
     lacking = [name for name in CASES if not hasattr(twins, name)]
     if lacking:
         raise SystemExit(f"fuzz: triton_ref has no {', '.join(lacking)}")
