@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.variants import EVERY
 from tests.tools import corrupt
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
