@@ -19,11 +19,10 @@ from plain import assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec
-from jagged_cuda.testing.variants import EVERY
 
 pytestmark = pytest.mark.cuda
 
@@ -496,7 +495,7 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
 
     def step() -> tuple[Tensors, tuple[torch.Tensor, ...]]:
         found = case.call(jagged_cuda, static)
-        inputs = [leaves[name] for name in case.differentiable]
+        inputs = [leaves[name] for name in case.inputs]
         return found, torch.autograd.grad(list(found.values()), inputs, list(cotangents.values()))
 
     stream = torch.cuda.Stream()
@@ -531,7 +530,7 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
                 cotangents[name].copy_(tensor)
         graph.replay()
         results = {n: t.detach().clone() for n, t in found.items()}
-        names = (f"grad_{name}" for name in case.differentiable)
+        names = (f"grad_{name}" for name in case.inputs)
         results |= {n: g.clone() for n, g in zip(names, gradients, strict=True)}
         check(case, fresh, results, given)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
 
 CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
@@ -54,7 +53,7 @@ def small_sample(
 
 def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     """The operator as a function of its differentiable arguments; LSE without its rows of -inf."""
-    names = case.differentiable
+    names = case.inputs
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         tensors = sample.tensors | dict(zip(names, values, strict=True))
