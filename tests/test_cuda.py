@@ -36,7 +36,7 @@ CUDA = "cuda"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
@@ -44,7 +44,7 @@ _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_b
 
 def _on_hopper(path: str) -> str:
     """The 16-bit path there."""
-    return re.sub(r"mma_sync(?=\.(bf|fp)16)", "wgmma", path) if HOPPER else path
+    return re.sub(r"mma_sync(?=\.b?f16)", "wgmma", path) if HOPPER else path
 
 
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
@@ -68,10 +68,10 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ),
         )
         for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.fp32"),
+            (torch.float32, False, "mma_sync.f32"),
             (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.fp64"),
-            (torch.float16, True, "mma_sync.fp16"),
+            (torch.float64, False, "fma.f64"),
+            (torch.float16, True, "mma_sync.f16"),
             (torch.bfloat16, False, "mma_sync.bf16"),
         )
     ),
@@ -82,10 +82,10 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_jagged_bmm", _JAGGED, False),
         )
         for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.fp32"),
+            (torch.float32, False, "mma_sync.f32"),
             (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.fp64"),
-            (torch.float16, True, "mma_sync.fp16"),
+            (torch.float64, False, "fma.f64"),
+            (torch.float16, True, "mma_sync.f16"),
             (torch.bfloat16, False, "mma_sync.bf16"),
         )
     ),
@@ -98,7 +98,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             f"cuda.jagged_softmax.{name}",
             f"cuda.jagged_softmax_backward.{name}",
         )
-        for name, dtype in (_DTYPES | {"fp32": torch.float32, "fp64": torch.float64}).items()
+        for name, dtype in (_DTYPES | {"f32": torch.float32, "f64": torch.float64}).items()
     ),
     *(
         (
@@ -152,8 +152,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             tf32,
             {},
-            f"cuda.attention.forward.simt.{name}",
-            f"cuda.attention.backward.simt.{name}",
+            f"cuda.attention.forward.fma.{name}",
+            f"cuda.attention.backward.fma.{name}",
         )
         for name, dtype, tf32 in (
             ("f32", torch.float32, False),
@@ -207,8 +207,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {},
-            f"cuda.attention.forward.simt.{name}",
-            f"cuda.attention.backward.simt.{name}",
+            f"cuda.attention.forward.fma.{name}",
+            f"cuda.attention.backward.fma.{name}",
         )
         for name, dtype in (("f32", torch.float32), ("f64", torch.float64))
     ),

@@ -202,10 +202,10 @@ def test_without_a_checkout_there_are_no_twins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def recorded(place: str) -> set[str]:
-    """The names of kernel paths that the sources hold."""
+    """The names of kernel paths that the sources hold, or their beginnings."""
     texts = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     code = [re.sub(r"//.*", "", text) for text in texts]
-    return {name for text in code for name in re.findall(rf'"({place}(?:\.[a-z0-9_]+)+)"', text)}
+    return {name for text in code for name in re.findall(rf'"({place}\.[a-z0-9_.]+)"', text)}
 
 
 def test_every_path_of_the_cpu_is_known() -> None:
@@ -214,7 +214,10 @@ def test_every_path_of_the_cpu_is_known() -> None:
 
 @pytest.mark.cuda
 def test_every_path_of_the_gpu_is_known() -> None:
-    assert kernel_paths("cuda") == recorded("cuda")
+    """Most names are put together at compile time: the sources hold how they begin."""
+    paths, beginnings = kernel_paths("cuda"), tuple(recorded("cuda"))
+    assert all(path.startswith(beginnings) for path in paths)
+    assert all(any(path.startswith(name) for path in paths) for name in beginnings)
 
 
 def test_the_report_names_what_was_never_reached() -> None:

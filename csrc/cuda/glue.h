@@ -1,16 +1,19 @@
-// What every CUDA entry needs beside its contract: stream, offsets, checks, launch errors.
+// What every CUDA entry needs beside its contract: stream, offsets, checks, launch errors, element
+// types, alignment.
 #pragma once
 
 #include "contract/contract.h"
-#include "contract/last_kernel.h"
 
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 
 // Exported by libtorch_cuda; torch declares it under USE_CUDA only.
@@ -35,7 +38,53 @@ inline void check_cuda(const char* op, cudaError_t error) {
          "); run `python -m jagged_cuda.info` to see what it holds, and rebuild with "
          "TORCH_CUDA_ARCH_LIST set");
   }
+  if (error == cudaErrorInvalidConfiguration) {
+    fail(std::string(op) + ": the tensors are too large for one launch on CUDA");
+  }
   fail(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
+}
+
+// Products that allow it round f32 to TF32.
+inline ElementType element_type(ScalarType dtype, bool allow_tf32 = false) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return ElementType::kBf16;
+    case ScalarType::Half:
+      return ElementType::kF16;
+    case ScalarType::Double:
+      return ElementType::kF64;
+    default:
+      return allow_tf32 ? ElementType::kTf32 : ElementType::kF32;
+  }
+}
+
+constexpr int64_t kVectorBytes = 16;
+
+// Whether each line of `tensor` begins at a multiple of `bytes` and has a multiple of them. `dims`
+// lead from one line to another; the others make up a line, and are contiguous.
+inline bool has_aligned_lines(const Tensor& tensor, std::initializer_list<int64_t> dims,
+                              int64_t bytes = kVectorBytes) {
+  const int64_t element_bytes = static_cast<int64_t>(tensor.element_size());
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
+  int64_t line_bytes = element_bytes;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (std::find(dims.begin(), dims.end(), dim) == dims.end()) {
+      line_bytes *= tensor.size(dim);
+    } else if (tensor.size(dim) > 1) {
+      aligned = aligned && tensor.stride(dim) * element_bytes % bytes == 0;
+    }
+  }
+  return aligned && line_bytes % bytes == 0;
+}
+
+// The widest unit, up to 16 bytes, in which the lines of `tensor` can be copied. Results are
+// contiguous and aligned.
+inline int copy_unit_bytes(const Tensor& tensor, std::initializer_list<int64_t> dims) {
+  int unit = kVectorBytes;
+  while (unit > static_cast<int>(tensor.element_size()) && !has_aligned_lines(tensor, dims, unit)) {
+    unit /= 2;
+  }
+  return unit;
 }
 
 // JAGGED_CUDA_TENSOR_CORES=mma_sync makes every GPU take the kernels that run on all of them.

@@ -1,5 +1,4 @@
 #include "cuda/matrices.h"
-#include "cuda/rows_glue.h"
 #include "cuda/kernels/jagged2_softmax.h"
 
 #include <torch/csrc/stable/library.h>
@@ -11,14 +10,6 @@ namespace {
 
 // How many rows the matrices' sides have is nowhere said: offsets are not bounded above.
 constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
-
-const char* kernel_name(bool backward, bool over_rows) {
-  if (backward) {
-    return over_rows ? "cuda.jagged2_softmax_backward.rows"
-                     : "cuda.jagged2_softmax_backward.columns";
-  }
-  return over_rows ? "cuda.jagged2_softmax.rows" : "cuda.jagged2_softmax.columns";
-}
 
 // a [sum Lx*Ly], offsets [B + 1], y_offsets [B + 1] or none, matrix_offsets [B + 1] -> like a
 Tensor jagged2_softmax(const Tensor& a, const Tensor& offsets,
@@ -41,9 +32,8 @@ Tensor jagged2_softmax(const Tensor& a, const Tensor& offsets,
   params.matrices = view_matrices(bounds, kUnbounded, kUnbounded, sizes.elems);
   params.over_rows = dim == -2;
   params.scale = scale;
-  params.type = element_type_of(a);
+  params.type = element_type(a.scalar_type());
   check_cuda(op, launch_jagged2_softmax(params, current_stream(a)));
-  record_kernel(kernel_name(false, params.over_rows));
   return out;
 }
 
@@ -70,9 +60,8 @@ Tensor jagged2_softmax_backward(const Tensor& grad_out, const Tensor& out, const
   params.matrices = view_matrices(bounds, kUnbounded, kUnbounded, sizes.elems);
   params.over_rows = dim == -2;
   params.scale = scale;
-  params.type = element_type_of(out);
+  params.type = element_type(out.scalar_type());
   check_cuda(op, launch_jagged2_softmax_backward(params, current_stream(out)));
-  record_kernel(kernel_name(true, params.over_rows));
   return grad_a;
 }
 

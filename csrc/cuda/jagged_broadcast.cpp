@@ -1,4 +1,5 @@
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
+#include "contract/rows.h"
 #include "cuda/kernels/jagged_broadcast.h"
 
 #include <torch/csrc/stable/library.h>
@@ -20,14 +21,13 @@ Tensor jagged_broadcast(const Tensor& x, const Tensor& offsets, int64_t total) {
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
   JaggedBroadcastParams params;
-  params.unit_bytes = copy_unit_bytes(rows, sizes.rest, {0});
+  params.unit_bytes = copy_unit_bytes(rows, {0});
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
   params.row_units = sizes.rest * elem_bytes / params.unit_bytes;
   params.x_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
   check_cuda(op, launch_jagged_broadcast(params, current_stream(x)));
-  record_kernel("cuda.jagged_broadcast");
   return out;
 }
 

@@ -1,27 +1,10 @@
 #include "cuda/glue.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/jagged_dense_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
-
-const char* kernel_name(gemm::Math math) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      return "cuda.jagged_dense_bmm.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      return "cuda.jagged_dense_bmm.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return "cuda.jagged_dense_bmm.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return "cuda.jagged_dense_bmm.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return "cuda.jagged_dense_bmm.fma.fp64";
-  }
-  return "none";
-}
 
 // y [B, D, N] as the kernel takes it: stride 1 along D or N. A dimension of size 1 has any stride,
 // so both may serve; then the one whose lines are aligned.
@@ -76,9 +59,8 @@ Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets,
   params.y_along_inner = dense.along_inner;
   params.x_vectors = has_aligned_lines(rows, {0});
   params.y_vectors = dense.vectors;
-  params.math = product_math(x.scalar_type(), allow_tf32);
+  params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_dense_bmm(params, current_stream(x)));
-  record_kernel(kernel_name(params.math));
   return out;
 }
 

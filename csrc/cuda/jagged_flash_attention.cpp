@@ -18,8 +18,7 @@ void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, co
                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                  const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
                  int64_t window_right, double scale, std::optional<int64_t> max_len) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
+  params.type = element_type(q.scalar_type());
   params.q_offsets = view_offsets(offsets, sizes.Tq);
   params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
   params.q = view_heads(q);
@@ -36,9 +35,8 @@ void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, co
   params.scale = scale;
   params.max_len = max_len.value_or(0);
   params.mma_sync_only = mma_sync_only(op);
-  params.aligned =
-      aligned(params.q, sizes.D, element_bytes) && aligned(params.k, sizes.D, element_bytes) &&
-      aligned(params.v, sizes.Dv, element_bytes) && aligned(params.out, sizes.Dv, element_bytes);
+  params.aligned = has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1});
 }
 
 void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
@@ -70,9 +68,7 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale, max_len);
-  const char* path = "none";
-  check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
-  record_kernel(path);
+  check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }
 
@@ -110,17 +106,14 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   AttentionBackwardParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale, max_len);
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.grad_out = view_heads(grad_out);
-  params.aligned = params.aligned && aligned(params.grad_out, sizes.Dv, element_bytes);
+  params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
   params.delta = delta.mutable_data_ptr();
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
-  const char* path = "none";
-  check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q), &path));
-  record_kernel(path);
+  check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   return {grad_q, grad_k, grad_v};
 }
 

@@ -1,27 +1,10 @@
 #include "cuda/glue.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/jagged_jagged_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
-
-const char* kernel_name(gemm::Math math) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      return "cuda.jagged_jagged_bmm.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      return "cuda.jagged_jagged_bmm.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return "cuda.jagged_jagged_bmm.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return "cuda.jagged_jagged_bmm.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return "cuda.jagged_jagged_bmm.fma.fp64";
-  }
-  return "none";
-}
 
 // x [T, D], y [T, N], offsets [B + 1] -> [B, D, N]
 Tensor jagged_jagged_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32) {
@@ -46,9 +29,8 @@ Tensor jagged_jagged_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets
   params.y_stride = right.stride(0);
   params.x_vectors = has_aligned_lines(left, {0});
   params.y_vectors = has_aligned_lines(right, {0});
-  params.math = product_math(x.scalar_type(), allow_tf32);
+  params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_jagged_bmm(params, current_stream(x)));
-  record_kernel(kernel_name(params.math));
   return out;
 }
 

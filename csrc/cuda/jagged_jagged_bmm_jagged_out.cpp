@@ -1,30 +1,11 @@
 #include "cuda/glue.h"
 #include "cuda/matrices.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
-
-const char* kernel_name(gemm::Math math, bool wgmma) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      return wgmma ? "cuda.jagged_jagged_bmm_jagged_out.wgmma.bf16"
-                   : "cuda.jagged_jagged_bmm_jagged_out.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      return wgmma ? "cuda.jagged_jagged_bmm_jagged_out.wgmma.fp16"
-                   : "cuda.jagged_jagged_bmm_jagged_out.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return "cuda.jagged_jagged_bmm_jagged_out.fma.fp64";
-  }
-  return "none";
-}
 
 // x [Tx, D], y [Ty, D], offsets, y_offsets and matrix_offsets [B + 1] -> [total_out]
 Tensor jagged_jagged_bmm_jagged_out(const Tensor& x, const Tensor& y, const Tensor& offsets,
@@ -53,9 +34,8 @@ Tensor jagged_jagged_bmm_jagged_out(const Tensor& x, const Tensor& y, const Tens
   params.x_vectors = has_aligned_lines(left, {0});
   params.y_vectors = has_aligned_lines(right, {0});
   params.mma_sync_only = mma_sync_only(op);
-  params.math = product_math(x.scalar_type(), allow_tf32);
+  params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_jagged_bmm_jagged_out(params, current_stream(x)));
-  record_kernel(kernel_name(params.math, takes_wgmma(params)));
   return out;
 }
 

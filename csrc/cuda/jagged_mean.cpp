@@ -11,9 +11,7 @@ Tensor jagged_mean(const Tensor& x, const Tensor& offsets) {
   constexpr const char* op = "jagged_mean";
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, offsets});
-  const Tensor out = reduce_rows(op, x, offsets, sizes, launch_jagged_mean);
-  record_kernel("cuda.jagged_mean");
-  return out;
+  return reduce_rows(op, x, offsets, sizes, launch_jagged_mean);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) { m.impl("jagged_mean", TORCH_BOX(&jagged_mean)); }

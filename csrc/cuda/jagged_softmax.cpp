@@ -1,4 +1,4 @@
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
 #include "cuda/kernels/jagged_softmax.h"
 
 #include <torch/csrc/stable/library.h>
@@ -6,27 +6,10 @@
 namespace jagged_cuda {
 namespace {
 
-// Whether rows of `columns` elements, `stride` apart, can be read and written as vectors of 4
-// elements (2 of fp64).
-bool has_vectors(const Tensor& tensor, int64_t columns, int64_t stride) {
-  const int64_t count = tensor.scalar_type() == ScalarType::Double ? 2 : 4;
-  const int64_t bytes = count * static_cast<int64_t>(tensor.element_size());
-  return columns % count == 0 && stride % count == 0 &&
-         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
-}
-
-const char* kernel_name(ElementType type, bool backward) {
-  switch (type) {
-    case ElementType::kFp32:
-      return backward ? "cuda.jagged_softmax_backward.fp32" : "cuda.jagged_softmax.fp32";
-    case ElementType::kFp64:
-      return backward ? "cuda.jagged_softmax_backward.fp64" : "cuda.jagged_softmax.fp64";
-    case ElementType::kFp16:
-      return backward ? "cuda.jagged_softmax_backward.fp16" : "cuda.jagged_softmax.fp16";
-    case ElementType::kBf16:
-      return backward ? "cuda.jagged_softmax_backward.bf16" : "cuda.jagged_softmax.bf16";
-  }
-  return "none";
+// Whether rows can be read and written as vectors of 4 elements (2 of f64).
+bool has_vectors(const Tensor& rows) {
+  const int64_t count = rows.scalar_type() == ScalarType::Double ? 2 : 4;
+  return has_aligned_lines(rows, {0}, count * static_cast<int64_t>(rows.element_size()));
 }
 
 // x [T, ...], offsets [B + 1] -> like x
@@ -48,10 +31,9 @@ Tensor jagged_softmax(const Tensor& x, const Tensor& offsets, double scale) {
   params.columns = sizes.rest;
   params.x_stride = rows.stride(0);
   params.scale = scale;
-  params.vectors = has_vectors(rows, sizes.rest, params.x_stride);
-  params.type = element_type_of(x);
+  params.vectors = has_vectors(rows);
+  params.type = element_type(x.scalar_type());
   check_cuda(op, launch_jagged_softmax(params, current_stream(x)));
-  record_kernel(kernel_name(params.type, false));
   return out;
 }
 
@@ -77,11 +59,9 @@ Tensor jagged_softmax_backward(const Tensor& grad_out, const Tensor& out, const 
   params.grad_out_stride = grad_rows.stride(0);
   params.out_stride = out_rows.stride(0);
   params.scale = scale;
-  params.vectors = has_vectors(grad_rows, sizes.rest, params.grad_out_stride) &&
-                   has_vectors(out_rows, sizes.rest, params.out_stride);
-  params.type = element_type_of(out);
+  params.vectors = has_vectors(grad_rows) && has_vectors(out_rows);
+  params.type = element_type(out.scalar_type());
   check_cuda(op, launch_jagged_softmax_backward(params, current_stream(out)));
-  record_kernel(kernel_name(params.type, true));
   return grad_x;
 }
 

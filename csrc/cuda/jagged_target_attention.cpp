@@ -11,23 +11,17 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 namespace jagged_cuda {
 namespace {
-
-bool is_16_bit(const Tensor& tensor) { return tensor.element_size() == 2; }
 
 // A [B, N, H, dim] tensor with a contiguous last dimension; strides of dimensions of size 1 become
 // 0.
 QueriesView view_queries(const Tensor& tensor) {
   const auto stride = [&](int64_t dim) { return tensor.size(dim) > 1 ? tensor.stride(dim) : 0; };
   return {tensor.const_data_ptr(), stride(0), stride(1), stride(2)};
-}
-
-bool queries_aligned(const QueriesView& view, int64_t dim, int64_t element_bytes) {
-  return on_vectors(view.data, element_bytes,
-                    {view.seq_stride, view.row_stride, view.head_stride, dim});
 }
 
 // --- kernels of its own
@@ -39,35 +33,60 @@ bool may_split(const Sizes& sizes, std::optional<int64_t> max_len) {
   return sizes.T > kTargetChunk && !(max_len && *max_len <= kTargetChunk);
 }
 
-// For each slot and row of it, `columns` sums and `stats` statistics.
-Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t columns,
-                      int64_t stats) {
-  return allocate(op, like,
-                  {target_slots(sizes.T), sizes.N * sizes.H, part_columns(columns) + stats},
-                  ScalarType::Float);
+// For each slot and each of `queries` queries, `columns` sums and `stats` statistics.
+Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t queries,
+                      int64_t columns, int64_t stats) {
+  return allocate(
+      op, like,
+      {target_slots(sizes.T, sizes.B).count, queries * sizes.H, part_columns(columns) + stats},
+      ScalarType::Float);
+}
+
+// How many queries a pass over the keys takes, if all sequences may be split: so many that the
+// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of each
+// key/value head, whose parts take about half as much memory as k and v.
+int64_t queries_per_pass(const Sizes& sizes) {
+  constexpr int64_t kWorkspaceBytes = int64_t{256} << 20, kPassRows = 256;
+  const int64_t query_bytes = target_slots(sizes.T, sizes.B).count * sizes.H *
+                              (part_columns(sizes.Dv) + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t most =
+      std::max({kWorkspaceBytes / query_bytes, kPassRows / (sizes.H / sizes.G), int64_t{1}});
+  const int64_t passes = (sizes.N + most - 1) / most;
+  return (sizes.N + passes - 1) / passes;
+}
+
+// Queries [first, first + count) of each sequence.
+TargetAttentionParams select_queries(const TargetAttentionParams& params, int64_t first,
+                                     int64_t count) {
+  constexpr int64_t kElementBytes = 2;
+  TargetAttentionParams pass = params;
+  pass.num_queries = static_cast<int>(count);
+  pass.q.data =
+      static_cast<const char*>(params.q.data) + first * params.q.row_stride * kElementBytes;
+  pass.out = static_cast<char*>(params.out) + first * params.heads * params.dim_v * kElementBytes;
+  pass.lse = params.lse + first * params.heads;
+  return pass;
 }
 
 void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                  const Tensor& offsets, double scale) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
+  params.type = element_type(q.scalar_type());
   params.offsets = view_offsets(offsets, sizes.T);
   params.q = view_queries(q);
   params.k = view_heads(k);
   params.v = view_heads(v);
   params.out = const_cast<void*>(out.const_data_ptr());
   params.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
-  params.num_queries = static_cast<int>(sizes.N);
+  params.slots_as_tiles = target_slots(sizes.T, sizes.B).as_tiles;
+  params.out_queries = params.num_queries = static_cast<int>(sizes.N);
   params.heads = static_cast<int>(sizes.H);
   params.kv_heads = static_cast<int>(sizes.G);
   params.dim_qk = static_cast<int>(sizes.D);
   params.dim_v = static_cast<int>(sizes.Dv);
   params.scale = static_cast<float>(scale);
-  params.aligned = queries_aligned(params.q, sizes.D, element_bytes) &&
-                   aligned(params.k, sizes.D, element_bytes) &&
-                   aligned(params.v, sizes.Dv, element_bytes) &&
-                   on_vectors(params.out, element_bytes, {sizes.Dv});
+  params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
 }
 
 // --- kernels of jagged_flash_attention
@@ -98,8 +117,7 @@ Tensor query_offsets(const char* op, const Sizes& sizes, const Tensor& like) {
 void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                 const Tensor& q_offsets, const Tensor& offsets, double scale) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
+  params.type = element_type(q.scalar_type());
   params.q_offsets = view_offsets(q_offsets, sizes.B * sizes.N);
   params.kv_offsets = view_offsets(offsets, sizes.T);
   params.q = view_as_rows(q);
@@ -114,9 +132,8 @@ void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, con
   params.window_left = params.window_right = AttentionParams::kUnbounded;
   params.scale = scale;
   params.mma_sync_only = mma_sync_only(op);
-  params.aligned =
-      aligned(params.q, sizes.D, element_bytes) && aligned(params.k, sizes.D, element_bytes) &&
-      aligned(params.v, sizes.Dv, element_bytes) && aligned(params.out, sizes.Dv, element_bytes);
+  params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
 }
 
 // --- entries
@@ -138,25 +155,29 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
   Tensor lse = allocate(op, q, {sizes.B, sizes.N, sizes.H}, sum_dtype(q.scalar_type()));
   if (sizes.B * sizes.N * sizes.H == 0) return {out, lse};
 
-  const char* path = "none";
-  if (is_16_bit(q)) {
+  if (is_16_bit(element_type(q.scalar_type()))) {
     TargetAttentionParams params{};
     fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
     std::optional<Tensor> parts;
+    int64_t queries = sizes.N;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, sizes.Dv, 2);
+      queries = queries_per_pass(sizes);
+      parts = allocate_parts(op, sizes, q, queries, sizes.Dv, 2);
       params.parts = parts->mutable_data_ptr<float>();
       params.part_stats = params.parts + parts->size(0) * parts->size(1) * part_columns(sizes.Dv);
     }
-    check_cuda(op, launch_jagged_target_attention(params, current_stream(q), &path));
+    for (int64_t first = 0; first < sizes.N; first += queries) {
+      const TargetAttentionParams pass =
+          select_queries(params, first, std::min(queries, sizes.N - first));
+      check_cuda(op, launch_jagged_target_attention(pass, current_stream(q)));
+    }
   } else {
     q = with_uniform_rows(op, q);
     const Tensor q_offsets = query_offsets(op, sizes, q);
     AttentionParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
-    check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   }
-  record_kernel(path);
   return {out, lse};
 }
 
@@ -188,24 +209,22 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     return {grad_q, grad_k, grad_v};
   }
 
-  const char* path = "none";
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   const int64_t rows = sizes.N * (sizes.H / sizes.G);
-  if (is_16_bit(q) && rows <= target_backward_rows(sizes.D, sizes.Dv)) {
+  if (is_16_bit(element_type(q.scalar_type())) && rows <= target_backward_rows(sizes.D, sizes.Dv)) {
     TargetAttentionBackwardParams params{};
     fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
     params.grad_out = view_queries(grad_out);
-    params.aligned = params.aligned && queries_aligned(params.grad_out, sizes.Dv, element_bytes);
+    params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr<float>() : nullptr;
     params.grad_q = grad_q.mutable_data_ptr();
     params.grad_k = grad_k.mutable_data_ptr();
     params.grad_v = grad_v.mutable_data_ptr();
     std::optional<Tensor> parts;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, sizes.D, 0);
+      parts = allocate_parts(op, sizes, q, sizes.N, sizes.D, 0);
       params.parts = parts->mutable_data_ptr<float>();
     }
-    check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q)));
   } else {
     q = with_uniform_rows(op, q);
     grad_out = with_uniform_rows(op, grad_out);
@@ -214,15 +233,14 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     AttentionBackwardParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
     params.grad_out = view_as_rows(grad_out);
-    params.aligned = params.aligned && aligned(params.grad_out, sizes.Dv, element_bytes);
+    params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
     params.delta = delta.mutable_data_ptr();
     params.grad_q = view_as_rows(grad_q);
     params.grad_k = view_heads(grad_k);
     params.grad_v = view_heads(grad_v);
-    check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   }
-  record_kernel(path);
   return {grad_q, grad_k, grad_v};
 }
 

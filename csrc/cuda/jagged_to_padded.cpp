@@ -1,4 +1,5 @@
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
+#include "contract/rows.h"
 #include "cuda/kernels/jagged_to_padded.h"
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +27,7 @@ Tensor jagged_to_padded(const Tensor& x, const Tensor& offsets, int64_t max_len,
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
   JaggedToPaddedParams params;
-  params.unit_bytes = copy_unit_bytes(rows, sizes.rest, {0});
+  params.unit_bytes = copy_unit_bytes(rows, {0});
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, sizes.T);
@@ -35,7 +36,6 @@ Tensor jagged_to_padded(const Tensor& x, const Tensor& offsets, int64_t max_len,
   params.x_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
   params.fill = repeat_element(element_bits(x.scalar_type(), fill), elem_bytes);
   check_cuda(op, launch_jagged_to_padded(params, current_stream(x)));
-  record_kernel("cuda.jagged_to_padded");
   return out;
 }
 

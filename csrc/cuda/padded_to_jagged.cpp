@@ -1,4 +1,5 @@
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
+#include "contract/rows.h"
 #include "cuda/kernels/padded_to_jagged.h"
 
 #include <torch/csrc/stable/library.h>
@@ -20,7 +21,7 @@ Tensor padded_to_jagged(const Tensor& x, const Tensor& offsets, int64_t total) {
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
   PaddedToJaggedParams params;
-  params.unit_bytes = copy_unit_bytes(rows, sizes.rest, {0, 1});
+  params.unit_bytes = copy_unit_bytes(rows, {0, 1});
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
@@ -29,7 +30,6 @@ Tensor padded_to_jagged(const Tensor& x, const Tensor& offsets, int64_t total) {
   params.x_seq_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
   params.x_row_stride = rows.stride(1) * elem_bytes / params.unit_bytes;
   check_cuda(op, launch_padded_to_jagged(params, current_stream(x)));
-  record_kernel("cuda.padded_to_jagged");
   return out;
 }
 

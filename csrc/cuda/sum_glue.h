@@ -1,7 +1,8 @@
 // What the glue of jagged_sum and jagged_mean shares.
 #pragma once
 
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
+#include "contract/rows.h"
 
 #include "cuda/kernels/jagged_sum.h"
 
@@ -34,8 +35,8 @@ Tensor reduce_rows(const char* op, const Tensor& x, const Tensor& offsets, const
   params.columns = sizes.rest;
   params.x_stride = rows.stride(0);
   params.mean = false;
-  params.vectors = copy_unit_bytes(rows, sizes.rest, {0}) == 16;
-  params.type = element_type_of(x);
+  params.vectors = has_aligned_lines(rows, {0});
+  params.type = element_type(x.scalar_type());
   check_cuda(op, launch(params, current_stream(x)));
   return out;
 }

@@ -60,6 +60,8 @@ def jagged_flash_attention(
         multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
         TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
         result does not depend on its neighbours, bit for bit.
+        A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
+        is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, forward and backward; no double backward. q, k and v are read in place if
         their last dimension is contiguous (slices of a fused projection included), fastest if
         rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of

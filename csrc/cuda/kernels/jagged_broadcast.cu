@@ -14,7 +14,7 @@ cudaError_t launch_jagged_broadcast(const JaggedBroadcastParams& params, cudaStr
   launch.seq_stride = params.x_stride;
   launch.row_stride = 0;
   launch.limit = params.offsets.total;
-  return rows::launch_gather(launch, params.unit_bytes, stream);
+  return rows::launch_gather(launch, params.unit_bytes, stream, "cuda.jagged_broadcast");
 }
 
 }  // namespace jagged_cuda

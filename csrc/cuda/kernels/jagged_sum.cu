@@ -5,17 +5,9 @@
 namespace jagged_cuda {
 
 cudaError_t launch_jagged_sum(const JaggedSumParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case ElementType::kFp32:
-      return rows::launch_sum_type<float>(params, stream);
-    case ElementType::kFp64:
-      return rows::launch_sum_type<double>(params, stream);
-    case ElementType::kFp16:
-      return rows::launch_sum_type<__half>(params, stream);
-    case ElementType::kBf16:
-      return rows::launch_sum_type<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element(params.type, [&](auto element) {
+    return rows::launch_sum_type<decltype(element)>(params, stream);
+  });
 }
 
 }  // namespace jagged_cuda

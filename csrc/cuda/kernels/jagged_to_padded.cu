@@ -84,8 +84,8 @@ cudaError_t launch_jagged_to_padded(const JaggedToPaddedParams& params, cudaStre
   constexpr int64_t kCtaRows = int64_t{kWarps} * kRows;
   const int64_t ctas = (params.offsets.num_seqs * params.max_len + kCtaRows - 1) / kCtaRows;
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_to_padded_kernel<decltype(unit)>>(
-        arguments, dim3(static_cast<unsigned>(ctas)), kThreads, 0, stream);
+    return launch<jagged_to_padded_kernel<decltype(unit)>>(arguments, {ctas}, kThreads, 0, stream,
+                                                           "cuda.jagged_to_padded");
   });
 }
 

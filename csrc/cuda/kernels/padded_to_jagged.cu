@@ -14,7 +14,7 @@ cudaError_t launch_padded_to_jagged(const PaddedToJaggedParams& params, cudaStre
   launch.seq_stride = params.x_seq_stride;
   launch.row_stride = params.x_row_stride;
   launch.limit = params.max_len;
-  return rows::launch_gather(launch, params.unit_bytes, stream);
+  return rows::launch_gather(launch, params.unit_bytes, stream, "cuda.padded_to_jagged");
 }
 
 }  // namespace jagged_cuda

@@ -5,12 +5,12 @@
 // delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
 // Two kernels, in this order on one stream, each recomputing S and dP, so that no sum crosses a
-// CTA: no atomics, no fp32 copy of dq, the same bits at every run.
-//   backward_dq:   a CTA owns a tile of queries of one head, walks over its keys, and leaves delta
-//   behind. backward_dkdv: a CTA owns a tile of keys of one kv head, walks over the queries of
-//   every head of its group; it works on S^T and
-//                  dP^T, so that a warp owns 16 keys and P^T, dS^T go from accumulator to operand
-//                  without leaving registers.
+// CTA: no atomics, no f32 copy of dq, the same bits at every run.
+//   backward_dq    A CTA owns a tile of queries of one head, walks over its keys, and leaves delta
+//                  behind.
+//   backward_dkdv  A CTA owns a tile of keys of one kv head and walks over the queries of every
+//                  head of its group. It works on S^T and dP^T, so that a warp owns 16 keys and
+//                  P^T, dS^T go from accumulator to operand without leaving registers.
 //
 // Grid: x = tiles of kRows rows (find_tile), y = heads. Warps of 16 or 32 rows as in the forward
 // pass. For 256 dims dK and dV of 16 rows would take 256 registers: there two warps share 16 keys
@@ -43,13 +43,15 @@ struct DqConfig {
   static constexpr int kWarpRows = kRowBlocks * 16;
   static constexpr int kRows = kWarps * kWarpRows;  // queries that a CTA owns
   static constexpr int kStep = 32;                  // keys of an iteration
-  static constexpr int kMinBlocks = kRowBlocks == 2 ? 2
-                                    : kDim == 32    ? 5
-                                    : kDim == 64    ? 4
-                                    : kDim == 128   ? 3
-                                                    : 1;
+  static constexpr int kMinCtas = kRowBlocks == 2 ? 2
+                                  : kDim == 32    ? 5
+                                  : kDim == 64    ? 4
+                                  : kDim == 128   ? 3
+                                                  : 1;
   static constexpr int kStages = 2;
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
+  static constexpr PathName kName =
+      PathName("cuda.attention.backward.mma_sync.d") + kDim + (kRowBlocks == 2 ? ".rows128" : "");
 };
 
 template <typename Element_, int kDim_, int kRowBlocks_>
@@ -63,11 +65,11 @@ struct DkdvConfig {
   static constexpr int kWarpRows = kRowBlocks * 16;
   static constexpr int kRows = kRowWarps * kWarpRows;  // keys that a CTA owns
   static constexpr int kStep = kDim <= 128 ? 32 : 16;  // queries of an iteration
-  static constexpr int kMinBlocks = kDim == 256       ? 1
-                                    : kRowBlocks == 2 ? 2
-                                    : kDim == 32      ? 5
-                                    : kDim == 64      ? 3
-                                                      : 2;
+  static constexpr int kMinCtas = kDim == 256       ? 1
+                                  : kRowBlocks == 2 ? 2
+                                  : kDim == 32      ? 5
+                                  : kDim == 64      ? 3
+                                                    : 2;
   static constexpr int kStages = 2;
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
 };
@@ -115,7 +117,7 @@ __device__ __forceinline__ float row_dot(Tile& sGradOut, int row, const Element*
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dq_mma_sync(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_mma_sync(
     const __grid_constant__ AttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
@@ -230,7 +232,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dkdv_mma_sync(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_mma_sync(
     const __grid_constant__ AttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
@@ -367,6 +369,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
              params.dim_qk, params.aligned, lane);
   store_rows(dv, ones, shared.sV, warp_row, column, gGradV, params.grad_v.row_stride, rows,
              params.dim_v, params.aligned, lane);
+}
+
+template <typename Element>
+cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
+    using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
+    using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
+    const cudaError_t error = launch<backward_dq_mma_sync<Dq>>(
+        params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+        sizeof(DqStorage<Dq>), stream, Dq::kName);
+    if (error != cudaSuccess) return error;
+    return launch<backward_dkdv_mma_sync<Dkdv>>(
+        params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+        sizeof(DkdvStorage<Dkdv>), stream, nullptr);
+  });
 }
 
 }  // namespace jagged_cuda::attention

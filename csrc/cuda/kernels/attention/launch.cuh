@@ -11,9 +11,10 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// Calls launch(Constant<bucket>) for the smallest compiled head dim that holds D and Dv.
-template <typename Launch>
-cudaError_t for_dim(const AttentionParams& params, Launch launch) {
+// Calls launch(Constant<bucket>) for the smallest compiled head dim, at most kMaxDim, that holds D
+// and Dv.
+template <int kMaxDim = 256, typename Params, typename Launch>
+cudaError_t for_dim(const Params& params, Launch launch) {
   switch (dim_bucket(params)) {
     case 32:
       return launch(Constant<32>{});
@@ -22,21 +23,7 @@ cudaError_t for_dim(const AttentionParams& params, Launch launch) {
     case 128:
       return launch(Constant<128>{});
     case 256:
-      return launch(Constant<256>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-// The same for the head dims that the wgmma kernels take.
-template <typename Launch>
-cudaError_t for_wgmma_dim(const AttentionParams& params, Launch launch) {
-  switch (dim_bucket(params)) {
-    case 32:
-      return launch(Constant<32>{});
-    case 64:
-      return launch(Constant<64>{});
-    case 128:
-      return launch(Constant<128>{});
+      if constexpr (kMaxDim == 256) return launch(Constant<256>{});
   }
   return cudaErrorInvalidValue;
 }
@@ -49,9 +36,8 @@ cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
   });
 }
 
-inline dim3 tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
-  return dim3(static_cast<unsigned>(num_tiles(offsets.total, offsets.num_seqs, tile_rows)),
-              static_cast<unsigned>(heads));
+inline Grid tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
+  return {num_tiles(offsets.total, offsets.num_seqs, tile_rows), heads};
 }
 
 }  // namespace jagged_cuda::attention

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
-#include "cuda/kernels/prim/tensor_map.h"
+#include "cuda/kernels/prim/hopper.h"
 
 namespace jagged_cuda::attention {
 
@@ -11,11 +11,10 @@ namespace jagged_cuda::attention {
 template <typename Tile>
 cudaError_t encode_heads(CUtensorMap& map, const AttentionParams& params, const HeadsView& view,
                          int64_t rows, int64_t heads, int64_t dim) {
-  return encode_tensor_map(
-      map,
-      {rows > 0 ? view.data : params.q.data, params.element == AttentionElement::kBFloat16, rows,
-       heads, dim, view.row_stride, view.head_stride},
-      Tile::kRows, Tile::kBlockColumns);
+  return encode_tensor_map(map,
+                           {rows > 0 ? view.data : params.q.data, params.type, rows, heads, dim,
+                            view.row_stride, view.head_stride},
+                           Tile::kRows, Tile::kBlockColumns);
 }
 
 // Heads that a CTA takes one after another where sequences are short, so that finding a tile and

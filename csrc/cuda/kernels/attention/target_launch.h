@@ -1,19 +1,11 @@
-// Choosing and launching the kernels of jagged_target_attention: one function an element type, in a
-// file of its own so that they compile in parallel.
+// Choosing and launching the kernels of jagged_target_attention, instantiated for each 16-bit type
+// in a file of its own, so that they compile in parallel.
 #pragma once
 
 #include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/jagged_target_attention.h"
 
 namespace jagged_cuda::attention {
-
-inline int target_dim_bucket(const TargetAttentionParams& params) {
-  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  for (int bucket : kDims) {
-    if (dim <= bucket) return bucket;
-  }
-  return 0;
-}
 
 inline int64_t target_rows(const TargetAttentionParams& params) {
   return int64_t{params.num_queries} * (params.heads / params.kv_heads);
@@ -28,9 +20,10 @@ inline int target_backward_tile(const TargetAttentionParams& params) {
   return target_rows(params) <= 32 ? 32 : 128;
 }
 
-cudaError_t target_forward_f16(const TargetAttentionParams& params, cudaStream_t stream);
-cudaError_t target_forward_bf16(const TargetAttentionParams& params, cudaStream_t stream);
-cudaError_t target_backward_f16(const TargetAttentionBackwardParams& params, cudaStream_t stream);
-cudaError_t target_backward_bf16(const TargetAttentionBackwardParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
+                                   cudaStream_t stream);
 
 }  // namespace jagged_cuda::attention

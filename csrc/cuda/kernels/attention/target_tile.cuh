@@ -17,9 +17,16 @@ struct TargetChunk {
   int64_t slot;  // of this part in the workspace
 };
 
+// The first slot of a sequence's.
+__device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& params, int64_t seq,
+                                              int64_t begin) {
+  return params.slots_as_tiles ? begin / kTargetChunk + seq + 1 : 2 * begin / kTargetChunk;
+}
+
 // All lanes of a warp call it together.
-__device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, int64_t index) {
-  const JaggedTile tile = find_tile<kTargetChunk>(offsets, index);
+__device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
+                                                  int64_t index) {
+  const JaggedTile tile = find_tile<kTargetChunk>(params.offsets, index);
   const int64_t left = tile.rows.len - tile.row;
   TargetChunk chunk;
   chunk.seq = tile.seq;
@@ -27,7 +34,7 @@ __device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, in
   chunk.keys = static_cast<int>(left < 0 ? 0 : (left < kTargetChunk ? left : kTargetChunk));
   chunk.exists = chunk.keys > 0 || (tile.seq >= 0 && tile.row == 0);
   chunk.whole = tile.rows.len <= kTargetChunk;
-  chunk.slot = 2 * tile.rows.begin / kTargetChunk + tile.row / kTargetChunk;
+  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + tile.row / kTargetChunk;
   return chunk;
 }
 
@@ -36,6 +43,7 @@ __device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, in
 struct TargetRows {
   int64_t seq;
   int num_queries;
+  int out_queries;
   int heads;
   int group;
   int first_head;
@@ -44,6 +52,7 @@ struct TargetRows {
                                         int kv_head)
       : seq(seq),
         num_queries(params.num_queries),
+        out_queries(params.out_queries),
         heads(params.heads),
         group(params.heads / params.kv_heads),
         first_head(kv_head * (params.heads / params.kv_heads)) {}
@@ -54,7 +63,7 @@ struct TargetRows {
            (first_head + row % group) * view.head_stride;
   }
   __device__ __forceinline__ int64_t index(int row) const {
-    return (seq * num_queries + row / group) * heads + first_head + row % group;
+    return (seq * out_queries + row / group) * heads + first_head + row % group;
   }
 };
 
@@ -129,7 +138,7 @@ struct MergeItem {
     const RowRange range = sequence_rows(params.offsets, seq);
     const bool split = range.len > kTargetChunk && vector < vectors;
     parts = split ? static_cast<int>((range.len + kTargetChunk - 1) / kTargetChunk) : 0;
-    slot = 2 * range.begin / kTargetChunk;
+    slot = first_slot(params, seq, range.begin);
     const int64_t all_rows = vector / row_vectors;
     column = static_cast<int>(vector % row_vectors) * 4;
     kv_head = static_cast<int>(all_rows / rows);

@@ -5,7 +5,7 @@
 // Each operand has stride 1 along K or along its other dimension (Layout) and any stride between. A
 // CTA owns kTileM rows of C and walks a range of N in steps of kTileN; kWarpsM x kWarpsN warps
 // share a tile of C, each with kFragmentsM x kFragmentsN fragments of 16 x 8. K runs in stages of
-// 128 bytes (64 elements of 16 bits, 32 of fp32) through a ring of kStages stages of shared memory,
+// 128 bytes (64 elements of 16 bits, 32 of f32) through a ring of kStages stages of shared memory,
 // filled by cp.async kStages - 1 ahead. Lines of 16 bits that begin at any element come as the
 // granules that hold them, and are shifted into place when their stage is due (gemm/shifted.cuh).
 // The ring runs on across tiles of N: the first loads of the next tile are in flight while the last
@@ -24,14 +24,15 @@
 // shift; zeros stand in its place, so that neither a neighbour's NaN nor stale shared memory
 // reaches a sum. K = 0 gives zeros.
 //
-// Sums: tensor cores add in fp32 but truncate, which drifts over long sums; so each stage is summed
-// from zero and then added to the total, rounded to nearest. Fp32 (Math::kFp32) splits each
+// Sums: tensor cores add in f32 but truncate, which drifts over long sums; so each stage is summed
+// from zero and then added to the total, rounded to nearest. F32 splits each
 // operand into a big and a small TF32 part and sums big * big apart from big * small + small * big.
 // An infinite operand turns the second sum into NaN, so it counts only where the first one is
 // finite.
 #pragma once
 
 #include "cuda/kernels/gemm/shifted.cuh"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <cstdint>
@@ -42,26 +43,49 @@ namespace jagged_cuda::gemm {
 // Which dimension of an operand has stride 1: K, or the other one (M of A, N of B).
 enum class Layout { kAlongK, kAcross };
 
+// The arithmetic of a product.
 struct Bf16 {
   using Element = __nv_bfloat16;
+  static constexpr const char* kName = "bf16";
   static constexpr int kStepK = 16;  // of one mma
   static constexpr bool kCompensated = false;
 };
-struct Fp16 {
+struct F16 {
   using Element = __half;
+  static constexpr const char* kName = "f16";
   static constexpr int kStepK = 16;
   static constexpr bool kCompensated = false;
 };
 struct Tf32 {
   using Element = float;
+  static constexpr const char* kName = "tf32";
   static constexpr int kStepK = 8;
   static constexpr bool kCompensated = false;
 };
-struct Fp32 {
+struct F32 {
   using Element = float;
+  static constexpr const char* kName = "f32";
   static constexpr int kStepK = 8;
   static constexpr bool kCompensated = true;
 };
+
+// launch(math) with the arithmetic that `type` names; f64 has kernels of its own.
+template <typename Launch>
+cudaError_t with_math(ElementType type, Launch launch) {
+  switch (type) {
+    case ElementType::kBf16:
+      return launch(Bf16{});
+    case ElementType::kF16:
+      return launch(F16{});
+    case ElementType::kTf32:
+      return launch(Tf32{});
+    case ElementType::kF32:
+      return launch(F32{});
+    case ElementType::kF64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
 
 template <int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kStages_>
 struct Tile {
@@ -84,7 +108,7 @@ struct Config {
   static constexpr int kFragmentsM = kWarpTileM / 16, kFragmentsN = kWarpTileN / 8;
   static constexpr int kVectorElems = 16 / sizeof(Element);
 
-  // CTAs an SM that the registers must leave room for: as many as sums allow without spills.
+  // CTAs per SM that the registers must leave room for: as many as sums allow without spills.
   static constexpr int kSums = kFragmentsM * kFragmentsN * 4 * (Math::kCompensated ? 3 : 2);
   static constexpr int kMinCtas = (kSums >= 96 ? 3 : kSums > 16 ? 4 : 5) * 128 / kThreads;
 
@@ -94,7 +118,7 @@ struct Config {
   static_assert(kTileK % Math::kStepK == 0 && kStages >= 2);
 
   // Elements from one line of a tile in shared memory to the next. ldmatrix reads 8 lines of 16
-  // bytes: free of conflicts if a line is an odd number of 16-byte units. fp32 across K is read as
+  // bytes: free of conflicts if a line is an odd number of 16-byte units. f32 across K is read as
   // single words, 4 lines x 8 words: free if a line is 8 words more than a multiple of 16 words.
   static constexpr int line_elems(Layout layout, int across) {
     if (layout == Layout::kAlongK) return kTileK + kVectorElems;
@@ -266,7 +290,7 @@ __device__ __forceinline__ void load_fragments_b(uint32_t (&r)[kCount][2],
   }
 }
 
-// Rounds fp32 registers to TF32 and returns what the rounding left, itself as TF32.
+// Rounds f32 registers to TF32 and returns what the rounding left, itself as TF32.
 __device__ __forceinline__ uint32_t split_tf32(uint32_t& value) {
   const float whole = __uint_as_float(value);
   value = ptx::cvt_rna_tf32(whole);
@@ -283,7 +307,7 @@ struct Accumulator {
   static constexpr int kSmallN = Config::Math::kCompensated ? Config::kFragmentsN : 1;
 
   float total[Config::kFragmentsM][Config::kFragmentsN][4];
-  float small[kSmallM][kSmallN][4];  // big * small + small * big, of Fp32 alone
+  float small[kSmallM][kSmallN][4];  // big * small + small * big, of F32 alone
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -574,18 +598,16 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
 // CTAs enough for every SM.
 struct ColumnSplit {
   int64_t columns_each;  // a multiple of the tile
-  unsigned parts;
+  int64_t parts;
 };
 
 inline ColumnSplit split_columns(int64_t columns, int tile_columns, int64_t row_tiles) {
   constexpr int64_t kWantedCtas = 1024;  // about 8 for each of 132 SMs
-  constexpr int64_t kMaxParts = 65535;   // grid.y
   const int64_t tiles = columns > 0 ? (columns + tile_columns - 1) / tile_columns : 1;
   int64_t parts = (kWantedCtas + row_tiles - 1) / (row_tiles > 0 ? row_tiles : 1);
   parts = parts < tiles ? parts : tiles;
-  parts = parts < kMaxParts ? parts : kMaxParts;
   const int64_t each = (tiles + parts - 1) / parts;
-  return {each * tile_columns, static_cast<unsigned>((tiles + each - 1) / each)};
+  return {each * tile_columns, (tiles + each - 1) / each};
 }
 
 }  // namespace jagged_cuda::gemm

@@ -1,12 +1,39 @@
 // Elements, vectors of them, and the type in which they are summed.
 #pragma once
 
+#include "cuda/kernels/prim/element.h"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
 
 #include <type_traits>
 
 namespace jagged_cuda {
+
+// The one spelling of a type, in the names of kernel paths.
+template <typename Element>
+constexpr const char* kElementName = std::is_same_v<Element, __nv_bfloat16> ? "bf16"
+                                     : std::is_same_v<Element, __half>      ? "f16"
+                                     : std::is_same_v<Element, float>       ? "f32"
+                                                                            : "f64";
+
+// launch(element) with a value of the type that `type` names; kTf32 is float.
+template <typename Launch>
+cudaError_t with_element(ElementType type, Launch launch) {
+  switch (type) {
+    case ElementType::kBf16:
+      return launch(__nv_bfloat16{});
+    case ElementType::kF16:
+      return launch(__half{});
+    case ElementType::kTf32:
+    case ElementType::kF32:
+      return launch(float{});
+    case ElementType::kF64:
+      return launch(double{});
+  }
+  return cudaErrorInvalidValue;
+}
 
 template <typename Element>
 using Sum = std::conditional_t<std::is_same_v<Element, double>, double, float>;

@@ -62,13 +62,14 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(
 }
 
 // `launch` without lanes_log2 and tiles.
-inline cudaError_t launch_gather(GatherLaunch launch, int unit_bytes, cudaStream_t stream) {
+inline cudaError_t launch_gather(GatherLaunch launch, int unit_bytes, cudaStream_t stream,
+                                 const char* path) {
   launch.lanes_log2 = lanes_log2(launch.row_units);
   launch.tiles = num_tiles(launch.offsets.total, launch.offsets.num_seqs, kRows);
   const int64_t ctas = (launch.tiles + kWarps - 1) / kWarps;
   return with_unit(unit_bytes, [&](auto unit) {
-    return jagged_cuda::launch<gather_kernel<decltype(unit)>>(
-        launch, dim3(static_cast<unsigned>(ctas)), kThreads, 0, stream);
+    return jagged_cuda::launch<gather_kernel<decltype(unit)>>(launch, {ctas}, kThreads, 0, stream,
+                                                              path);
   });
 }
 

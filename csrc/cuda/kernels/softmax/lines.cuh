@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_zeros(Element* global, int64_t count, int 
   for (int64_t i = thread; i < count; i += threads) global[i] = from_sum<Element>(0);
 }
 
-// The tiles of all elements: a matrix is a stretch of them.
+// The tiles of all elements: a matrix is a segment of them.
 __device__ __forceinline__ OffsetsView elements_of(const MatricesView& matrices) {
   return {matrices.offsets, matrices.rows.num_seqs, matrices.capacity, true};
 }

@@ -1,11 +1,11 @@
 // array_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0), 16-bit elements: z_b = A_b
-// y_b, or A_b^T y_b, for each sequence b, fp32 sums.
+// y_b, or A_b^T y_b, for each sequence b, f32 sums.
 //
 // Grid: x, one CTA for each virtual tile of 64 rows of the result (prim/jagged.cuh); y, tiles of
 // kTileN of its columns, so that up to 256 of them read A_b once. The four warps are one warpgroup,
 // of which each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
 // deterministic, and alike in any batch. Tensor cores truncate as they add, at most 2^-23 of the
-// sum for each 16 rows: what is lost reaches fp16's rounding at 65,536 rows of one sign.
+// sum for each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
 //
 // y_b comes by TMA. A_b begins at any element and has any pitch, which TMA cannot copy: its lines
 // come as aligned granules by cp.async and are shifted into place while the product of the step
@@ -28,18 +28,18 @@
 // does not fit, and those of a matrix without columns take no step: zeros. A tile ends with its
 // sequence, and its stores are predicated by row. A copy of y may reach into the next sequence:
 // its rows there become zeros, since 0 times NaN is NaN.
-#pragma once
-
 #include "cuda/kernels/array_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/shifted.cuh"
+#include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
-#include "cuda/kernels/prim/tensor_map.h"
+#include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/tma.cuh"
 
 #include <type_traits>
 
 namespace jagged_cuda::gemm {
+namespace {
 
 template <typename Element_, int kTileN_, bool kTranspose_>
 struct ArrayWgmmaConfig {
@@ -142,9 +142,10 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     ptx::cp_async_commit();  // an empty group too, so that groups and steps stay in step
   };
 
-  __syncthreads();  // the barriers stand
+  __syncthreads();  // the barriers are initialised
   for (int step = 0; step < kSlots - 1; ++step) start_copies(step);
   jagged_cuda::Accumulator<1, kBlocks> sum = {};
+  RoundedSum<kBlocks> rounded;
   for (int step = 0; step < steps; ++step) {
     const int slot = step % kSlots, exist = min(kStepK, depth - step * kStepK);
     ATile& sA = shared.sA[step % 2];
@@ -161,7 +162,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
           make_uint4(0, 0, 0, 0);
     }
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(sum[0]);
+    ptx::fence_operands(sum[0]);
+    if (step > 0 && step % (kSumDepth / kStepK) == 0) rounded.add(sum[0]);
     ptx::fence_proxy_async();
     __syncthreads();
     start_copies(step + kSlots - 1);
@@ -176,7 +178,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     ptx::wgmma_commit_group();
   }
   ptx::wgmma_wait_group<0>();
-  ptx::pin_registers(sum[0]);
+  ptx::fence_operands(sum[0]);
+  rounded.finish(sum[0]);
 
   const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
   const float scale[2] = {1.0f, 1.0f};
@@ -188,7 +191,12 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 }
 
 template <typename Config>
-cudaError_t launch_array_wgmma(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+constexpr PathName kPath =
+    PathName("cuda.array_jagged_bmm_jagged_out") + (Config::kTranspose ? ".transposed" : "") +
+    ".wgmma." + kElementName<typename Config::Element>;
+
+template <typename Config>
+cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   using YTile = typename ArrayWgmmaStorage<Config>::YTile;
   constexpr bool kTranspose = Config::kTranspose;
   const MatricesView& matrices = params.matrices;
@@ -196,28 +204,38 @@ cudaError_t launch_array_wgmma(const ArrayJaggedBmmJaggedOutParams& params, cuda
   ArrayWgmmaParams launch_params;
   launch_params.product = params;
   // A tensor without rows is never copied from, but its map must be valid.
-  const cudaError_t error =
-      encode_tensor_map(launch_params.y,
-                        {y_rows > 0 ? params.y : params.out, params.math == Math::kBf16, y_rows, 1,
-                         params.columns, params.y_stride, 0},
-                        Config::kStepK, YTile::kBlockColumns);
+  const cudaError_t error = encode_tensor_map(launch_params.y,
+                                              {y_rows > 0 ? params.y : params.out, params.type,
+                                               y_rows, 1, params.columns, params.y_stride, 0},
+                                              Config::kStepK, YTile::kBlockColumns);
   if (error != cudaSuccess) return error;
   const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
   return launch<array_jagged_bmm_jagged_out_wgmma<Config>>(
-      launch_params,
-      dim3(static_cast<unsigned>(tiles),
-           static_cast<unsigned>((params.columns + Config::kTileN - 1) / Config::kTileN)),
-      Config::kThreads, sizeof(ArrayWgmmaStorage<Config>), stream);
+      launch_params, {tiles, (params.columns + Config::kTileN - 1) / Config::kTileN},
+      Config::kThreads, sizeof(ArrayWgmmaStorage<Config>), stream, kPath<Config>);
 }
 
 template <typename Element, bool kTranspose>
-cudaError_t launch_array_columns(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+cudaError_t launch_columns(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   if (params.columns <= 64)
-    return launch_array_wgmma<ArrayWgmmaConfig<Element, 64, kTranspose>>(params, stream);
+    return launch_config<ArrayWgmmaConfig<Element, 64, kTranspose>>(params, stream);
   if (params.columns <= 128)
-    return launch_array_wgmma<ArrayWgmmaConfig<Element, 128, kTranspose>>(params, stream);
-  return launch_array_wgmma<ArrayWgmmaConfig<Element, 256, kTranspose>>(params, stream);
+    return launch_config<ArrayWgmmaConfig<Element, 128, kTranspose>>(params, stream);
+  return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose>>(params, stream);
+}
+
+template <typename Element>
+cudaError_t launch_element(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  return params.transpose ? launch_columns<Element, true>(params, stream)
+                          : launch_columns<Element, false>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_wgmma(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  return params.type == ElementType::kBf16 ? launch_element<__nv_bfloat16>(params, stream)
+                                           : launch_element<__half>(params, stream);
 }
 
 }  // namespace jagged_cuda::gemm

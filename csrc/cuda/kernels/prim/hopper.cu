@@ -1,28 +1,58 @@
-#include "cuda/kernels/prim/tensor_map.h"
+#include "cuda/kernels/prim/hopper.h"
+
+#include <atomic>
 
 namespace jagged_cuda {
 namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
+__global__ void probe() {}
+
 // The driver's function, looked up at run time: the libraries do not link to the driver, so that
-// they load where there is none.
+// they load where there is none. Only a lookup that succeeds is remembered.
 Encode find_encode() {
+  static std::atomic<Encode> known{nullptr};
+  if (const Encode encode = known.load(std::memory_order_relaxed)) return encode;
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
   constexpr unsigned kSince = 12000;  // CUDA 12.0
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                              kSince, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess
-             ? reinterpret_cast<Encode>(function)
-             : nullptr;
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();  // else the launch that follows would report it
+    return nullptr;
+  }
+  known.store(reinterpret_cast<Encode>(function), std::memory_order_relaxed);
+  return reinterpret_cast<Encode>(function);
 }
 
 }  // namespace
 
+bool has_wgmma() {
+  static std::atomic<uint64_t> known{0}, present{0};  // one bit per device
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
+  const uint64_t bit = uint64_t{1} << device;
+  if ((known.load(std::memory_order_acquire) & bit) == 0) {
+    int major = 0;
+    cudaFuncAttributes attributes{};
+    constexpr int kHopper = 9;
+    // What could not be asked now is asked again at the next call.
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        (major == kHopper && cudaFuncGetAttributes(&attributes, probe) != cudaSuccess)) {
+      cudaGetLastError();  // else the launch that follows would report it
+      return false;
+    }
+    if (attributes.binaryVersion == kHopper * 10) present.fetch_or(bit, std::memory_order_relaxed);
+    known.fetch_or(bit, std::memory_order_release);
+  }
+  return (present.load(std::memory_order_relaxed) & bit) != 0;
+}
+
 cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, int box_rows,
                               int box_columns) {
-  static const Encode encode = find_encode();
+  const Encode encode = find_encode();
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr int64_t kElementBytes = 2;
   const auto stride_bytes = [&](int64_t stride, int64_t extent) {
@@ -40,7 +70,9 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const auto run = [&] {
     return encode(
-        &map, source.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        &map,
+        source.type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         3, const_cast<void*>(source.data), extents, strides, box, element_strides,
         CU_TENSOR_MAP_INTERLEAVE_NONE,
         box_columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
@@ -56,7 +88,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
     if (error != cudaSuccess) return error;
     result = run();
   }
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 
 }  // namespace jagged_cuda

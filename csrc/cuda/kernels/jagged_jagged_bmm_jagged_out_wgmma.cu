@@ -1,5 +1,5 @@
 // jagged_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0), 16-bit elements: z_b =
-// x_b y_b^T for each sequence b, fp32 sums.
+// x_b y_b^T for each sequence b, f32 sums.
 //
 // Grid: x, one CTA for each virtual tile of 64 rows of x (prim/jagged.cuh), then one for each
 // kZeroElems elements of the result, which writes zeros where there is no matrix
@@ -13,6 +13,9 @@
 //         start the copies that follow, into the slot that is free now
 //     and after the last step of a tile: wait for its product, store it
 //
+// Tensor cores truncate as they add: every kSumDepth of D the sum is added to a rounded one
+// (RoundedSum).
+//
 // Storing: rows of z_b begin at any element. Eight at a time are written to shared memory as far
 // from a multiple of 16 bytes as they lie in global memory, and leave from there as aligned
 // granules; only those that another row shares leave element by element.
@@ -25,16 +28,16 @@
 // Virtual tiles without rows, rows outside every sequence and matrices that do not fit return at
 // once, as does a sequence without columns. A copy may reach into the next sequence, which gives
 // elements that are not stored; past D both operands are zeros.
-#pragma once
-
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/matrices.cuh"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
+#include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
-#include "cuda/kernels/prim/tensor_map.h"
+#include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/tma.cuh"
 
 namespace jagged_cuda::gemm {
+namespace {
 
 template <typename Element_>
 struct MatricesWgmmaConfig {
@@ -177,7 +180,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     if (load_k >= inner) load_k = 0, load_n += kTileN;
   };
 
-  __syncthreads();  // the barriers stand
+  __syncthreads();  // the barriers are initialised
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kSlots; ++slot) start_next();
   }
@@ -186,7 +189,14 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   jagged_cuda::Accumulator<1, kTileN / 8> sum;
   int slot = 0, parity = 0;
   for (int n = begin; n < end; n += kTileN) {
+    RoundedSum<kTileN / 8> rounded;
     for (int k = 0; k < inner; k += kStepK) {
+      const int depth = k % kSumDepth;  // that the sum has
+      if (k > 0 && depth == 0) {
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(sum[0]);
+        rounded.add(sum[0]);
+      }
       ptx::mbarrier_wait(shared.full[slot], parity);
       ptx::wgmma_fence();
       const ptx::MatrixDescriptor x_rows = shared.sX[slot].descriptor(),
@@ -194,7 +204,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
 #pragma unroll
       for (int step = 0; step < kStepK; step += 16) {
         ptx::Wgmma<Element, false>::run(sum[0], x_rows + XTile::column_step_bytes(step),
-                                        y_rows + YTile::column_step_bytes(step), k > 0 || step > 0);
+                                        y_rows + YTile::column_step_bytes(step),
+                                        depth > 0 || step > 0);
       }
       ptx::wgmma_commit_group();
       const bool first = n == begin && k == 0;
@@ -206,23 +217,26 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
       if (++slot == kSlots) slot = 0, parity ^= 1;
     }
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(sum[0]);
+    ptx::fence_operands(sum[0]);
+    rounded.finish(sum[0]);
     store_shifted<kTileN, Storage::kLine>(sum, shared.sRows[warp], gRows + n, pitch,
                                           rows - 16 * warp, min(end - n, kTileN));
   }
 }
 
 template <typename Element>
-cudaError_t launch_matrices_wgmma(const JaggedJaggedBmmJaggedOutParams& params,
-                                  cudaStream_t stream) {
+constexpr PathName kPath =
+    PathName("cuda.jagged_jagged_bmm_jagged_out.wgmma.") + kElementName<Element>;
+
+template <typename Element>
+cudaError_t launch_element(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   using Config = MatricesWgmmaConfig<Element>;
   const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
   const auto encode = [&](CUtensorMap& map, const void* data, int64_t count, int64_t stride) {
     // A tensor without rows is never copied from, but its map must be valid.
-    return encode_tensor_map(map,
-                             {count > 0 ? data : params.out, params.math == Math::kBf16, count, 1,
-                              params.inner, stride, 0},
-                             64, Config::kStepK);
+    return encode_tensor_map(
+        map, {count > 0 ? data : params.out, params.type, count, 1, params.inner, stride, 0}, 64,
+        Config::kStepK);
   };
   MatricesWgmmaParams launch_params;
   launch_params.product = params;
@@ -235,8 +249,15 @@ cudaError_t launch_matrices_wgmma(const JaggedJaggedBmmJaggedOutParams& params,
   const ColumnSplit split = split_columns(columns.total, Config::kTileN, launch_params.row_tiles);
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
-      launch_params, dim3(static_cast<unsigned>(ctas), split.parts), Config::kThreads,
-      sizeof(MatricesWgmmaStorage<Config>), stream);
+      launch_params, {ctas, split.parts}, Config::kThreads, sizeof(MatricesWgmmaStorage<Config>),
+      stream, kPath<Element>);
+}
+
+}  // namespace
+
+cudaError_t launch_wgmma(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  return params.type == ElementType::kBf16 ? launch_element<__nv_bfloat16>(params, stream)
+                                           : launch_element<__half>(params, stream);
 }
 
 }  // namespace jagged_cuda::gemm

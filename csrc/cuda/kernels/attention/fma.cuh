@@ -1,4 +1,4 @@
-// jagged_flash_attention on plain FMA, fp32 and fp64: forward, and backward as two kernels (dq; dk
+// jagged_flash_attention on plain FMA, f32 and f64: forward, and backward as two kernels (dq; dk
 // and dv).
 //
 // The mathematics, grid and order of the kernels are those of forward_mma_sync.cuh and
@@ -9,22 +9,23 @@
 // lanes of a half-warp.
 //
 // Shared memory: operand tiles of kTile rows with one element of padding, so that 16 rows at one
-// column lie in 16 banks, and one tile of probabilities: at most 152 KiB (fp32, kDim 128,
+// column lie in 16 banks, and one tile of probabilities: at most 152 KiB (f32, kDim 128,
 // backward).
 //
 // Barriers: __syncthreads before tiles are overwritten, after they are written, and around each use
 // of the probabilities' tile.
 #pragma once
 
+#include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/window.cuh"
-#include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/element.cuh"
 
 #include <cmath>
 
 namespace jagged_cuda::attention {
 
 template <typename T_, int kDim_>
-struct SimtConfig {
+struct FmaConfig {
   using T = T_;
   static constexpr int kDim = kDim_;
   static constexpr int kSide = 16;
@@ -37,7 +38,7 @@ struct SimtConfig {
 };
 
 template <typename Config>
-struct SimtForwardStorage {
+struct FmaForwardStorage {
   using T = typename Config::T;
   T sQ[Config::kTile][Config::kPitch];
   T sK[Config::kTile][Config::kPitch];
@@ -46,7 +47,7 @@ struct SimtForwardStorage {
 };
 
 template <typename Config>
-struct SimtBackwardStorage : SimtForwardStorage<Config> {
+struct FmaBackwardStorage : FmaForwardStorage<Config> {
   typename Config::T sGradOut[Config::kTile][Config::kPitch];
 };
 
@@ -80,9 +81,9 @@ __device__ __forceinline__ T row_max(T value) {
 
 // What lies outside rows and columns becomes 0.
 template <typename Config>
-__device__ __forceinline__ void load_simt(typename Config::T (&tile)[Config::kTile][Config::kPitch],
-                                          const HeadsView& view, int64_t first_row, int head,
-                                          int64_t rows, int columns) {
+__device__ __forceinline__ void load_operand(
+    typename Config::T (&tile)[Config::kTile][Config::kPitch], const HeadsView& view,
+    int64_t first_row, int head, int64_t rows, int columns) {
   const auto* g = static_cast<const typename Config::T*>(view.data) + first_row * view.row_stride +
                   head * view.head_stride;
   for (int index = threadIdx.x; index < Config::kTile * Config::kDim; index += Config::kThreads) {
@@ -146,10 +147,10 @@ __device__ __forceinline__ void accumulate(
 }
 
 template <typename Config>
-__device__ __forceinline__ void store_simt(const OutTile<Config>& o,
-                                           const typename Config::T (&scale)[Config::kPerThread],
-                                           const HeadsView& view, int64_t first_row, int head,
-                                           int64_t rows, int columns, int x, int y) {
+__device__ __forceinline__ void store_result(const OutTile<Config>& o,
+                                             const typename Config::T (&scale)[Config::kPerThread],
+                                             const HeadsView& view, int64_t first_row, int head,
+                                             int64_t rows, int columns, int x, int y) {
   auto* g = static_cast<typename Config::T*>(view.data) + first_row * view.row_stride +
             head * view.head_stride;
 #pragma unroll
@@ -164,12 +165,12 @@ __device__ __forceinline__ void store_simt(const OutTile<Config>& o,
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void forward_simt(
+__global__ __launch_bounds__(Config::kThreads) void forward_fma(
     const __grid_constant__ AttentionParams params) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
   extern __shared__ __align__(128) char shared_bytes[];
-  auto& shared = *reinterpret_cast<SimtForwardStorage<Config>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<FmaForwardStorage<Config>*>(shared_bytes);
   const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
 
   const JaggedTile tile = find_tile<kTile>(params.q_offsets, blockIdx.x);
@@ -190,11 +191,12 @@ __global__ __launch_bounds__(Config::kThreads) void forward_simt(
     maximum[i] = -INFINITY;
     sum[i] = 0;
   }
-  if (tile.seq >= 0) load_simt<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
+  if (tile.seq >= 0)
+    load_operand<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
   for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
     __syncthreads();
-    load_simt<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
-    load_simt<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
+    load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
+    load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
     __syncthreads();
     ScoreTile<Config> s;
     scores<Config>(s, shared.sQ, shared.sK, x, y);
@@ -234,16 +236,16 @@ __global__ __launch_bounds__(Config::kThreads) void forward_simt(
           sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log_of(sum[i]);
     }
   }
-  store_simt<Config>(o, inverse_sum, params.out, global_row, head, rows, params.dim_v, x, y);
+  store_result<Config>(o, inverse_sum, params.out, global_row, head, rows, params.dim_v, x, y);
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(
+__global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
     const __grid_constant__ AttentionBackwardParams params) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
   extern __shared__ __align__(128) char shared_bytes[];
-  auto& shared = *reinterpret_cast<SimtBackwardStorage<Config>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes);
   const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
 
   const JaggedTile tile = find_tile<kTile>(params.q_offsets, blockIdx.x);
@@ -260,8 +262,8 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(
   OutTile<Config> dq = {};
   T lse[kPerThread] = {}, delta[kPerThread] = {};
   if (tile.seq >= 0) {
-    load_simt<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
-    load_simt<Config>(shared.sGradOut, params.grad_out, global_row, head, rows, params.dim_v);
+    load_operand<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
+    load_operand<Config>(shared.sGradOut, params.grad_out, global_row, head, rows, params.dim_v);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -283,8 +285,8 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(
   }
   for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
     __syncthreads();
-    load_simt<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
-    load_simt<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
+    load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
+    load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
     __syncthreads();
     ScoreTile<Config> s, dp;
     scores<Config>(s, shared.sQ, shared.sK, x, y);
@@ -303,16 +305,16 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_simt(
   T scales[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) scales[i] = scale;
-  store_simt<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
+  store_result<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(
+__global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
     const __grid_constant__ AttentionBackwardParams params) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
   extern __shared__ __align__(128) char shared_bytes[];
-  auto& shared = *reinterpret_cast<SimtBackwardStorage<Config>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes);
   const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
 
   const JaggedTile tile = find_tile<kTile>(params.kv_offsets, blockIdx.x);
@@ -330,17 +332,17 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> dk = {}, dv = {};
   if (tile.seq >= 0) {
-    load_simt<Config>(shared.sK, params.k, global_row, kv_head, rows, params.dim_qk);
-    load_simt<Config>(shared.sV, params.v, global_row, kv_head, rows, params.dim_v);
+    load_operand<Config>(shared.sK, params.k, global_row, kv_head, rows, params.dim_qk);
+    load_operand<Config>(shared.sV, params.v, global_row, kv_head, rows, params.dim_v);
   }
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t query = window.first_column(tile.row) / kTile * kTile; query < last_query;
          query += kTile) {
       __syncthreads();
       const int64_t first = queries.begin + query;
-      load_simt<Config>(shared.sQ, params.q, first, head, queries.len - query, params.dim_qk);
-      load_simt<Config>(shared.sGradOut, params.grad_out, first, head, queries.len - query,
-                        params.dim_v);
+      load_operand<Config>(shared.sQ, params.q, first, head, queries.len - query, params.dim_qk);
+      load_operand<Config>(shared.sGradOut, params.grad_out, first, head, queries.len - query,
+                           params.dim_v);
       __syncthreads();
       ScoreTile<Config> p, dp;  // transposed: keys by queries
       scores<Config>(p, shared.sK, shared.sQ, x, y);
@@ -375,8 +377,39 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_simt(
     scales[i] = scale;
     ones[i] = 1;
   }
-  store_simt<Config>(dk, scales, params.grad_k, global_row, kv_head, rows, params.dim_qk, x, y);
-  store_simt<Config>(dv, ones, params.grad_v, global_row, kv_head, rows, params.dim_v, x, y);
+  store_result<Config>(dk, scales, params.grad_k, global_row, kv_head, rows, params.dim_qk, x, y);
+  store_result<Config>(dv, ones, params.grad_v, global_row, kv_head, rows, params.dim_v, x, y);
+}
+
+// Head dims up to 64 share one kernel: fewer to compile.
+template <typename Element, int kDim>
+using SharedConfig = FmaConfig<Element, (kDim < 64 ? 64 : kDim)>;
+
+template <typename Element>
+cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream) {
+  static constexpr PathName kName = PathName("cuda.attention.forward.fma.") + kElementName<Element>;
+  return for_dim(params, [&](auto dim) {
+    using Config = SharedConfig<Element, dim.value>;
+    return launch<forward_fma<Config>>(
+        params, tile_grid(params.q_offsets, Config::kTile, params.heads), Config::kThreads,
+        sizeof(FmaForwardStorage<Config>), stream, kName);
+  });
+}
+
+template <typename Element>
+cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream) {
+  static constexpr PathName kName =
+      PathName("cuda.attention.backward.fma.") + kElementName<Element>;
+  return for_dim(params, [&](auto dim) {
+    using Config = SharedConfig<Element, dim.value>;
+    const cudaError_t error = launch<backward_dq_fma<Config>>(
+        params, tile_grid(params.q_offsets, Config::kTile, params.heads), Config::kThreads,
+        sizeof(FmaBackwardStorage<Config>), stream, kName);
+    if (error != cudaSuccess) return error;
+    return launch<backward_dkdv_fma<Config>>(
+        params, tile_grid(params.kv_offsets, Config::kTile, params.kv_heads), Config::kThreads,
+        sizeof(FmaBackwardStorage<Config>), stream, nullptr);
+  });
 }
 
 }  // namespace jagged_cuda::attention
