@@ -16,8 +16,8 @@ Tensor array_jagged_bmm_jagged_out(const Tensor& a, const Tensor& y, const Tenso
   static const Contract contract(op);
   const Sizes sizes =
       contract.check({a, y, offsets, y_offsets, matrix_offsets, total, transpose, allow_tf32});
-  const int64_t total_rows = transpose ? sizes.T : total,
-                total_columns = transpose ? total : sizes.T;
+  const int64_t total_rows = transpose ? sizes.T : total;
+  const int64_t total_columns = transpose ? total : sizes.T;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
   maybe_validate_matrices(op, "a", bounds, y_offsets.has_value(), total_rows, total_columns,
