@@ -92,8 +92,8 @@ __device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, 
 #pragma unroll
     for (int block = 0; block < kTileN / 8; ++block) {
       if (8 * block >= columns) break;
-      sRow[8 * block] = to_element<Element>(sum[0][block][2 * half]);
-      sRow[8 * block + 1] = to_element<Element>(sum[0][block][2 * half + 1]);
+      sRow[8 * block] = from_sum<Element>(sum[0][block][2 * half]);
+      sRow[8 * block + 1] = from_sum<Element>(sum[0][block][2 * half + 1]);
     }
     __syncwarp();  // the rows are there for all lanes
 

@@ -4,7 +4,7 @@
 // Config::kName.
 #pragma once
 
-#include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/jagged_target_attention.h"
 
 namespace jagged_cuda::attention {
 
@@ -45,5 +45,12 @@ template <typename Element>
 cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// Target attention, 16-bit elements.
+template <typename Element>
+cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
+                                   cudaStream_t stream);
 
 }  // namespace jagged_cuda::attention

@@ -247,10 +247,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   const TargetRows target(params, chunk.seq, kv_head);
   const int rows = target.count();
 
-  const Element* gK = static_cast<const Element*>(params.k.data) +
-                      chunk.first_key * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) +
-                      chunk.first_key * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gK = row_of<Element>(params.k, chunk.first_key, kv_head);
+  const Element* gV = row_of<Element>(params.v, chunk.first_key, kv_head);
   const auto load_step = [&](int step) {
     const int key = step * kStep, stage = step % kStages;
     if (key < chunk.keys) {

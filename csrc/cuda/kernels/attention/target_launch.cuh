@@ -2,10 +2,22 @@
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
-#include "cuda/kernels/attention/target_launch.h"
 #include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
+
+inline int64_t target_rows(const TargetAttentionParams& params) {
+  return int64_t{params.num_queries} * (params.heads / params.kv_heads);
+}
+
+// Rows of a tile, by the rows of a key/value head; 256 dims have 64 in place of 128.
+inline int target_forward_rows(const TargetAttentionParams& params) {
+  const int64_t rows = target_rows(params);
+  return rows <= 16 ? 16 : (rows <= 32 ? 32 : 128);
+}
+inline int target_backward_tile(const TargetAttentionParams& params) {
+  return target_rows(params) <= 32 ? 32 : 128;
+}
 
 // Chunks, times key/value heads, times row tiles of each.
 inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
