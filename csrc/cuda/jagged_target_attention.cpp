@@ -43,8 +43,8 @@ Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, in
 }
 
 // How many queries a pass over the keys takes, if all sequences may be split: so many that the
-// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of each
-// key/value head, whose parts take about half as much memory as k and v.
+// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of
+// each key/value head, whose parts take about half as much memory as k and v.
 int64_t queries_per_pass(const Sizes& sizes) {
   constexpr int64_t kWorkspaceBytes = int64_t{256} << 20, kPassRows = 256;
   const int64_t query_bytes = target_slots(sizes.T, sizes.B).count * sizes.H *

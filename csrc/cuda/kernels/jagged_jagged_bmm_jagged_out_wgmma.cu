@@ -5,7 +5,7 @@
 // kZeroElems elements of the result, which writes zeros where there is no matrix
 // (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
 // rows. A CTA walks its columns in tiles of kTileN, and D in steps of 64. Its four warps are one
-// warpgroup, of which each owns 16 whole rows.
+// warpgroup; each owns 16 whole rows.
 //
 //     for each tile of columns, for each step i of D:
 //         wait for the copies of step i, start its product

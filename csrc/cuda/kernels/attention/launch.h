@@ -1,7 +1,7 @@
 // What host code chooses among the attention kernels by, and their launches. Each launch serves
-// every head dim up to 256 (wgmma 128), is instantiated for an element type in a .cu file beside its
-// kernel, and records its path: a long name such as "cuda.attention.forward.mma_sync.d64.rows128" of
-// Config::kName.
+// every head dim up to 256 (wgmma 128), is instantiated for an element type in a .cu file beside
+// its kernel, and records its path, such as "cuda.attention.forward.mma_sync.d64.rows128"
+// (Config::kName).
 #pragma once
 
 #include "cuda/kernels/jagged_target_attention.h"

@@ -13,10 +13,10 @@
 // 25, 34, 68, 72 KiB for kDim 32, 64, 128, 256. Afterwards O of each key warp in f32 takes
 // their place.
 //
-// Barriers: where Q stays in registers, one when it has arrived; one a step, before which every
+// Barriers: where Q stays in registers, one when it has arrived; one per step, before which every
 // thread waits for its copies of that step, and after which the stage of the step before may be
-// overwritten; one when every warp has finished and its maxima and sums stand in shared memory; one
-// when its O does.
+// overwritten; one when every warp has finished and written its maxima and sums to shared memory;
+// one when it has written its O there.
 //
 // A sequence of one chunk gets its result at once. Of longer ones each chunk writes its O, not yet
 // divided by the sum, its maxima and sums to the workspace, and merge_forward adds them up in
@@ -31,7 +31,7 @@
 
 namespace jagged_cuda::attention {
 
-// kRows_: 16, 32 or 128, of which 256 dims take 64.
+// kRows_: 16, 32 or 128; with 256 dims 128 means 64.
 template <typename Element_, int kDim_, int kRows_>
 struct TargetForwardConfig {
   using Element = Element_;

@@ -17,7 +17,7 @@ struct TargetChunk {
   int64_t slot;  // of this part in the workspace
 };
 
-// The first slot of a sequence's.
+// The first slot that a sequence owns.
 __device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& params, int64_t seq,
                                               int64_t begin) {
   return params.slots_as_tiles ? begin / kTargetChunk + seq + 1 : 2 * begin / kTargetChunk;

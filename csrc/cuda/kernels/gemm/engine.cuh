@@ -21,7 +21,7 @@
 // it, whose buffer is filled next.
 //
 // Ragged edges: what lies outside [rows, columns, K] is not read, or, in a granule, masked by the
-// shift; zeros stand in its place, so that neither a neighbour's NaN nor stale shared memory
+// shift; zeros take its place, so that neither a neighbour's NaN nor stale shared memory
 // reaches a sum. K = 0 gives zeros.
 //
 // Sums: tensor cores add in f32 but truncate, which drifts over long sums; so each stage is summed

@@ -1,4 +1,4 @@
-// What the products that write one matrix a sequence share: storing tiles at any alignment, and
+// What the products that write one matrix per sequence share: storing tiles at any alignment, and
 // zeros where there is no matrix.
 #pragma once
 

@@ -3,8 +3,8 @@
 
 namespace jagged_cuda {
 
-// PathName("cuda.attention.forward.wgmma.d") + 64. A zero stands before and after the text, by which
-// jagged_cuda.testing.kernel_paths finds it among the bytes of the library.
+// PathName("cuda.attention.forward.wgmma.d") + 64. A zero before and after the text lets
+// jagged_cuda.testing.kernel_paths find it among the bytes of the library.
 class PathName {
  public:
   constexpr explicit PathName(const char* text) { append(text); }

@@ -3,7 +3,7 @@
 //
 //   z_b[i] = x[b, i] for i < limit, else 0
 //
-// Grid: x, a warp for each virtual tile of kRows rows (prim/jagged.cuh). Lanes stand beside each
+// Grid: x, a warp for each virtual tile of kRows rows (prim/jagged.cuh). Lanes are beside each
 // other along a row, in units of up to 16 bytes; what they leave over of the warp takes the next
 // rows. No shared memory, no barriers. Tiles without rows return at once, rows outside every
 // sequence become zeros, and a tile ends with its sequence.

@@ -3,7 +3,7 @@
 // Grid: x, a CTA for each virtual tile of kRowTile elements of the vector (prim/jagged.cuh, of
 // which a matrix is a segment). A matrix is cut into strips of 32 columns, which the CTAs of its
 // tiles share out in turn: so that their number follows from the size of the vector alone, and no
-// strip waits for another unless there are few rows. Lanes stand beside each other along a row, so
+// strip waits for another unless there are few rows. Lanes are beside each other along a row, so
 // that loads are coalesced; warps take the rows in turn:
 //   - up to kItems rows for each warp: kept in registers: one pass
 //   - more: read twice, with a running maximum and sum the first time
