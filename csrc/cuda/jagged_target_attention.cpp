@@ -6,7 +6,6 @@
 
 #include "cuda/kernels/jagged_target_attention.h"
 
-#include "cuda/attention_glue.h"
 #include "cuda/glue.h"
 
 #include <torch/csrc/stable/library.h>

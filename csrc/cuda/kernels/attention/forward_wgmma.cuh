@@ -32,7 +32,6 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/launch_wgmma.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 

@@ -6,15 +6,15 @@
 
 #include "cuda/kernels/jagged_target_attention.h"
 
+#include <initializer_list>
+
 namespace jagged_cuda::attention {
 
-// Head dims that kernels are compiled for; D and Dv are rounded up to the next.
-constexpr int kDims[] = {32, 64, 128, 256};
-
+// The head dim that kernels are compiled for: D and Dv, rounded up.
 template <typename Params>
 int dim_bucket(const Params& params) {
   const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  for (int bucket : kDims) {
+  for (int bucket : {32, 64, 128, 256}) {
     if (dim <= bucket) return bucket;
   }
   return 0;

@@ -31,7 +31,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/target_launch.cuh"
+#include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -405,8 +405,8 @@ cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
   return for_dim(params, [&](auto dim) {
     using Few = TargetBackwardConfig<Element, dim.value, 32>;
     using Many = TargetBackwardConfig<Element, dim.value, 128>;
-    return target_backward_tile(params) == 32 ? launch_target_backward_rows<Few>(params, stream)
-                                              : launch_target_backward_rows<Many>(params, stream);
+    return target_rows(params) <= 32 ? launch_target_backward_rows<Few>(params, stream)
+                                     : launch_target_backward_rows<Many>(params, stream);
   });
 }
 

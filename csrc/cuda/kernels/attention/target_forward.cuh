@@ -27,7 +27,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/target_launch.cuh"
+#include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -318,9 +318,9 @@ cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStrea
       return launch_target_forward_rows<TargetForwardConfig<Element, dim.value, rows.value>>(
           params, stream);
     };
-    const int rows = target_forward_rows(params);
-    return rows == 16 ? with_rows(Constant<16>{})
-                      : (rows == 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
+    const int64_t rows = target_rows(params);
+    return rows <= 16 ? with_rows(Constant<16>{})
+                      : (rows <= 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
   });
 }
 

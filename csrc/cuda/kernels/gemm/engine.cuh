@@ -151,6 +151,7 @@ __device__ __forceinline__ SharedStorage<Config>& shared_storage() {
 // An operand of one product.
 template <typename Element>
 struct Operand {
+  static constexpr bool kUnaligned = false;
   const Element* data;  // element (0, 0): A [rows of the tile, K], B [K, N]
   int64_t stride;       // elements from one line to the next; along a line the stride is 1
   bool vectors;         // data is 16-byte aligned, and stride and lines are multiples of 16 bytes
@@ -159,18 +160,10 @@ struct Operand {
 // One whose lines are as a rule not aligned.
 template <typename Element>
 struct UnalignedOperand : Operand<Element> {
+  static constexpr bool kUnaligned = true;
   Extent tensor;  // around it
   bool at_edge;   // the 16-byte granules that hold its elements reach out of the tensor
 };
-
-template <typename Element>
-constexpr bool is_unaligned(const Operand<Element>*) {
-  return false;
-}
-template <typename Element>
-constexpr bool is_unaligned(const UnalignedOperand<Element>*) {
-  return true;
-}
 
 // ---- Loading -----------------------------------------------------------------------------------
 
@@ -193,7 +186,7 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
       ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
       source += kLineStep * operand.stride;
     }
-  } else if constexpr (is_unaligned(static_cast<const Operand*>(nullptr)) && sizeof(Element) == 4) {
+  } else if constexpr (Operand::kUnaligned && sizeof(Element) == 4) {
     constexpr int kLineStep = kThreads / kElems;
     static_assert(kThreads % kElems == 0 && kLines % kLineStep == 0);
     const int first = threadIdx.x / kElems, elem = threadIdx.x % kElems;
@@ -502,8 +495,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
   using Element = typename Config::Element;
   constexpr bool kAlongK = Config::kLayoutA == Layout::kAlongK;
   constexpr int kLinesA = Config::kLinesA, kElemsA = kAlongK ? kTileK : kTileM;
-  constexpr bool kShifts =
-      is_unaligned(static_cast<const OperandA*>(nullptr)) && sizeof(Element) == 2;
+  constexpr bool kShifts = OperandA::kUnaligned && sizeof(Element) == 2;
   using Shifted = ShiftedTile<kThreads, kLinesA, kElemsA, Config::kLineA, Element>;
   int64_t load_n = begin, load_k = 0;
   const auto start_next = [&](Stage<Config>& stage) {

@@ -7,7 +7,7 @@
 
 namespace jagged_cuda {
 
-// Units of 2, 4, 8 or 16 bytes, of which pointers and strides are multiples. No pointer may be null,
+// Units are 2, 4, 8 or 16 bytes; pointers and strides are multiples of them. No pointer may be null,
 // except for tensors without elements.
 struct GatherParams {
   const void* x;        // [B, limit, row_units] in units, with the strides below
