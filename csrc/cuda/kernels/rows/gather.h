@@ -7,8 +7,8 @@
 
 namespace jagged_cuda {
 
-// Units are 2, 4, 8 or 16 bytes; pointers and strides are multiples of them. No pointer may be null,
-// except for tensors without elements.
+// Units are 2, 4, 8 or 16 bytes; pointers and strides are multiples of them. No pointer may be
+// null, except for tensors without elements.
 struct GatherParams {
   const void* x;        // [B, limit, row_units] in units, with the strides below
   void* out;            // [T, row_units], contiguous
