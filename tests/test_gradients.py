@@ -141,7 +141,7 @@ def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.dev
 
 
 def test_every_registered_operator_is_checked() -> None:
-    """By test_opcheck, that is; `jagged_cuda` names them as library.cpp does."""
+    """By test_opcheck, that is; `jagged_cuda` names them as operators.h does."""
     sample_of = functools.partial(small_sample, variant="plain", dtype=torch.float32, device="cpu")
     checked = {name for case in CASES.values() for name in case.registered(sample_of(case))}
     names = torch._C._dispatch_get_all_op_names()
