@@ -19,7 +19,7 @@ from benchmarks.session import HINTED, OURS, UNFUSED, Row, Session
 from benchmarks.shapes import Precision
 from benchmarks.timing import memory_bytes
 from jagged_cuda import unfused
-from jagged_cuda.testing import reference
+from jagged_cuda.testing import padding
 
 # Padded operands, results and gradients may take this part of the memory; else padding is left out.
 PADDED_PART = 0.25
@@ -215,13 +215,13 @@ def dense(operands: Operands) -> Candidate:
     outside = ~peers.inside(layout, operands.q.device)[:, None, :]
 
     def pad(tensor: Tensor) -> Tensor:  # [T, 1, D] -> [B, M, D]
-        return reference.pad(tensor.squeeze(1), layout)
+        return padding.pad(tensor.squeeze(1), layout)
 
     return Candidate(
         lambda q, k, v: peers.dense_attention(q, k, v, outside, operands.scale),
         tuple(pad(tensor) for tensor in operands.qkv),
         pad(operands.grad_out),
-        lambda result: reference.unpad(result, layout).unsqueeze(1),
+        lambda result: padding.unpad(result, layout).unsqueeze(1),
     )
 
 
@@ -269,7 +269,7 @@ def measure(
     """Check and time these implementations, those that have their scores in memory as such."""
     found = makers(operands, precision)
     checks = [
-        AttentionCheck(operands, precision.limit, in_memory)
+        AttentionCheck(operands, in_memory)
         for in_memory in ((False, True) if UNFUSED in names else (False,))
     ]
     for name in names:

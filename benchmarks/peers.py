@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from jagged_cuda.testing import reference
+from jagged_cuda.testing import padding
 from jagged_cuda.testing.lengths import Layout
 
 DESCRIPTIONS = {
@@ -237,12 +237,12 @@ def flex_attention(layout: Layout, device: torch.device, scale: float, causal: b
 
 def pad_heads(values: Tensor, layout: Layout) -> Tensor:
     """`[T, H, D]` -> `[B, H, M, D]`"""
-    return reference.pad(values, layout).transpose(1, 2).contiguous()
+    return padding.pad(values, layout).transpose(1, 2).contiguous()
 
 
 def unpad_heads(padded: Tensor, layout: Layout) -> Tensor:
     """`[B, H, M, D]` -> `[T, H, D]`"""
-    return reference.unpad(padded.transpose(1, 2), layout)
+    return padding.unpad(padded.transpose(1, 2), layout)
 
 
 def inside(layout: Layout, device: torch.device) -> Tensor:

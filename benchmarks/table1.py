@@ -14,8 +14,10 @@ from benchmarks import checking, peers, shapes
 from benchmarks.candidate import Candidate
 from benchmarks.session import OURS, Row, Session
 from benchmarks.shapes import Precision
-from jagged_cuda.testing import reference
-from jagged_cuda.testing.lengths import Layout, matrices
+from jagged_cuda.testing import cases as testing
+from jagged_cuda.testing import padding
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Spec
 
 PEERS = ("padded", "sll")
 DEFAULT_PEERS = PEERS
@@ -71,21 +73,16 @@ class Operator:
 
     Args:
         inputs: what it is differentiated by.
-        jagged_inputs: which of them are jagged, or matrices of sequences in one vector: the padded
-            form takes those padded.
-        jagged_result: whether the result is: the padded form's is padded then.
-        ours, definition, padded, sll: take a batch, return the function of the inputs.
+        ours, padded, sll: take a batch, return the function of the inputs.
         backward_elems: the elements that each kernel of the backward must move.
         goal_us: of the forward by precision, on one H100.
         recorded_us: by precision and peer, where the goals come from.
+        dim: of jagged2_softmax.
     """
 
     name: str
     inputs: Callable[[Batch], tuple[Tensor, ...]]
-    jagged_inputs: tuple[bool, ...]
-    jagged_result: bool
     ours: Callable[[Batch], Callable[..., Tensor]]
-    definition: Callable[[Batch], Callable[..., Tensor]]
     padded: Callable[[Batch], Callable[..., Tensor]]
     sll: Callable[[Batch, bool], Callable[..., Tensor]]
     forward_elems: Callable[[Batch], int]
@@ -93,6 +90,30 @@ class Operator:
     flops: Callable[[Batch], float] | None
     goal_us: dict[str, float]
     recorded_us: dict[str, dict[str, float]]
+    dim: int = -1
+
+    @property
+    def case(self) -> testing.Case:
+        return testing.CASES[self.name.removesuffix("_rows")]
+
+    @property
+    def jagged_inputs(self) -> tuple[bool, ...]:
+        """Which are jagged, or matrices in one vector: the padded form takes those padded."""
+        return tuple(self.case.rows[name] != "seq" for name in self.case.inputs)
+
+    @property
+    def jagged_result(self) -> bool:
+        """The padded form's result is padded then."""
+        return self.case.rows["out"] != "seq"
+
+    def check(self, batch: Batch) -> checking.Batch:
+        """What judges it on a batch, with the gradient that its backward is given."""
+        choices = {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
+        inputs = dict(zip(self.case.inputs, self.inputs(batch), strict=True))
+        out = self.case.reference(Spec(0, batch.layout, choices), inputs)["out"]
+        grad_out = torch.randn_like(out)
+        values = tuple(inputs.values())
+        return checking.Batch.of(self.name, self.case, batch.layout, values, grad_out, **choices)
 
 
 def _product_elems(batch: Batch) -> int:
@@ -152,10 +173,6 @@ def _ours_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
     )
 
 
-def _jagged2_definition(batch: Batch, dim: int) -> Callable[..., Tensor]:
-    return lambda a: reference.jagged2_softmax(a, batch.layout, batch.layout, dim, 1.0)
-
-
 def _padded_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
     # Columns [B, 1, N] or rows [B, M, 1] that are not there.
     outside = ~peers.inside(batch.layout, batch.x.device).unsqueeze(1 if dim == -1 else 2)
@@ -209,10 +226,8 @@ def _jagged2(name: str, dim: int) -> Operator:
     return Operator(
         name=name,
         inputs=lambda batch: (batch.a,),
-        jagged_inputs=(True,),
-        jagged_result=True,
         ours=lambda batch: _ours_jagged2(batch, dim),
-        definition=lambda batch: _jagged2_definition(batch, dim),
+        dim=dim,
         padded=lambda batch: _padded_jagged2(batch, dim),
         sll=lambda batch, allow_tf32: _sll_jagged2(batch, allow_tf32, dim),
         forward_elems=lambda batch: 2 * batch.a.numel(),
@@ -229,10 +244,7 @@ OPERATORS = (
     Operator(
         name="jagged_dense_bmm",
         inputs=lambda batch: (batch.x, batch.y_dense),
-        jagged_inputs=(True, False),
-        jagged_result=True,
         ours=_ours_dense,
-        definition=lambda batch: lambda x, y: reference.jagged_dense_bmm(x, y, batch.layout),
         padded=lambda batch: torch.bmm,
         sll=_sll_dense,
         forward_elems=_product_elems,
@@ -244,10 +256,7 @@ OPERATORS = (
     Operator(
         name="jagged_jagged_bmm",
         inputs=lambda batch: (batch.x, batch.y_jagged),
-        jagged_inputs=(True, True),
-        jagged_result=False,
         ours=_ours_jagged,
-        definition=lambda batch: lambda x, y: reference.jagged_jagged_bmm(x, y, batch.layout),
         padded=lambda batch: lambda x, y: torch.bmm(x.transpose(1, 2), y),
         sll=_sll_jagged,
         forward_elems=_product_elems,
@@ -259,14 +268,7 @@ OPERATORS = (
     Operator(
         name="jagged_jagged_bmm_jagged_out",
         inputs=lambda batch: (batch.x, batch.y_wide),
-        jagged_inputs=(True, True),
-        jagged_result=True,
         ours=_ours_matrices,
-        definition=lambda batch: (
-            lambda x, y: reference.jagged_jagged_bmm_jagged_out(
-                x, y, batch.layout, batch.layout, batch.a.numel()
-            )
-        ),
         padded=lambda batch: lambda x, y: torch.bmm(x, y.transpose(1, 2)),
         sll=_sll_matrices,
         forward_elems=_matrix_elems,
@@ -278,14 +280,7 @@ OPERATORS = (
     Operator(
         name="array_jagged_bmm_jagged_out",
         inputs=lambda batch: (batch.a, batch.y_wide),
-        jagged_inputs=(True, True),
-        jagged_result=True,
         ours=_ours_weighted,
-        definition=lambda batch: (
-            lambda a, y: reference.array_jagged_bmm_jagged_out(
-                a, y, batch.layout, batch.layout, False
-            )
-        ),
         padded=lambda batch: torch.bmm,
         sll=_sll_weighted,
         forward_elems=_matrix_elems,
@@ -299,10 +294,7 @@ OPERATORS = (
     Operator(
         name="jagged_softmax",
         inputs=lambda batch: (batch.y_jagged,),
-        jagged_inputs=(True,),
-        jagged_result=True,
         ours=_ours_softmax,
-        definition=lambda batch: lambda x: reference.jagged_softmax(x, batch.layout, 1.0),
         padded=_padded_softmax,
         sll=_sll_softmax,
         forward_elems=lambda batch: _softmax_elems(batch, 2),
@@ -329,38 +321,10 @@ def run(session: Session) -> None:
     session.each_case("table1", OPERATORS, run_case, ("tf32", "fp32", "bf16"))
 
 
-def _layout_of(tensor: Tensor, layout: Layout) -> Layout:
-    """Of rows, or of the matrices of sequences, which have one dimension."""
-    return layout if tensor.dim() > 1 else matrices(layout, layout, tensor.shape[0])
-
-
 def _pad(tensor: Tensor, layout: Layout) -> Tensor:
     if tensor.dim() > 1:
-        return reference.pad(tensor, layout)
-    return reference.pad_matrices(tensor, layout, layout)
-
-
-class OperatorCheck:
-    """Judges an operator on a batch, against its definition in float64."""
-
-    def __init__(self, operator: Operator, batch: Batch, limit: float) -> None:
-        self.layout = batch.layout
-        self.limit = limit
-        leaves = [tensor.double().requires_grad_() for tensor in operator.inputs(batch)]
-        exact = operator.definition(batch)(*leaves)
-        self.grad_out = torch.randn(exact.shape, device=exact.device).to(batch.x.dtype)
-        self.gradients = torch.autograd.grad(exact, leaves, self.grad_out.double())
-        self.out = exact.detach()
-
-    def require_out(self, out: Tensor, slack: float = 1.0) -> None:
-        rows = _layout_of(self.out, self.layout)
-        checking.require_jagged("result", out, self.out, rows, slack * self.limit)
-
-    def require_gradients(self, gradients: Sequence[Tensor]) -> None:
-        for index, (found, exact) in enumerate(zip(gradients, self.gradients, strict=True)):
-            name, min_rows = f"gradient {index}", checking.MIN_ROWS_OF_GRADIENTS
-            rows = _layout_of(exact, self.layout)
-            checking.require_jagged(name, found, exact, rows, self.limit, min_rows)
+        return padding.pad(tensor, layout)
+    return padding.pad_matrices(tensor, layout, layout)
 
 
 def makers(
@@ -411,7 +375,7 @@ def measure(
     names: Sequence[str],
 ) -> None:
     """Check and time these implementations."""
-    check = OperatorCheck(operator, batch, precision.limit)
+    check = operator.check(batch)
     found = makers(operator, batch, precision, check.grad_out)
     session.run(rows, {name: found[name] for name in names}, check)
 
@@ -442,11 +406,11 @@ def _padded(
     if not operator.jagged_result:
         return Candidate(function, padded, grad_out)
     if grad_out.dim() > 1:
-        unpad = functools.partial(reference.unpad, layout=layout)
+        unpad = functools.partial(padding.unpad, layout=layout)
     else:
         elems = grad_out.shape[0]
         unpad = functools.partial(
-            reference.unpad_matrices, layout=layout, kv_layout=layout, capacity=elems
+            padding.unpad_matrices, layout=layout, kv_layout=layout, capacity=elems
         )
     return Candidate(function, padded, _pad(grad_out, layout), unpad)
 

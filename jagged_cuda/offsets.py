@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from jagged_cuda.ops import _contract, _matrices
-from jagged_cuda.ops._override import overridable
+from jagged_cuda.ops._dispatch import overridable
 
 __all__ = ["lengths_from_offsets", "matrix_offsets", "offsets_from_lengths"]
 
@@ -37,9 +37,7 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
         >>> offsets_from_lengths(torch.tensor([2, 0, 3]))
         tensor([0, 2, 2, 5])
     """
-    op = "offsets_from_lengths"
-    _contract.check_dim(op, "lengths", lengths, 1, "[B]")
-    _contract.check_index(op, "lengths", lengths)
+    _contract.check_lengths("offsets_from_lengths", lengths)
     return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
 
 
@@ -66,7 +64,7 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
         >>> lengths_from_offsets(torch.tensor([4, 6, 6, 9]))
         tensor([2, 0, 3])
     """
-    _contract.check_offsets("lengths_from_offsets", "offsets", offsets, offsets)
+    _contract.check_offsets("lengths_from_offsets", offsets)
     return torch.diff(offsets)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 import jagged_cuda
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import EVERY, Case, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
-from jagged_cuda.testing.variants import EVERY
 
 # D and N: whole vectors of 16 bits, and enough of them for the products on wgmma.
 PLAIN: dict[str, Any] = {"D": 40, "N": 48, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}

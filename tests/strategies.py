@@ -45,7 +45,7 @@ def specs(draw: st.DrawFn, case: Case, min_seqs: int = 0) -> Spec:
         for name, candidates in case.choices.items()
     }
     layout = draw(layouts(num_seqs))
-    inputs = [name for name in case.rows if name not in case.outputs]
+    inputs = list(case.inputs)
     return Spec(
         seed=draw(SEEDS),
         layout=layout,

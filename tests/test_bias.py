@@ -17,9 +17,9 @@ from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.comparison import MismatchError
 from jagged_cuda.testing.judge import check, judge
 from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops.jagged_dense_bmm import ACTIVATIONS, activate
+from jagged_cuda.testing.ops.jagged_dense_bmm import BIASED as CASE
 from jagged_cuda.testing.samples import Sample, Spec
-from jagged_cuda.testing.variants import ACTIVATIONS, activate
-from jagged_cuda.testing.variants import BIASED_DENSE_BMM as CASE
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -6,196 +6,21 @@ import argparse
 import dataclasses
 import inspect
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from plain import spec_of
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
-from jagged_cuda.ops import _contract
-from jagged_cuda.testing.cases import CASES, Case, Invalid
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.variants import EVERY
 from tests.tools import corrupt
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-INVALID = pytest.mark.parametrize(
-    "invalid",
-    [
-        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
-        for case in CASES.values()
-        for invalid in case.invalid
-        if not invalid.two_devices
-    ],
-)
-TWO_DEVICES = pytest.mark.parametrize(
-    "invalid",
-    [
-        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
-        for case in CASES.values()
-        for invalid in case.invalid
-        if invalid.two_devices
-    ],
-)
-
-
-def assert_raises(invalid: Invalid, device: torch.device) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        invalid.call(device)
-    assert str(caught.value) == invalid.message.format(device=device)
-
-
-@INVALID
-def test_invalid(invalid: Invalid, device: torch.device) -> None:
-    assert_raises(invalid, device)
-
-
-@INVALID
-def test_invalid_on_fake_tensors(invalid: Invalid) -> None:
-    with FakeTensorMode():
-        assert_raises(invalid, torch.device("cpu"))
-
-
-@TWO_DEVICES
-@pytest.mark.cuda
-def test_invalid_device(invalid: Invalid) -> None:
-    assert_raises(invalid, torch.device("cuda", 0))
-
-
-@TWO_DEVICES
-def test_invalid_device_on_fake_tensors(invalid: Invalid) -> None:
-    with FakeTensorMode():
-        assert_raises(invalid, torch.device("cuda", 0))
-
-
-# --- each argument of each registered operator, changed in each way
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """A tensor of zeros; `elsewhere` puts it on the CPU where others are on a GPU."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    elsewhere: bool = False
-
-    def make(self, device: torch.device) -> torch.Tensor:
-        place = torch.device("cpu") if self.elsewhere else device
-        return torch.zeros(self.shape, dtype=self.dtype, device=place)
-
-
-def described(case: Case, cross: bool) -> dict[str, tuple[Any, ...]]:
-    """The arguments of each registered operator behind a case."""
-    layout = Layout((2, 4))
-    spec = spec_of(layout, poisoned=False, D=3, N=5, dims=(8, 6), trailing=(3, 2), queries=5)
-    spec = dataclasses.replace(spec, kv_layout=Layout((3, 4)) if cross else None)
-    calls = case.registered(case.sample(spec, torch.float32, "cpu"))
-    return {
-        name: tuple(
-            Described(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else a
-            for a in arguments
-        )
-        for name, arguments in calls.items()
-    }
-
-
-def changed(argument: Any) -> Iterator[Any]:
-    """The argument in another shape, dtype or place, or out of its range."""
-    if isinstance(argument, int) and not isinstance(argument, bool):
-        yield from (-7, 0, 99)
-    if not isinstance(argument, Described):
-        return
-    shape = argument.shape
-    shapes = [(1, *shape), shape[1:], ()]
-    for dim, size in enumerate(shape):
-        shapes += [(*shape[:dim], other, *shape[dim + 1 :]) for other in (0, 1, size + 1, 257)]
-    yield from (dataclasses.replace(argument, shape=each) for each in shapes)
-    for name in ("float16", "float32", "float64", "int32", "int64", "bool"):
-        dtype = getattr(torch, name)
-        if dtype != argument.dtype:
-            yield dataclasses.replace(argument, dtype=dtype)
-    yield dataclasses.replace(argument, elsewhere=True)
-
-
-def wrong_calls(case: Case) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Registered operators and arguments of which one is changed; some calls are right still."""
-    for cross in case.choices.get("cross", (False,)):
-        for name, arguments in described(case, cross).items():
-            for index, argument in enumerate(arguments):
-                for other in changed(argument):
-                    yield name, (*arguments[:index], other, *arguments[index + 1 :])
-
-
-def text_of(name: str, arguments: tuple[Any, ...], device: torch.device) -> str:
-    """What a call raises, or nothing."""
-    made = [a.make(device) if isinstance(a, Described) else a for a in arguments]
-    try:
-        getattr(torch.ops.jagged_cuda, name)(*made)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@CASE
-def test_fake_tensors_raise_what_the_kernels_raise(case: Case, device: torch.device) -> None:
-    """Whatever is wrong: the same sentence, of the operator that was called, or none in both."""
-    count = 0
-    for name, arguments in wrong_calls(case):
-        if device.type == "cpu" and any(
-            isinstance(a, Described) and a.elsewhere for a in arguments
-        ):
-            continue
-        text = text_of(name, arguments, device)
-        with FakeTensorMode():
-            assert text_of(name, arguments, device) == text, (name, arguments)
-        assert re.fullmatch(rf"({name}: \S+ must be .+, got .+)?", text), (name, arguments, text)
-        count += bool(text)
-    assert count >= 10
-
-
-COMPOSED = {"check_like", "check_y_offsets", "check_matrix_offsets"}
-
-
-def test_every_check_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the fake kernels check of a right call, some wrong call is refused by."""
-    made: set[tuple[str, str, str]] = set()
-    refused: set[tuple[str, str, str]] = set()
-
-    def noted(check: str, function: Callable[..., None]) -> Callable[..., None]:
-        def noting(op: str, argument: str, *rest: Any) -> None:
-            made.add((check, op, argument))
-            try:
-                function(op, argument, *rest)
-            except RuntimeError:
-                refused.add((check, op, argument))
-                raise
-
-        return noting
-
-    for check in dir(_contract):
-        if check.startswith("check_") and check not in COMPOSED:
-            monkeypatch.setattr(_contract, check, noted(check, getattr(_contract, check)))
-    device = torch.device("cuda", 0)
-    with FakeTensorMode():
-        for case in CASES.values():
-            for cross in case.choices.get("cross", (False,)):
-                for name, arguments in described(case, cross).items():
-                    assert text_of(name, arguments, device) == ""
-        expected = {each for each in made if hasattr(torch.ops.jagged_cuda, each[1])}
-        for case in CASES.values():
-            for name, arguments in wrong_calls(case):
-                text_of(name, arguments, device)
-    assert not expected - refused
-    assert len(expected) > 150
-
 
 # (offsets over six rows, what is wrong with them)
 BAD_OFFSETS = [

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
 
 CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
@@ -54,7 +53,7 @@ def small_sample(
 
 def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     """The operator as a function of its differentiable arguments; LSE without its rows of -inf."""
-    names = case.differentiable
+    names = case.inputs
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         tensors = sample.tensors | dict(zip(names, values, strict=True))
@@ -142,7 +141,7 @@ def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.dev
 
 
 def test_every_registered_operator_is_checked() -> None:
-    """By test_opcheck, that is; `jagged_cuda` names them as library.cpp does."""
+    """By test_opcheck, that is; `jagged_cuda` names them as operators.h does."""
     sample_of = functools.partial(small_sample, variant="plain", dtype=torch.float32, device="cpu")
     checked = {name for case in CASES.values() for name in case.registered(sample_of(case))}
     names = torch._C._dispatch_get_all_op_names()

@@ -13,11 +13,10 @@ from strategies import DTYPES, SEEDS, specs
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import EVERY, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
 from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
-from jagged_cuda.testing.variants import EVERY
 
 CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -1,5 +1,5 @@
-// What the operators over [sum Lx*Ly] ask of their arguments: one matrix [Lx, Ly] a sequence, row
-// by row, one after another in a vector of `capacity` elements.
+// What the operators over [sum Lx*Ly] share: one matrix [Lx, Ly] a sequence, row by row, one after
+// another in a vector of `capacity` elements.
 //
 // offsets say the rows of the matrices (Lx), y_offsets their columns (Ly; none: offsets), and
 // matrix_offsets [B + 1], int64, where each begins: the running sum of Lx*Ly. A matrix that reaches
@@ -10,24 +10,6 @@
 #include "contract/contract.h"
 
 namespace jagged_cuda {
-
-// y_offsets [B + 1] or none, matrix_offsets [B + 1]; offsets are checked already.
-inline void check_matrix_offsets(const char* op, const Tensor& offsets,
-                                 const std::optional<Tensor>& y_offsets,
-                                 const Tensor& matrix_offsets) {
-  if (y_offsets) {
-    check_offsets(op, "y_offsets", *y_offsets, offsets);
-    check_dtype(op, "y_offsets", *y_offsets, offsets.scalar_type());
-    check_shape(op, "y_offsets", *y_offsets, {offsets.size(0)});
-  }
-  check_dtype(op, "matrix_offsets", matrix_offsets, ScalarType::Long);
-  check_shape(op, "matrix_offsets", matrix_offsets, {offsets.size(0)});
-  check_device(op, "matrix_offsets", matrix_offsets, offsets);
-}
-
-inline void check_capacity(const char* op, const char* argument, int64_t capacity) {
-  if (capacity < 0) fail_argument(op, argument, ">= 0", std::to_string(capacity));
-}
 
 // Whether rows * columns elements (neither negative) from `begin` on lie within [0, capacity).
 inline bool matrix_fits(int64_t begin, int64_t rows, int64_t columns, int64_t capacity) {

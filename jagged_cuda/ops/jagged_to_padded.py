@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -57,15 +55,6 @@ def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 
     return call(torch.ops.jagged_cuda.jagged_to_padded.default, x, offsets, max_len, fill)
 
 
-def _fake(x: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> Tensor:
-    op = "jagged_to_padded"
-    _contract.check_rows(op, "x", x, 1, "[T, ...]")
-    _contract.check_copied(op, "x", x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    _contract.check_not_negative(op, "max_len", max_len)
-    return x.new_empty((offsets.shape[0] - 1, max_len, *x.shape[1:]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, offsets, _, _ = inputs
     ctx.total = x.shape[0]
@@ -80,7 +69,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None, None]:
 
 register(
     "jagged_to_padded",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="unchanged",

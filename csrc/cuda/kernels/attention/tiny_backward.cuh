@@ -18,7 +18,7 @@
 // All sums stay in registers (dQ of all 64 queries), so one pass writes all gradients: no atomics, no
 // workspace, the same bits at every run. The transposed products turn P^T and dS^T from accumulators
 // into operands as they are; dS needs movmatrix. With grouped heads dK and dV wait for the next head
-// in shared memory, in fp32.
+// in shared memory, in f32.
 //
 // Shared memory per warp: Q, dO, K, V of 64 rows and 2 kDim bytes, lse and delta: 16.5 KiB for kDim
 // 32, 32.5 KiB for 64; with grouped heads 512 kDim bytes more. Nothing is shared between warps: no
@@ -43,6 +43,7 @@ struct TinyBackwardConfig {
   // 12 and 6 warps per SM: as many as shared memory holds, with 168 and 255 registers.
   static constexpr int kMinCtas = kDim == 32 ? 6 : 3;
   static constexpr int kOutBlocks = kDim / 8;
+  static constexpr PathName kName = PathName("cuda.attention.backward.tiny.d") + kDim;
   static_assert(kDim == 32 || kDim == 64);
 };
 
@@ -440,11 +441,19 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_t
   TinyBackward<Config>(params, sequence, storage[warp], group_sums[warp], item.head, lane).run();
 }
 
-// Shared memory of a CTA.
-template <typename Config>
-constexpr int tiny_backward_bytes(bool grouped) {
-  return Config::kWarps * static_cast<int>(sizeof(TinyBackwardStorage<Config>) +
-                                           (grouped ? sizeof(TinyGroupSums<Config>) : 0));
+template <typename Element>
+cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return for_dim<64>(params, [&](auto dim) {
+    using Config = TinyBackwardConfig<Element, dim.value>;
+    constexpr int kBytes = Config::kWarps * static_cast<int>(sizeof(TinyBackwardStorage<Config>)),
+                  kGroupBytes = Config::kWarps * static_cast<int>(sizeof(TinyGroupSums<Config>));
+    // The limit is asked for once, so for both.
+    const cudaError_t error = allow_shared_memory<backward_tiny<Config>>(kBytes + kGroupBytes);
+    if (error != cudaSuccess) return error;
+    const bool grouped = params.heads != params.kv_heads;
+    return launch_tiny<backward_tiny<Config>, Config>(
+        params, params.kv_heads, grouped ? kBytes + kGroupBytes : kBytes, stream);
+  });
 }
 
 }  // namespace jagged_cuda::attention

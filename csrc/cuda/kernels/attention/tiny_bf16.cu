@@ -1,13 +1,10 @@
-#include "cuda/kernels/attention/tiny.cuh"
+#include "cuda/kernels/attention/tiny_backward.cuh"
+#include "cuda/kernels/attention/tiny_forward.cuh"
 
 namespace jagged_cuda::attention {
 
-cudaError_t forward_tiny_bf16(const AttentionParams& params, cudaStream_t stream) {
-  return launch_forward_tiny<__nv_bfloat16>(params, stream);
-}
-
-cudaError_t backward_tiny_bf16(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return launch_backward_tiny<__nv_bfloat16>(params, stream);
-}
+template cudaError_t launch_forward_tiny<__nv_bfloat16>(const AttentionParams&, cudaStream_t);
+template cudaError_t launch_backward_tiny<__nv_bfloat16>(const AttentionBackwardParams&,
+                                                         cudaStream_t);
 
 }  // namespace jagged_cuda::attention

@@ -1,13 +1,9 @@
-#include "cuda/kernels/attention/tiny.cuh"
+#include "cuda/kernels/attention/tiny_backward.cuh"
+#include "cuda/kernels/attention/tiny_forward.cuh"
 
 namespace jagged_cuda::attention {
 
-cudaError_t forward_tiny_f16(const AttentionParams& params, cudaStream_t stream) {
-  return launch_forward_tiny<__half>(params, stream);
-}
-
-cudaError_t backward_tiny_f16(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return launch_backward_tiny<__half>(params, stream);
-}
+template cudaError_t launch_forward_tiny<__half>(const AttentionParams&, cudaStream_t);
+template cudaError_t launch_backward_tiny<__half>(const AttentionBackwardParams&, cudaStream_t);
 
 }  // namespace jagged_cuda::attention

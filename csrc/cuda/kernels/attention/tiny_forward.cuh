@@ -4,7 +4,7 @@
 // For 16 queries of one head against all keys of the sequence, c = |scale| log2(e):
 //     S = Q K^T,  m = rowmax S,  P = exp2(c (S - m)),  l = rowsum P
 //     out = P V / l,  lse = scale m + ln l
-// Scores, sums and the output are fp32; P is rounded to the element type for its product.
+// Scores, sums and the output are f32; P is rounded to the element type for its product.
 //
 // Grid: one warp for each head of each sequence, found by its offsets alone (TinyItem). The work is
 // that of a copy, so the warp starts all its loads before it computes: K and V go straight from
@@ -36,6 +36,7 @@ struct TinyForwardConfig {
   // 16 warps per SM with 128 registers for 32 columns; 64 columns of 64 keys need 246.
   static constexpr int kMinCtas = kDim == 32 ? 8 : 4;
   static constexpr int kColumnBlocks = kDim / 32;
+  static constexpr PathName kName = PathName("cuda.attention.forward.tiny.d") + kDim;
   static_assert(kDim == 32 || kDim == 64);
 };
 
@@ -310,6 +311,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     case 4:
       return attend<Config, 4>(params, sequence, item.head, lane);
   }
+}
+
+template <typename Element>
+cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream) {
+  return for_dim<64>(params, [&](auto dim) {
+    using Config = TinyForwardConfig<Element, dim.value>;
+    return launch_tiny<forward_tiny<Config>, Config>(params, params.heads, 0, stream);
+  });
 }
 
 }  // namespace jagged_cuda::attention

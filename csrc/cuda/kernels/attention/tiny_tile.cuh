@@ -2,6 +2,7 @@
 // head of which a warp takes alone, so that nothing waits for another warp.
 #pragma once
 
+#include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/mma_tile.cuh"
 #include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/window.cuh"
@@ -118,6 +119,16 @@ __device__ __forceinline__ void fill_outside(const OffsetsView& offsets, void* g
        i += TinyItem::kFillCtas * blockDim.x) {
     static_cast<float*>(g)[i < first ? i : last + i - first] = value;
   }
+}
+
+// Behind a kernel for longer sequences, with which it shares nothing, a kernel may start while that
+// one still runs; else it waits for whatever is before it on the stream.
+template <auto kKernel, typename Config, typename Params>
+cudaError_t launch_tiny(const Params& params, int heads, int shared_bytes, cudaStream_t stream) {
+  const Grid grid{int64_t{TinyItem::ctas(params, heads, Config::kWarps)} + TinyItem::kFillCtas};
+  return params.split_by_length
+             ? launch_dependent<kKernel>(params, grid, Config::kThreads, shared_bytes, stream)
+             : launch<kKernel>(params, grid, Config::kThreads, shared_bytes, stream, Config::kName);
 }
 
 }  // namespace jagged_cuda::attention
