@@ -43,17 +43,17 @@ bool all_tiny(const AttentionParams& params) {
          (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
 }
 
-// Launches a kernel for tiny sequences behind one for longer ones, where the former takes the
-// operands, and alone where no sequence can be longer. A sequence's own length decides which of the
-// two takes it, so its bits do not depend on the batch. The path is the longer one's where it runs.
+// Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
+// operands, and not at all where no sequence can be longer. A sequence's own length decides which
+// of the two takes it, so its bits do not depend on the batch. The path is that of the last.
 template <typename Params, typename Launch>
 cudaError_t launch_by_length(Params params, cudaStream_t stream, Launch launch_longer,
                              cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
   if (!takes_tiny(params)) return launch_longer(params);
-  if (all_tiny(params)) return launch_tiny(params, stream);
+  const cudaError_t error = launch_tiny(params, stream);
+  if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;
-  const cudaError_t error = launch_longer(params);
-  return error == cudaSuccess ? launch_tiny(params, stream) : error;
+  return launch_longer(params);
 }
 
 }  // namespace

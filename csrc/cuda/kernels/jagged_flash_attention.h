@@ -42,8 +42,8 @@ struct AttentionParams {
   // multiples of 16 bytes.
   bool aligned;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
-  // True where a kernel for tiny sequences runs behind one for longer ones, each on its own. The
-  // rows outside all sequences are the former's.
+  // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
+  // rows outside all sequences are the latter's.
   bool split_by_length;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;

@@ -128,6 +128,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
 
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
@@ -240,7 +241,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DkdvStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
-  ptx::griddepcontrol_launch_dependents();
   const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
@@ -366,8 +366,8 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
   return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
     using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
     using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
-    const cudaError_t error = launch<backward_dq_mma_sync<Dq>>(
-        params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+    const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
+        params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
         sizeof(DqStorage<Dq>), stream, Dq::kName);
     if (error != cudaSuccess) return error;
     return launch<backward_dkdv_mma_sync<Dkdv>>(

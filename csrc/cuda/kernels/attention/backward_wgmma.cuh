@@ -114,6 +114,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
   ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
@@ -237,7 +238,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
   const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
@@ -367,9 +367,9 @@ template <typename Element, int kDim, int kStep>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
-  const cudaError_t error =
-      launch<backward_dq_wgmma<Dq>>(params, tile_grid(params.q_offsets, Dq::kRows, params.heads),
-                                    Dq::kThreads, sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
+  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq>>(
+      params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+      sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
   return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
       params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,

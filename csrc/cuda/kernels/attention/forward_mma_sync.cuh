@@ -180,7 +180,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   auto& shared = *reinterpret_cast<ForwardStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
-  ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
@@ -279,8 +279,8 @@ template <typename Element>
 cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream) {
   return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
     using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
-    return launch<forward_mma_sync<Config>>(
-        params, tile_grid(params.q_offsets, Config::kTileM, params.heads), Config::kThreads,
+    return launch_longer<forward_mma_sync<Config>>(
+        params, params, tile_grid(params.q_offsets, Config::kTileM, params.heads), Config::kThreads,
         sizeof(ForwardStorage<Config>), stream, Config::kName);
   });
 }

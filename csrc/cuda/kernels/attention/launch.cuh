@@ -41,6 +41,16 @@ inline Grid tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
   return {num_tiles(offsets.total, offsets.num_seqs, tile_rows), heads};
 }
 
+// Launches the first kernel for longer sequences. Behind that for tiny ones, with which it shares
+// nothing, it may start while that one still runs.
+template <auto kKernel, typename Params>
+cudaError_t launch_longer(const AttentionParams& attention, const Params& params, const Grid& grid,
+                          int threads, int shared_bytes, cudaStream_t stream, const char* path) {
+  return attention.split_by_length
+             ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
+             : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+}
+
 // Boxes of a tile's rows and of the columns of its blocks, of one head. A tensor without rows is
 // never copied from, but its map must be valid: it borrows q's address.
 template <typename Tile>

@@ -427,7 +427,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_t
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned heads = params.heads, kv_heads = params.kv_heads,
                  item_ctas = TinyItem::ctas(params, kv_heads, Config::kWarps);
-  if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // so that the kernel does not end before
+  ptx::griddepcontrol_launch_dependents();  // launch_longer
   if (blockIdx.x >= item_ctas) {
     const unsigned cta = blockIdx.x - item_ctas;
     fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);

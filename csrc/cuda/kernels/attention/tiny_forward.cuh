@@ -287,7 +287,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tiny(
     const __grid_constant__ AttentionParams params) {
   const unsigned heads = params.heads, item_ctas = TinyItem::ctas(params, heads, Config::kWarps);
-  if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // so that the kernel does not end before
+  ptx::griddepcontrol_launch_dependents();  // launch_longer
   if (blockIdx.x >= item_ctas) {
     const unsigned cta = blockIdx.x - item_ctas;
     fill_outside(params.q_offsets, params.out.data, heads * params.dim_v / 2, 0.0f, cta);

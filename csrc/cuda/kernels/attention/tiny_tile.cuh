@@ -121,14 +121,10 @@ __device__ __forceinline__ void fill_outside(const OffsetsView& offsets, void* g
   }
 }
 
-// Behind a kernel for longer sequences, with which it shares nothing, a kernel may start while that
-// one still runs; else it waits for whatever is before it on the stream.
 template <auto kKernel, typename Config, typename Params>
 cudaError_t launch_tiny(const Params& params, int heads, int shared_bytes, cudaStream_t stream) {
   const Grid grid{int64_t{TinyItem::ctas(params, heads, Config::kWarps)} + TinyItem::kFillCtas};
-  return params.split_by_length
-             ? launch_dependent<kKernel>(params, grid, Config::kThreads, shared_bytes, stream)
-             : launch<kKernel>(params, grid, Config::kThreads, shared_bytes, stream, Config::kName);
+  return launch<kKernel>(params, grid, Config::kThreads, shared_bytes, stream, Config::kName);
 }
 
 }  // namespace jagged_cuda::attention
