@@ -53,6 +53,9 @@ cudaError_t launch_by_length(Params params, cudaStream_t stream, Launch launch_l
   const cudaError_t error = launch_tiny(params, stream);
   if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;
+  // Where sequences are short on average, most tiles would be those of tiny ones.
+  params.longer_in_slabs = params.q_offsets.data == params.kv_offsets.data &&
+                           params.q_offsets.total < params.q_offsets.num_seqs * (kTinyRows / 2);
   return launch_longer(params);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/jagged.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -15,6 +16,14 @@ __device__ __forceinline__ bool is_tiny(int64_t queries, int64_t keys) {
 __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int64_t queries,
                                              int64_t keys) {
   return params.split_by_length && is_tiny(queries, keys);
+}
+
+// This CTA's tile in a grid of tile_grid(). There may be none: row >= rows.len.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params,
+                                                   const OffsetsView& offsets) {
+  if (params.longer_in_slabs) return find_longer_tile<kTile, kTinyRows>(offsets, blockIdx.x);
+  return find_tile<kTile>(offsets, blockIdx.x);
 }
 
 }  // namespace jagged_cuda::attention
