@@ -397,6 +397,10 @@ def test_path_of_long_sequences(
 TINY = Layout((*(0,) * 70, 64, 1, 63, 0, 17, 16, 33, 48, *(0,) * 70), base=5, tail=70)
 TINY_KEYS = Layout((*(0,) * 69, 3, 1, 64, 0, 5, 32, 16, 64, 49, *(0,) * 70), base=2, tail=4)
 MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
+# So many short ones that the longer ones are looked for in slabs of rows.
+SLABS = Layout(
+    (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
+)
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
 
 
@@ -428,18 +432,23 @@ def test_tiny_among_longer_sequences(
     if path == "mma_sync":
         monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
-    for causal in (False, True):
-        spec = spec_of(MIXED, dims=(dim, dim), causal=causal)
-        spec = dataclasses.replace(spec, kv_layout=MIXED_KEYS if cross else None)
+    for layout, causal in ((MIXED, False), (MIXED, True), (SLABS, False)):
+        spec = spec_of(layout, dims=(dim, dim), causal=causal)
+        spec = dataclasses.replace(
+            spec, kv_layout=MIXED_KEYS if cross and layout is MIXED else None
+        )
         judge(case, spec, torch.bfloat16, CUDA)
 
 
-def test_tiny_sequences_do_not_depend_on_neighbours() -> None:
-    """A tiny sequence alone, and with max_len, gives the bits that it gives among longer ones."""
+@pytest.mark.parametrize("layout", [MIXED, SLABS], ids=["mixed", "slabs"])
+def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
+    """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
-    sample = case.sample(spec_of(MIXED), torch.bfloat16, CUDA)
+    sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
     whole = run(case, sample, calls(case), None)
-    for begin, end in itertools.pairwise(MIXED.offsets().tolist()):
+    for begin, end in itertools.pairwise(layout.offsets().tolist()):
+        if begin == end:
+            continue
         rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
         offsets = torch.tensor([0, end - begin], device=CUDA)
         for max_len in (False, True):
