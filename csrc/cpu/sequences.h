@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "contract/checks.h"
 #include "contract/contract.h"
 
 namespace jagged_cuda::cpu {
@@ -28,19 +29,18 @@ template <class Offset>
 std::vector<Sequence> sequences_of(const char* op, const char* argument, const Offset* offsets,
                                    int64_t num_seqs, int64_t total,
                                    std::optional<int64_t> max_len) {
-  if (checks_enabled()) validate_offsets(op, argument, offsets, num_seqs, total, max_len);
+  const bool lengths_too = max_len && check_mode() != CheckMode::kOff;
+  enforce(op, argument,
+          OffsetsRule<Offset>{offsets, num_seqs, total, lengths_too ? *max_len : kNoMaxLen});
   std::vector<Sequence> sequences(static_cast<size_t>(num_seqs));
-  // Clamped, so that wrong offsets stay within the tensors.
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t begin = std::clamp<int64_t>(offsets[seq], 0, total);
-    const int64_t end = std::clamp<int64_t>(offsets[seq + 1], begin, total);
-    sequences[static_cast<size_t>(seq)] = {begin, end - begin};
+    sequences[static_cast<size_t>(seq)] = {offsets[seq], offsets[seq + 1] - offsets[seq]};
   }
   return sequences;
 }
 
-// The sequences of offsets [B + 1] in a tensor of `total` rows; checked if JAGGED_CUDA_CHECK asks
-// for it.
+// The sequences of offsets [B + 1] in a tensor of `total` rows: increasing, within the tensor, or
+// else an error. max_len is looked at if JAGGED_CUDA_CHECK asks for it.
 inline std::vector<Sequence> read_sequences(const char* op, const char* argument,
                                             const Tensor& offsets, int64_t total,
                                             std::optional<int64_t> max_len = std::nullopt) {
