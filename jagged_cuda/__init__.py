@@ -16,4 +16,3 @@ from jagged_cuda.offsets import *  # noqa: E402, F403
 from jagged_cuda.ops import *  # noqa: E402, F403
 
 __all__ = ["__version__", "check_errors", "set_checks", *offsets.__all__, *ops.__all__]
-

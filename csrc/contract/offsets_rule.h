@@ -35,7 +35,7 @@ struct Finding {
   int64_t columns = 0;
 };
 
-constexpr int64_t kNoMaxLen = INT64_MAX;
+constexpr int64_t kUnlimited = INT64_MAX;  // what is not to be looked at
 
 // offsets [num_seqs + 1] into `total` rows.
 template <typename Offset>
@@ -43,7 +43,7 @@ struct OffsetsRule {
   const Offset* offsets;
   int64_t num_seqs;
   int64_t total;
-  int64_t max_len;  // kNoMaxLen: not looked at
+  int64_t max_len;
 
   // `index` from 0 to num_seqs.
   JAGGED_CUDA_HOST_DEVICE Finding at(int64_t index) const {
@@ -70,7 +70,7 @@ struct MatrixOffsetsRule {
   const Offset* columns;
   const int64_t* offsets;
   int64_t num_seqs;
-  int64_t capacity;  // INT64_MAX: not looked at
+  int64_t capacity;
 
   JAGGED_CUDA_HOST_DEVICE Finding at(int64_t index) const {
     const int64_t value = offsets[index];

@@ -36,7 +36,8 @@ void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
 Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
   const JaggedBroadcastSizes sizes = parse_jagged_broadcast(x, offsets, total);
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
   x = contiguous_rows(op, x, 1);
   Tensor out = allocate_rows(op, x, with_rows_of(x, 1, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());

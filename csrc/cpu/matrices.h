@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "cpu/sequences.h"
@@ -34,8 +33,7 @@ inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
   const Tensor dense = contiguous(matrix_offsets);
   const int64_t* begins = dense.const_data_ptr<int64_t>();
   const int64_t num_seqs = dense.size(0) - 1;
-  const int64_t checked_capacity =
-      check_mode() == CheckMode::kOff ? std::numeric_limits<int64_t>::max() : capacity;
+  const int64_t checked_capacity = check_mode() == CheckMode::kOff ? kUnlimited : capacity;
   const auto check = [&](auto zero) {
     using Offset = decltype(zero);
     const Tensor row_offsets = contiguous(offsets), column_offsets = contiguous(given_columns);

@@ -18,7 +18,8 @@ constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
 Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "padded_to_jagged";
   const PaddedToJaggedSizes sizes = parse_padded_to_jagged(x, offsets, total);
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
   x = contiguous_rows(op, x, 2);
   Tensor out = allocate_rows(op, x, with_rows_of(x, 2, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());

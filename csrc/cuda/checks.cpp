@@ -88,7 +88,7 @@ void maybe_validate_offsets(const char* op, const char* argument, const Tensor& 
   const CheckMode mode = check_mode();
   if (mode == CheckMode::kOff) return;
   const cudaStream_t stream = current_stream(offsets);
-  const int64_t num_seqs = offsets.size(0) - 1, most_rows = max_len.value_or(kNoMaxLen);
+  const int64_t num_seqs = offsets.size(0) - 1, most_rows = max_len.value_or(kUnlimited);
   if (mode == CheckMode::kAsync) {
     if (ErrorWord* error = find_error_word(op, stream)) {
       check_cuda(op, launch_check_offsets({offsets.const_data_ptr(), is_wide(offsets), num_seqs,

@@ -26,7 +26,7 @@ struct CheckOffsetsParams {
   bool wide;
   int64_t num_seqs;
   int64_t total;
-  int64_t max_len;  // kNoMaxLen: not looked at
+  int64_t max_len;
   const char* op;
   const char* argument;
   ErrorWord* error;
