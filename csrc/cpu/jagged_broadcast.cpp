@@ -37,7 +37,8 @@ Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, offsets, total});
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
   x = as_contiguous(op, x, 1);
   Tensor out = allocate(op, x, with_rows_of(x, 1, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());

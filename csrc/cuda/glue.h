@@ -4,6 +4,7 @@
 
 #include "contract/contract.h"
 
+#include "cuda/checks.h"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -101,30 +102,6 @@ inline bool mma_sync_only(const char* op) {
 inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
   return {offsets.const_data_ptr(), offsets.size(0) - 1, total,
           offsets.scalar_type() == ScalarType::Long};
-}
-
-// Under JAGGED_CUDA_CHECK=1: waits for the stream and names the first bad index. A stream that is
-// being captured into a graph can't be waited for, so nothing is checked there.
-inline void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                                   int64_t total, std::optional<int64_t> max_len = std::nullopt) {
-  if (!checks_enabled()) return;
-  const cudaStream_t stream = current_stream(offsets);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(op, cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) return;
-  const int64_t num_seqs = offsets.size(0) - 1;
-  const auto validate = [&](auto zero) {
-    std::vector<decltype(zero)> host(num_seqs + 1);
-    check_cuda(op, cudaMemcpyAsync(host.data(), offsets.const_data_ptr(),
-                                   host.size() * sizeof(zero), cudaMemcpyDeviceToHost, stream));
-    check_cuda(op, cudaStreamSynchronize(stream));
-    validate_offsets(op, argument, host.data(), num_seqs, total, max_len);
-  };
-  if (offsets.scalar_type() == ScalarType::Long) {
-    validate(int64_t{0});
-  } else {
-    validate(int32_t{0});
-  }
 }
 
 }  // namespace jagged_cuda
