@@ -27,7 +27,7 @@ def test_every_operator_is_complete() -> None:
 
 def test_the_layers_name_the_same_operators() -> None:
     assert operators(ROOT) == set(ops.__all__) == set(CASES)
-    for path, suffix in (("csrc/contract", "h"), ("csrc/cuda", "cpp"), ("jagged_cuda/ops", "py")):
+    for path, suffix in (("csrc/cpu", "cpp"), ("csrc/cuda", "cpp"), ("jagged_cuda/ops", "py")):
         found = {p.stem for p in (ROOT / path).glob(f"*jagged*.{suffix}")}
         assert found == operators(ROOT), path
     assert registered(ROOT) >= operators(ROOT)
