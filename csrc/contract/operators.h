@@ -7,8 +7,8 @@
 //
 //   line      arguments; relations -> results
 //   argument  name: class [dims]
-//   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these),
-//             a dtype, the name of an earlier argument (its dtype), acc(argument) (the dtype of its
+//   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these,
+//             int16, int8, uint8, bool), a dtype, the name of an earlier argument (its dtype), acc(argument) (the dtype of its
 //             sums: float64 for float64, else float32); with ? it may be None
 //   dims      sizes, size + 1, and last ..., any further dimensions. A size's first occurrence
 //             says what it is, each other one must agree; all tensors are on the first one's device

@@ -24,9 +24,10 @@ const std::vector<DtypeClass> kClasses = {
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16}},
     {"index", "int32 or int64", {ScalarType::Int, ScalarType::Long}},
     {"any",
-     "float32, float64, float16, bfloat16, int32 or int64",
+     "float32, float64, float16, bfloat16, int32, int64, int16, int8, uint8 or bool",
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16,
-      ScalarType::Int, ScalarType::Long}},
+      ScalarType::Int, ScalarType::Long, ScalarType::Short, ScalarType::Char, ScalarType::Byte,
+      ScalarType::Bool}},
     {"int64", "int64", {ScalarType::Long}}};
 
 // A size with what is added to it, a number, an argument, or a sign of a relation or `...`.

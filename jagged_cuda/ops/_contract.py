@@ -22,7 +22,8 @@ from jagged_cuda import _load
 
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _FLOAT + _INDEX, "int64": (torch.int64,)}
+_ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 

@@ -18,7 +18,7 @@ def jagged_broadcast(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
     For each sequence b: ``z_b[i] = x[b]`` for each of its rows i.
 
     Args:
-        x: `[B, ...]`, one value a sequence; float32, float64, float16, bfloat16, int32 or int64.
+        x: `[B, ...]`, one value a sequence; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]`` of the result.
         total: T, rows of the result: at least the last of offsets. None reads that number, which

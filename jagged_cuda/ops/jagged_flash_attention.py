@@ -82,6 +82,9 @@ def jagged_flash_attention(
         fail_argument("jagged_flash_attention", "window_size", expected, window_size)
     window_left, window_right = window_size
     if causal:
+        if window_right > 0:
+            expected = "(left, 0) or (left, -1) with causal=True"
+            fail_argument("jagged_flash_attention", "window_size", expected, window_size)
         window_right = 0
     one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
     if one_head:

@@ -18,7 +18,7 @@ def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
     For each sequence b of length L: ``z_b[i] = x[b, i]`` for i < min(L, M), and 0 from there to L.
 
     Args:
-        x: `[B, M, ...]` padded; float32, float64, float16, bfloat16, int32 or int64.
+        x: `[B, M, ...]` padded; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]`` of the result.
         total: T, rows of the result: at least the last of offsets. None reads that number, which
