@@ -302,8 +302,9 @@ def test_masks_and_counts_are_converted(
     assert torch.equal(each, padded[:, 0].repeat_interleave(offsets.diff(), 0))
 
 
-def test_more_rows_than_int32_holds() -> None:
-    lengths = torch.tensor([2**30, 2**30, 5], dtype=torch.int32)
+def test_more_rows_than_int32_holds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1")  # else nothing waits for a GPU
+    lengths = torch.tensor([2**30, 2**30, 5], dtype=torch.int32, device=device)
     message = "lengths must be int64 for more than 2^31 - 1 rows, got int32 for 2147483653"
     with pytest.raises(RuntimeError) as caught:
         jagged_cuda.offsets_from_lengths(lengths)

@@ -223,12 +223,14 @@ def _call(
     ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
 ) -> Tensors:
     choices = spec.choices
+    left, right = choices["window_size"]
     out, lse = ops.jagged_flash_attention(
         *(tensors[name] for name in "qkv"),
         offsets,
         kv_offsets=kv_offsets,
         causal=choices["causal"],
-        window_size=choices["window_size"],
+        # Later keys and causal contradict each other: the function refuses both together.
+        window_size=(left, min(right, 0) if choices["causal"] else right),
         scale=None if choices["scale"] is None else attention_scale(spec),
         max_len=max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
         return_lse=True,
