@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import DTYPE
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -21,10 +22,7 @@ from jagged_cuda.testing.ops.jagged_dense_bmm import ACTIVATIONS, activate
 from jagged_cuda.testing.ops.jagged_dense_bmm import BIASED as CASE
 from jagged_cuda.testing.samples import Sample, Spec
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
-DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
 
 LAYOUT = Layout((70, 0, 33, 1), base=2, tail=3)
 
