@@ -27,8 +27,14 @@ PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
 PLAIN = {name: c[0] for case in EVERY.values() for name, c in case.choices.items()} | PLAIN
 
 
-def spec_of(layout: Layout, seed: int = 0, poisoned: bool = True, **choices: Any) -> Spec:
-    return Spec(seed=seed, layout=layout, choices=PLAIN | choices, poisoned=poisoned)
+def spec_of(
+    layout: Layout,
+    seed: int = 0,
+    poisoned: bool = True,
+    kv_layout: Layout | None = None,
+    **choices: Any,
+) -> Spec:
+    return Spec(seed, layout, PLAIN | choices, kv_layout, poisoned=poisoned)
 
 
 def cotangents_of(case: Case, sample: Sample) -> Callable[[Tensors], Tensors]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import CASE
+from plain import CASE, spec_of
 from torch import Tensor
 
 import jagged_cuda
@@ -58,15 +58,8 @@ def draw(
     *,
     cross: bool = False,
 ) -> Sample:
-    spec = case.spec("small", 0)
-    spec = dataclasses.replace(
-        spec,
-        layout=layout,
-        kv_layout=KEYS[layout] if cross else None,
-        choices=dict(spec.choices) | CHOICES,
-        storage={},
-        poisoned=False,
-    )
+    keys = KEYS[layout] if cross else None
+    spec = spec_of(layout, poisoned=False, kv_layout=keys, **CHOICES)
     return case.sample(spec, dtype, device)
 
 

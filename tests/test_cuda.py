@@ -456,7 +456,7 @@ def no_synchronisation() -> Iterator[None]:
 @CASE_AND_CROSS
 @DTYPE
 def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None:
-    spec = dataclasses.replace(spec_of(LAYOUT), kv_layout=KEYS if cross else None)
+    spec = spec_of(LAYOUT, kv_layout=KEYS if cross else None)
     sample = case.sample(spec, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     sample = dataclasses.replace(sample, tensors=leaves)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import CASE, TWO_DTYPES
+from plain import CASE, TWO_DTYPES, spec_of
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -24,10 +24,11 @@ SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": Non
 SIZES |= {"queries": 3}
 VARIANTS = {
     "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7}
-    | {"dim": -1},
+    | {"dim": -1, "activation": "gelu"},
     "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4}
-    | {"transpose": True, "dim": -2},
-    "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None},
+    | {"transpose": True, "dim": -2, "activation": "tanh"},
+    "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None}
+    | {"activation": None},
 }
 LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), tail=1)
 
@@ -35,18 +36,11 @@ LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), t
 def small_sample(
     case: Case, variant: str, dtype: torch.dtype, device: torch.device | str, *, cross: bool = False
 ) -> Sample:
-    spec = case.spec("small", 0)
-    choices = dict(spec.choices) | SIZES | VARIANTS[variant]
+    choices = SIZES | VARIANTS[variant]
     if case.name.endswith("softmax") and choices["scale"] is None:
         choices["scale"] = 1.0
-    spec = dataclasses.replace(
-        spec,
-        layout=LAYOUT,
-        kv_layout=KV_LAYOUT if cross else None,
-        choices=choices,
-        storage={},
-        poisoned=False,
-    )
+    keys = KV_LAYOUT if cross else None
+    spec = spec_of(LAYOUT, poisoned=False, kv_layout=keys, **choices)
     return case.sample(spec, dtype, device)
 
 
