@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, cotangents_of, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
@@ -26,12 +26,6 @@ from jagged_cuda.testing.samples import Sample, Spec
 
 pytestmark = pytest.mark.cuda
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16],
-    ids=["float32", "float64", "float16", "bfloat16"],
-)
 CUDA = "cuda"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -462,7 +456,7 @@ def no_synchronisation() -> Iterator[None]:
 @CASE_AND_CROSS
 @DTYPE
 def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None:
-    spec = dataclasses.replace(spec_of(LAYOUT), kv_layout=KEYS if cross else None)
+    spec = spec_of(LAYOUT, kv_layout=KEYS if cross else None)
     sample = case.sample(spec, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     sample = dataclasses.replace(sample, tensors=leaves)
@@ -669,7 +663,7 @@ def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch
 
 
 @CASE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))

@@ -10,22 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, spec_of
 from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
-from jagged_cuda.testing.draws import DTYPES, Draw, judge_draw
+from jagged_cuda.testing.draws import Draw, judge_draw
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
 from jagged_cuda.unfused import jagged_attention
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-TWO_DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
-)
 LAYOUT = Layout((70, 0, 33, 1), base=5, tail=9)
 
 

@@ -26,9 +26,9 @@ using torch::headeronly::ScalarType;
 [[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
 
 // "op: argument must be <expected>, got <actual>"
-[[noreturn]] inline void fail_argument(const char* op, const char* argument,
+[[noreturn]] inline void fail_argument(const std::string& op, const std::string& argument,
                                        const std::string& expected, const std::string& actual) {
-  fail(std::string(op) + ": " + argument + " must be " + expected + ", got " + actual);
+  fail(op + ": " + argument + " must be " + expected + ", got " + actual);
 }
 
 inline std::string dtype_name(ScalarType dtype) {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <limits>
+#include <utility>
 
 namespace jagged_cuda {
 
@@ -52,20 +54,18 @@ struct Relation {
   std::optional<size_t> unless;
 };
 
-static std::string trim(const std::string& text) {
-  const size_t begin = text.find_first_not_of(' '), end = text.find_last_not_of(' ');
-  return begin == std::string::npos ? "" : text.substr(begin, end + 1 - begin);
-}
-
-// The parts of `text` between separators that are not within brackets.
+// The parts of `text` between separators, each followed by a space, that are not within brackets.
 static std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts{""};
   int depth = 0;
   for (const char c : text) {
     depth += (c == '[') - (c == ']');
-    c == separator&& depth == 0 ? parts.emplace_back() : parts.back() += c;
+    if (c == separator && depth == 0) {
+      parts.emplace_back();
+    } else if (c != ' ' || !parts.back().empty()) {
+      parts.back() += c;
+    }
   }
-  std::transform(parts.begin(), parts.end(), parts.begin(), trim);
   return parts;
 }
 
@@ -113,7 +113,7 @@ struct Contract::Line {
     const size_t colon = text.find(':'), open = text.find('[');
     TensorRule rule{text.substr(0, colon), 0, nullptr, 0, false, {}};
     rule.position = static_cast<size_t>(word_of(rule.name).value);
-    std::string name = trim(text.substr(colon + 1, open - colon - 1));
+    std::string name = text.substr(colon + 2, open - colon - 3);
     if (name.back() == '?') name.pop_back();
     rule.accumulates = name.back() == ')';
     if (rule.accumulates) name = name.substr(4, name.size() - 5);
@@ -135,11 +135,6 @@ struct Contract::Line {
     }
     if (unless != std::string::npos) relation.unless = word_of(text.substr(unless + 8)).value;
     relations.push_back(relation);
-  }
-
-  [[noreturn]] void fail_rule(const TensorRule& rule, const std::string& expected,
-                              const std::string& actual) const {
-    fail_argument(op.c_str(), rule.name.c_str(), expected, actual);
   }
 
   // With numbers for the sizes that `call` knows, if it is given.
@@ -165,23 +160,23 @@ struct Contract::Line {
     const bool has_rest = rule.dims.back().kind == Word::kSign;
     const int64_t leading = static_cast<int64_t>(rule.dims.size()) - has_rest;
     const auto check_shape = [&](bool fits) {
-      if (!fits) fail_rule(rule, shape_of(rule, &call), shape_text(tensor));
+      if (!fits) fail_argument(op, rule.name, shape_of(rule, &call), shape_text(tensor));
     };
     check_shape(has_rest ? num_dims >= leading : num_dims == leading);
     const ScalarType dtype = tensor.scalar_type();
     if (rule.dtype == nullptr) {
       ScalarType expected = call.arguments[rule.like].tensor->scalar_type();
       if (rule.accumulates) expected = sum_dtype(expected);
-      if (dtype != expected) fail_rule(rule, dtype_name(expected), dtype_name(dtype));
+      if (dtype != expected) fail_argument(op, rule.name, dtype_name(expected), dtype_name(dtype));
     } else {
       const auto& allowed = rule.dtype->dtypes;
       if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
-        fail_rule(rule, rule.dtype->text, dtype_name(dtype));
+        fail_argument(op, rule.name, rule.dtype->text, dtype_name(dtype));
       }
     }
     const Tensor& first = *call.arguments[rules[0].position].tensor;
     if (!same_device(tensor, first)) {
-      fail_rule(rule, "on " + device_text(first), "on " + device_text(tensor));
+      fail_argument(op, rule.name, "on " + device_text(first), "on " + device_text(tensor));
     }
     for (int64_t i = 0; i < leading; ++i) {
       const Word& dim = rule.dims[i];
@@ -214,16 +209,12 @@ struct Contract::Line {
     };
     for (const Word& word : relation.words) {
       int64_t value = word.value;
-      if (word.kind == Word::kSign && (value == '*' || value == '%')) {
-        sign = static_cast<char>(value);
-        continue;
-      }
       if (word.kind == Word::kSign) {
+        sign = static_cast<char>(value);
+        if (sign == '*' || sign == '%') continue;
         if (!compare()) return false;
-        last = product;
-        product = 1;
-        comparison = static_cast<char>(value);
-        sign = '*';
+        last = std::exchange(product, 1);
+        comparison = std::exchange(sign, '*');
         continue;
       }
       if (word.kind == Word::kSize) value = call.sizes.*kSizes[value];
@@ -231,11 +222,10 @@ struct Contract::Line {
         if (!call.arguments[value].value) return true;
         value = *call.arguments[value].value;
       }
-      if (sign == '*') {
-        product *= value;
-      } else if (value != 0) {  // of 0, only 0 is a multiple
-        product %= value;
+      if (sign == '*' && __builtin_mul_overflow(product, value, &product)) {
+        product = std::numeric_limits<int64_t>::max();
       }
+      if (sign == '%' && value != 0) product %= value;  // of 0, only 0 is a multiple
     }
     return compare();
   }
@@ -263,10 +253,10 @@ struct Contract::Line {
     if (relation.unless) text += " unless " + names[*relation.unless] + " is given";
     if (owner == nullptr) {
       const int64_t value = *call.arguments[subject.value].value;
-      fail_argument(op.c_str(), subject.text.c_str(), text, std::to_string(value));
+      fail_argument(op, subject.text, text, std::to_string(value));
     }
-    fail_rule(*owner, shape_of(*owner, nullptr) + " with " + subject.text + " " + text,
-              shape_text(*call.arguments[owner->position].tensor));
+    fail_argument(op, owner->name, shape_of(*owner, nullptr) + " with " + subject.text + " " + text,
+                  shape_text(*call.arguments[owner->position].tensor));
   }
 };
 
