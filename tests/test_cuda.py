@@ -327,6 +327,35 @@ def test_path_of_matrices(
     judge(case, spec, dtype, CUDA)
 
 
+def test_deep_sums_do_not_drift() -> None:
+    """Tensor cores truncate as they add: over 2^20 terms of one sign, by more than f16 rounds."""
+    depth, short = 2**20, 16
+    wide, deep = (
+        torch.rand(rows, columns, device=CUDA).mul_(0.1).add_(0.1).half()
+        for rows, columns in ((short, depth), (depth, 64))
+    )
+    rows, columns = (torch.tensor([0, length], device=CUDA) for length in (short, depth))
+    expected = wide.double() @ deep.double()
+    found = {
+        "A y": jagged_cuda.array_jagged_bmm_jagged_out(
+            wide.flatten(), deep, rows, y_offsets=columns, total=short
+        ),
+        "A^T y": jagged_cuda.array_jagged_bmm_jagged_out(
+            wide.t().flatten(), deep, columns, y_offsets=rows, transpose=True, total=short
+        ),
+        "x y^T": jagged_cuda.jagged_jagged_bmm_jagged_out(
+            wide,
+            deep.t().contiguous(),
+            rows,
+            y_offsets=torch.tensor([0, 64], device=CUDA),
+            total_out=short * 64,
+        ).view(short, 64),
+    }
+    for name, result in found.items():
+        error = ((result.double() - expected).abs() / expected).max()
+        assert error <= 2**-10.5, name
+
+
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "wgmma")
     case = CASES["jagged_flash_attention"]
@@ -379,8 +408,25 @@ def test_target_attention_merges_the_parts_of_long_sequences(
     dtype: torch.dtype, dim: int, queries: int
 ) -> None:
     case = CASES["jagged_target_attention"]
-    for heads in (None, (2, 2)):
-        judge(case, spec_of(LONG, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+    crowded = Layout((3,) * 40 + (2049, 600, 0, 1025))  # the other numbering of parts
+    for layout, heads in ((LONG, None), (LONG, (2, 2)), (crowded, None)):
+        judge(case, spec_of(layout, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+
+
+def test_target_attention_takes_many_queries_in_passes() -> None:
+    """The parts take no more than 256 MB, and the bits are those of one pass."""
+    total, step, queries = 2**18, 2**12, 1000
+    k, v = (torch.randn(total, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(total // step, queries, 4, 64, device=CUDA, dtype=torch.bfloat16)
+    offsets = torch.arange(0, total + 1, step, device=CUDA)
+    before = memory_at_rest()
+    out = jagged_cuda.jagged_target_attention(q, k, v, offsets)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 2 * out.numel() + 4 * out.numel() // 64 + 2**28 + 2**20
+    for first in range(0, queries, 250):
+        some = q[:, first : first + 250]
+        alone = jagged_cuda.jagged_target_attention(some, k, v, offsets)
+        assert torch.equal(alone, out[:, first : first + 250])
 
 
 @pytest.mark.parametrize("queries", [1, 20, 70])

@@ -5,6 +5,7 @@
 #include "contract/contract.h"
 
 #include "cuda/checks.h"
+#include "cuda/kernels/jagged_flash_attention.h"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 // Exported by libtorch_cuda; torch declares it under USE_CUDA only.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -102,6 +104,13 @@ inline bool mma_sync_only(const char* op) {
 inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
   return {offsets.const_data_ptr(), offsets.size(0) - 1, total,
           offsets.scalar_type() == ScalarType::Long};
+}
+
+// A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are
+// arbitrary in torch, and are replaced by 0, so that they do not spoil alignment.
+inline HeadsView view_heads(const Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
+          tensor.size(1) > 1 ? tensor.stride(1) : 0};
 }
 
 }  // namespace jagged_cuda

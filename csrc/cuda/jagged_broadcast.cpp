@@ -20,14 +20,16 @@ Tensor jagged_broadcast(const Tensor& x, const Tensor& offsets, int64_t total) {
   const Tensor rows = as_contiguous(op, x, 1);
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
-  JaggedBroadcastParams params;
-  params.unit_bytes = copy_unit_bytes(rows, {0});
+  const int unit_bytes = copy_unit_bytes(rows, {0});
+  GatherParams params;
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
-  params.row_units = sizes.rest * elem_bytes / params.unit_bytes;
-  params.x_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
-  check_cuda(op, launch_jagged_broadcast(params, current_stream(x)));
+  params.row_units = sizes.rest * elem_bytes / unit_bytes;
+  params.seq_stride = rows.stride(0) * elem_bytes / unit_bytes;
+  params.row_stride = 0;
+  params.limit = total;
+  check_cuda(op, launch_jagged_broadcast(params, unit_bytes, current_stream(x)));
   return out;
 }
 

@@ -2,7 +2,6 @@
 
 #include "cuda/kernels/jagged_flash_attention.h"
 
-#include "cuda/attention_glue.h"
 #include "cuda/glue.h"
 
 #include <torch/csrc/stable/library.h>

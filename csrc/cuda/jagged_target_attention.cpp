@@ -6,7 +6,6 @@
 
 #include "cuda/kernels/jagged_target_attention.h"
 
-#include "cuda/attention_glue.h"
 #include "cuda/glue.h"
 
 #include <torch/csrc/stable/library.h>
@@ -43,8 +42,8 @@ Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, in
 }
 
 // How many queries a pass over the keys takes, if all sequences may be split: so many that the
-// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of each
-// key/value head, whose parts take about half as much memory as k and v.
+// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of
+// each key/value head, whose parts take about half as much memory as k and v.
 int64_t queries_per_pass(const Sizes& sizes) {
   constexpr int64_t kWorkspaceBytes = int64_t{256} << 20, kPassRows = 256;
   const int64_t query_bytes = target_slots(sizes.T, sizes.B).count * sizes.H *
@@ -68,25 +67,32 @@ TargetAttentionParams select_queries(const TargetAttentionParams& params, int64_
   return pass;
 }
 
-void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
-                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                 const Tensor& offsets, double scale) {
+// What the Params of both kinds of kernels say alike.
+template <typename Params>
+void fill_common(Params& params, const Sizes& sizes, const Tensor& q, const Tensor& k,
+                 const Tensor& v, const Tensor& out) {
   params.type = element_type(q.scalar_type());
-  params.offsets = view_offsets(offsets, sizes.T);
-  params.q = view_queries(q);
   params.k = view_heads(k);
   params.v = view_heads(v);
-  params.out = const_cast<void*>(out.const_data_ptr());
-  params.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
-  params.slots_as_tiles = target_slots(sizes.T, sizes.B).as_tiles;
-  params.out_queries = params.num_queries = static_cast<int>(sizes.N);
   params.heads = static_cast<int>(sizes.H);
   params.kv_heads = static_cast<int>(sizes.G);
   params.dim_qk = static_cast<int>(sizes.D);
   params.dim_v = static_cast<int>(sizes.Dv);
-  params.scale = static_cast<float>(scale);
   params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
                    has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
+}
+
+void fill_target(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
+                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                 const Tensor& offsets, double scale) {
+  fill_common(params, sizes, q, k, v, out);
+  params.offsets = view_offsets(offsets, sizes.T);
+  params.q = view_queries(q);
+  params.out = const_cast<void*>(out.const_data_ptr());
+  params.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
+  params.slots_as_tiles = target_slots(sizes.T, sizes.B).as_tiles;
+  params.out_queries = params.num_queries = static_cast<int>(sizes.N);
+  params.scale = static_cast<float>(scale);
 }
 
 // --- kernels of jagged_flash_attention
@@ -117,23 +123,15 @@ Tensor query_offsets(const char* op, const Sizes& sizes, const Tensor& like) {
 void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                 const Tensor& q_offsets, const Tensor& offsets, double scale) {
-  params.type = element_type(q.scalar_type());
+  fill_common(params, sizes, q, k, v, out);
   params.q_offsets = view_offsets(q_offsets, sizes.B * sizes.N);
   params.kv_offsets = view_offsets(offsets, sizes.T);
   params.q = view_as_rows(q);
-  params.k = view_heads(k);
-  params.v = view_heads(v);
   params.out = view_as_rows(out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.heads = static_cast<int>(sizes.H);
-  params.kv_heads = static_cast<int>(sizes.G);
-  params.dim_qk = static_cast<int>(sizes.D);
-  params.dim_v = static_cast<int>(sizes.Dv);
   params.window_left = params.window_right = AttentionParams::kUnbounded;
   params.scale = scale;
   params.mma_sync_only = mma_sync_only(op);
-  params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
-                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
 }
 
 // --- entries
@@ -157,7 +155,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
 
   if (is_16_bit(element_type(q.scalar_type()))) {
     TargetAttentionParams params{};
-    fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
+    fill_target(params, sizes, q, k, v, out, lse, offsets, scale);
     std::optional<Tensor> parts;
     int64_t queries = sizes.N;
     if (may_split(sizes, max_len)) {
@@ -212,7 +210,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
   const int64_t rows = sizes.N * (sizes.H / sizes.G);
   if (is_16_bit(element_type(q.scalar_type())) && rows <= target_backward_rows(sizes.D, sizes.Dv)) {
     TargetAttentionBackwardParams params{};
-    fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
+    fill_target(params, sizes, q, k, v, out, lse, offsets, scale);
     params.grad_out = view_queries(grad_out);
     params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr<float>() : nullptr;

@@ -20,16 +20,16 @@ Tensor padded_to_jagged(const Tensor& x, const Tensor& offsets, int64_t total) {
   const Tensor rows = as_contiguous(op, x, 2);
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
-  PaddedToJaggedParams params;
-  params.unit_bytes = copy_unit_bytes(rows, {0, 1});
+  const int unit_bytes = copy_unit_bytes(rows, {0, 1});
+  GatherParams params;
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
-  params.max_len = sizes.M;
-  params.row_units = sizes.rest * elem_bytes / params.unit_bytes;
-  params.x_seq_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
-  params.x_row_stride = rows.stride(1) * elem_bytes / params.unit_bytes;
-  check_cuda(op, launch_padded_to_jagged(params, current_stream(x)));
+  params.row_units = sizes.rest * elem_bytes / unit_bytes;
+  params.seq_stride = rows.stride(0) * elem_bytes / unit_bytes;
+  params.row_stride = rows.stride(1) * elem_bytes / unit_bytes;
+  params.limit = sizes.M;
+  check_cuda(op, launch_padded_to_jagged(params, unit_bytes, current_stream(x)));
   return out;
 }
 

@@ -13,8 +13,8 @@
 // memory once and then from L2, and y_b (gemm/engine.cuh).
 //
 // Shared memory and barriers are the engine's: for Tile<64, 128> and f32, 3 x (64 x 144 + 32 x
-// 544) = 79,872 bytes, two CTAs per SM. The sum runs over a sequence's rows in order within one CTA:
-// deterministic, and alike in any batch.
+// 544) = 79,872 bytes, two CTAs per SM. The sum runs over a sequence's rows in order within one
+// CTA: deterministic, and alike in any batch.
 //
 // Virtual tiles without rows return at once. Rows outside every sequence, those of a matrix that
 // does not fit, and those of a matrix without columns are products with K = 0, which are zeros and

@@ -2,8 +2,8 @@
 // y_b, or A_b^T y_b, for each sequence b, f32 sums.
 //
 // Grid: x, one CTA for each virtual tile of 64 rows of the result (prim/jagged.cuh); y, tiles of
-// kTileN of its columns, so that up to 256 of them read A_b once. The four warps are one warpgroup,
-// of which each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
+// kTileN of its columns, so that up to 256 of them read A_b once. The four warps are one warpgroup;
+// each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
 // deterministic, and alike in any batch. Tensor cores truncate as they add, at most 2^-23 of the
 // sum for each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
 //

@@ -10,9 +10,9 @@
 namespace jagged_cuda {
 namespace {
 
-// Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that can
-// be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that has
-// the instruction.
+// Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that
+// can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
+// has the instruction.
 bool takes_wgmma(const AttentionParams& params) {
   const auto copyable = [](const HeadsView& view, int64_t rows, int64_t heads) {
     return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);

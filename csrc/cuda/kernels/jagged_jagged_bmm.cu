@@ -80,8 +80,8 @@ cudaError_t launch_math(const JaggedJaggedBmmParams& params, cudaStream_t stream
   return with(Tile<64, 64, 2, 2, 3>{});
 }
 
-// f64 in tiles of 16 x 16 (gemm/f64.cuh: mapping, shared memory, barriers). Grid: x, sequences times
-// tiles of D; each CTA walks N in steps of 16. A sequence without rows gives zeros.
+// f64 in tiles of 16 x 16 (gemm/f64.cuh: mapping, shared memory, barriers). Grid: x, sequences
+// times tiles of D; each CTA walks N in steps of 16. A sequence without rows gives zeros.
 __global__ __launch_bounds__(kThreadsF64) void jagged_jagged_bmm_f64_kernel(
     const __grid_constant__ JaggedJaggedBmmLaunch launch) {
   const JaggedJaggedBmmParams& params = launch.params;

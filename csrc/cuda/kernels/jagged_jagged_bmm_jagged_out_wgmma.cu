@@ -5,7 +5,7 @@
 // kZeroElems elements of the result, which writes zeros where there is no matrix
 // (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
 // rows. A CTA walks its columns in tiles of kTileN, and D in steps of 64. Its four warps are one
-// warpgroup, of which each owns 16 whole rows.
+// warpgroup; each owns 16 whole rows.
 //
 //     for each tile of columns, for each step i of D:
 //         wait for the copies of step i, start its product
@@ -92,8 +92,8 @@ __device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, 
 #pragma unroll
     for (int block = 0; block < kTileN / 8; ++block) {
       if (8 * block >= columns) break;
-      sRow[8 * block] = to_element<Element>(sum[0][block][2 * half]);
-      sRow[8 * block + 1] = to_element<Element>(sum[0][block][2 * half + 1]);
+      sRow[8 * block] = from_sum<Element>(sum[0][block][2 * half]);
+      sRow[8 * block + 1] = from_sum<Element>(sum[0][block][2 * half + 1]);
     }
     __syncwarp();  // the rows are there for all lanes
 

@@ -6,7 +6,7 @@
 //
 // Grid: x, one CTA of 128 threads for each sequence, or for each 4 sequences of a large batch; y,
 // groups of up to 32 vectors (4 elements, 2 of f64, or one where alignment forbids more) beside
-// each other. The threads that share a sequence stand in a grid, columns fastest, so that a warp
+// each other. The threads that share a sequence form a grid, columns fastest, so that a warp
 // reads whole rows. Who shares it depends on its own length alone, so that results don't depend on
 // the batch:
 //   - up to 4 vectors for each lane of one warp: one warp; sums go by shuffles
@@ -344,7 +344,7 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams&
     const int row = place.row + i * place.row_step;
     if (row < len) view.store(sum, rGrad[i], rP[i], row);
   }
-  if (place.in_cta) __syncthreads();  // one reduction a sequence: its buffer is used again
+  if (place.in_cta) __syncthreads();  // one reduction per sequence: its buffer is used again
 }
 
 // A longer one, read twice by the whole CTA.

@@ -6,7 +6,10 @@ namespace jagged_cuda {
 
 cudaError_t launch_jagged_sum(const JaggedSumParams& params, cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
-    return rows::launch_sum_type<decltype(element)>(params, stream);
+    using Element = decltype(element);
+    constexpr int kVector = 16 / sizeof(Element);
+    return params.vectors ? rows::launch_sum_vector<Element, kVector>(params, stream)
+                          : rows::launch_sum_vector<Element, 1>(params, stream);
   });
 }
 

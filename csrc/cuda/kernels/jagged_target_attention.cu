@@ -1,7 +1,7 @@
 // jagged_target_attention: its kernels by element type, and dense queries as a jagged tensor.
 #include "cuda/kernels/jagged_target_attention.h"
 
-#include "cuda/kernels/attention/target_launch.h"
+#include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/prim/launch.cuh"
 
 #include <cuda_bf16.h>

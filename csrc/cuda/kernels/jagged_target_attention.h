@@ -24,9 +24,9 @@ struct QueriesView {
 constexpr int kTargetChunk = 512;
 
 // A sequence of more than one chunk owns a slot of the workspace for each, counted from
-// 2 begin / kTargetChunk on, where begin is its first row, or, if that makes fewer slots, as virtual
-// tiles are counted (prim/jagged.cuh). The slots of two such sequences never overlap, and all lie
-// below `count`, whatever the offsets.
+// 2 begin / kTargetChunk on, where begin is its first row, or, if that makes fewer slots, as
+// virtual tiles are counted (prim/jagged.cuh). The slots of two such sequences never overlap, and
+// all lie below `count`, whatever the offsets.
 struct TargetSlots {
   bool as_tiles;
   int64_t count;

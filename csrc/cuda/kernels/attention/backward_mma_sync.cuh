@@ -133,8 +133,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gGradQ = static_cast<Element*>(params.grad_q.data) +
-                    global_row * params.grad_q.row_stride + head * params.grad_q.head_stride;
+  Element* gGradQ = row_of<Element>(params.grad_q, global_row, head);
   if (tile.seq < 0) {
     store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
     return;
@@ -144,17 +143,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
 
-  const Element* gQ = static_cast<const Element*>(params.q.data) +
-                      global_row * params.q.row_stride + head * params.q.head_stride;
-  const Element* gOut = static_cast<const Element*>(params.out.data) +
-                        global_row * params.out.row_stride + head * params.out.head_stride;
-  const Element* gGradOut = static_cast<const Element*>(params.grad_out.data) +
-                            global_row * params.grad_out.row_stride +
-                            head * params.grad_out.head_stride;
-  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
-                      kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
-                      kv_head * params.v.head_stride;
+  const Element* gQ = row_of<Element>(params.q, global_row, head);
+  const Element* gOut = row_of<Element>(params.out, global_row, head);
+  const Element* gGradOut = row_of<Element>(params.grad_out, global_row, head);
+  const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
+  const Element* gV = row_of<Element>(params.v, kv.begin, kv_head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kStep), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
@@ -250,10 +243,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gGradK = static_cast<Element*>(params.grad_k.data) +
-                    global_row * params.grad_k.row_stride + kv_head * params.grad_k.head_stride;
-  Element* gGradV = static_cast<Element*>(params.grad_v.data) +
-                    global_row * params.grad_v.row_stride + kv_head * params.grad_v.head_stride;
+  Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
+  Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
   if (tile.seq < 0) {
     store_zeros<kThreads>(gGradK, params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(gGradV, params.grad_v.row_stride, rows, params.dim_v);
@@ -265,20 +256,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
   const int64_t first_query = window.first_column(tile.row) / kStep * kStep;
 
-  const Element* gK = static_cast<const Element*>(params.k.data) +
-                      global_row * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) +
-                      global_row * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gK = row_of<Element>(params.k, global_row, kv_head);
+  const Element* gV = row_of<Element>(params.v, global_row, kv_head);
   const auto load_queries = [&](int head, int64_t query, int stage) {
     const int valid = static_cast<int>(min(static_cast<int64_t>(kStep), queries.len - query));
     const int64_t first = queries.begin + query;
-    load_tile<kThreads>(shared.sQ[stage],
-                        static_cast<const Element*>(params.q.data) + first * params.q.row_stride +
-                            head * params.q.head_stride,
+    load_tile<kThreads>(shared.sQ[stage], row_of<Element>(params.q, first, head),
                         params.q.row_stride, valid, params.dim_qk, params.aligned);
-    load_tile<kThreads>(shared.sGradOut[stage],
-                        static_cast<const Element*>(params.grad_out.data) +
-                            first * params.grad_out.row_stride + head * params.grad_out.head_stride,
+    load_tile<kThreads>(shared.sGradOut[stage], row_of<Element>(params.grad_out, first, head),
                         params.grad_out.row_stride, valid, params.dim_v, params.aligned);
     for (int row = threadIdx.x; row < kStep; row += kThreads) {
       const int64_t statistic = (first + (row < valid ? row : 0)) * params.heads + head;

@@ -71,8 +71,7 @@ struct DkdvWgmmaStorage {
   alignas(16) float sDelta[2][Config::kStep];
 };
 
-// A lane's quarter of one row of O, in registers: chunks of 8 elements, of which every fourth is
-// its own.
+// A lane's quarter of one row of O, in registers: every fourth chunk of 8 elements.
 template <typename Element, int kDim>
 struct OutRows {
   static constexpr int kChunks = kDim / 8 / 4;
@@ -217,8 +216,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     ptx::fence_operands(dq[0]);
   }
   ptx::cp_async_wait<0>();
-  // dq leaves through sQ, of which each warp overwrites its own 16 rows. Nothing in the manual says
-  // that the products of another warp of the warpgroup read none of them: all must be done first.
+  // dq leaves through sQ: each warp overwrites its own 16 rows. Nothing in the manual says that the
+  // products of another warp of the warpgroup do not read them, so all must be done first.
   ptx::bar_sync(1, kThreads);
   const float scales[1][2] = {{scale, scale}};
   store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),

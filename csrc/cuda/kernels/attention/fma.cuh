@@ -56,11 +56,6 @@ using ScoreTile = typename Config::T[Config::kPerThread][Config::kPerThread];
 template <typename Config>
 using OutTile = typename Config::T[Config::kPerThread][Config::kOutPerThread];
 
-__device__ __forceinline__ float exp_of(float x) { return expf(x); }
-__device__ __forceinline__ double exp_of(double x) { return exp(x); }
-__device__ __forceinline__ float log_of(float x) { return logf(x); }
-__device__ __forceinline__ double log_of(double x) { return log(x); }
-
 // Over the 16 lanes that share a row.
 template <typename T>
 __device__ __forceinline__ T row_sum(T value) {
@@ -212,12 +207,12 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
       tile_max = row_max(tile_max);
       const T new_max = tile_max > maximum[i] ? tile_max : maximum[i];
       const T shift = new_max == T(-INFINITY) ? T(0) : new_max;  // -inf - -inf would be NaN
-      const T rescale = exp_of(maximum[i] - shift);
+      const T rescale = exp(maximum[i] - shift);
       maximum[i] = new_max;
       T tile_sum = 0;
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        s[i][j] = exp_of(s[i][j] - shift);
+        s[i][j] = exp(s[i][j] - shift);
         tile_sum += s[i][j];
       }
       sum[i] = sum[i] * rescale + row_sum(tile_sum);
@@ -233,7 +228,7 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
     const int row = y + Config::kSide * i;
     if (x == 0 && row < rows) {
       static_cast<T*>(params.lse)[(global_row + row) * params.heads + head] =
-          sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log_of(sum[i]);
+          sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log(sum[i]);
     }
   }
   store_result<Config>(o, inverse_sum, params.out, global_row, head, rows, params.dim_v, x, y);
@@ -296,7 +291,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
       const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        const T ds = exp_of(s[i][j] * scale - lse[i]) * (dp[i][j] - delta[i]);
+        const T ds = exp(s[i][j] * scale - lse[i]) * (dp[i][j] - delta[i]);
         s[i][j] = visible.contains(x + Config::kSide * j) ? ds : T(0);
       }
     }
@@ -359,7 +354,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
         for (int i = 0; i < kPerThread; ++i) {
           const VisibleColumns visible(window, tile.row + y + Config::kSide * i, query, kTile,
                                        queries.len);
-          p[i][j] = visible.contains(column) ? exp_of(p[i][j] * scale - lse) : T(0);
+          p[i][j] = visible.contains(column) ? exp(p[i][j] * scale - lse) : T(0);
         }
       }
       accumulate<Config>(dv, p, shared.sP, shared.sGradOut, x, y);

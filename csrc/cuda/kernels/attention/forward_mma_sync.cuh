@@ -187,8 +187,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gOut = static_cast<Element*>(params.out.data) + global_row * params.out.row_stride +
-                  head * params.out.head_stride;
+  Element* gOut = row_of<Element>(params.out, global_row, head);
   float* gLse = static_cast<float*>(params.lse) + global_row * params.heads + head;
   if (tile.seq < 0) {
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
@@ -201,12 +200,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;
 
-  const Element* gQ = static_cast<const Element*>(params.q.data) +
-                      global_row * params.q.row_stride + head * params.q.head_stride;
-  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
-                      kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
-                      kv_head * params.v.head_stride;
+  const Element* gQ = row_of<Element>(params.q, global_row, head);
+  const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
+  const Element* gV = row_of<Element>(params.v, kv.begin, kv_head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kTileN), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,

@@ -3,8 +3,8 @@
 //
 // Grid: x = query tiles of kTileM rows (find_tile), y = groups of heads. A CTA takes the heads of
 // its group one after another, so that the tile is searched for once, and the copies for one head
-// run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp); a
-// fifth, the producer, finds the tile and keeps the copies ahead.
+// run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp);
+// a fifth, the producer, finds the tile and keeps the copies ahead.
 //
 //     producer                          warpgroup
 //     for each head:                    for each head:
@@ -32,7 +32,6 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/launch_wgmma.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 
@@ -239,7 +238,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       }
       softmax.update(s, rescale, scale_log2);
     };
-    // O += P V for a tile of which `rows` rows exist.
+    // O += P V for a tile with `rows` rows.
     const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
       auto& sV = shared.slots[ring.slot];
       ptx::mbarrier_wait(shared.full[ring.slot], ring.parity);

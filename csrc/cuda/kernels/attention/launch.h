@@ -1,20 +1,20 @@
 // What host code chooses among the attention kernels by, and their launches. Each launch serves
-// every head dim up to 256 (wgmma 128), is instantiated for an element type in a .cu file beside its
-// kernel, and records its path: a long name such as "cuda.attention.forward.mma_sync.d64.rows128" of
-// Config::kName.
+// every head dim up to 256 (wgmma 128), is instantiated for an element type in a .cu file beside
+// its kernel, and records its path, such as "cuda.attention.forward.mma_sync.d64.rows128"
+// (Config::kName).
 #pragma once
 
-#include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/jagged_target_attention.h"
+
+#include <initializer_list>
 
 namespace jagged_cuda::attention {
 
-// Head dims that kernels are compiled for; D and Dv are rounded up to the next.
-constexpr int kDims[] = {32, 64, 128, 256};
-
+// The head dim that kernels are compiled for: D and Dv, rounded up.
 template <typename Params>
 int dim_bucket(const Params& params) {
   const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  for (int bucket : kDims) {
+  for (int bucket : {32, 64, 128, 256}) {
     if (dim <= bucket) return bucket;
   }
   return 0;
@@ -45,5 +45,12 @@ template <typename Element>
 cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// Target attention, 16-bit elements.
+template <typename Element>
+cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
+                                   cudaStream_t stream);
 
 }  // namespace jagged_cuda::attention

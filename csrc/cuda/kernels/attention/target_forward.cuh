@@ -13,10 +13,10 @@
 // 25, 34, 68, 72 KiB for kDim 32, 64, 128, 256. Afterwards O of each key warp in f32 takes
 // their place.
 //
-// Barriers: where Q stays in registers, one when it has arrived; one a step, before which every
+// Barriers: where Q stays in registers, one when it has arrived; one per step, before which every
 // thread waits for its copies of that step, and after which the stage of the step before may be
-// overwritten; one when every warp has finished and its maxima and sums stand in shared memory; one
-// when its O does.
+// overwritten; one when every warp has finished and written its maxima and sums to shared memory;
+// one when it has written its O there.
 //
 // A sequence of one chunk gets its result at once. Of longer ones each chunk writes its O, not yet
 // divided by the sum, its maxima and sums to the workspace, and merge_forward adds them up in
@@ -27,11 +27,11 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/target_launch.cuh"
+#include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
 
-// kRows_: 16, 32 or 128, of which 256 dims take 64.
+// kRows_: 16, 32 or 128; with 256 dims 128 means 64.
 template <typename Element_, int kDim_, int kRows_>
 struct TargetForwardConfig {
   using Element = Element_;
@@ -105,10 +105,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_for
   const int rows = min(kTileM, target.count() - first_row);
   const bool whole = chunk.whole || params.parts == nullptr;
 
-  const Element* gK = static_cast<const Element*>(params.k.data) +
-                      chunk.first_key * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) +
-                      chunk.first_key * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gK = row_of<Element>(params.k, chunk.first_key, kv_head);
+  const Element* gV = row_of<Element>(params.v, chunk.first_key, kv_head);
   const auto load_step = [&](int step) {
     const int key = step * kStep, stage = step % kStages;
     if (key < chunk.keys) {
@@ -320,9 +318,9 @@ cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStrea
       return launch_target_forward_rows<TargetForwardConfig<Element, dim.value, rows.value>>(
           params, stream);
     };
-    const int rows = target_forward_rows(params);
-    return rows == 16 ? with_rows(Constant<16>{})
-                      : (rows == 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
+    const int64_t rows = target_rows(params);
+    return rows <= 16 ? with_rows(Constant<16>{})
+                      : (rows <= 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
   });
 }
 

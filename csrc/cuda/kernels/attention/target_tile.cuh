@@ -1,7 +1,8 @@
-// What the kernels of jagged_target_attention share: which keys and rows a CTA has, and moving the
-// rows of dense queries.
+// What the kernels of jagged_target_attention share: which keys and rows a CTA has, moving the rows
+// of dense queries, and their launches.
 #pragma once
 
+#include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/mma_tile.cuh"
 #include "cuda/kernels/jagged_target_attention.h"
 
@@ -17,7 +18,7 @@ struct TargetChunk {
   int64_t slot;  // of this part in the workspace
 };
 
-// The first slot of a sequence's.
+// The first slot that a sequence owns.
 __device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& params, int64_t seq,
                                               int64_t begin) {
   return params.slots_as_tiles ? begin / kTargetChunk + seq + 1 : 2 * begin / kTargetChunk;
@@ -151,6 +152,25 @@ __device__ __forceinline__ int64_t part_row(const TargetAttentionParams& params,
                                             int kv_head, int row) {
   const int64_t rows = int64_t{params.num_queries} * (params.heads / params.kv_heads);
   return (slot * params.kv_heads + kv_head) * rows + row;
+}
+
+inline int64_t target_rows(const TargetAttentionParams& params) {
+  return int64_t{params.num_queries} * (params.heads / params.kv_heads);
+}
+
+// Chunks, times key/value heads, times row tiles of each.
+inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
+  const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, kTargetChunk);
+  const int64_t tiles = row_tiles * params.kv_heads;
+  return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
+}
+
+// Merges the parts of long sequences, if there may be any.
+template <auto kKernel, typename Params>
+cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
+  if (params.parts == nullptr) return cudaSuccess;
+  const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
+  return launch_dependent<kKernel>(params, {ctas}, kMergeThreads, 0, stream);
 }
 
 }  // namespace jagged_cuda::attention

@@ -92,9 +92,9 @@ __device__ __forceinline__ void wgmma_packed_by_columns(
 }
 
 // Tensor cores truncate as they add, which drifts over long sums. So a product over more than
-// kSumDepth adds up its sums over that depth, rounded to nearest. The total lies in local memory, by
-// an index that the compiler does not know: wide tiles leave no registers for it, and it is touched
-// only once in kSumDepth.
+// kSumDepth adds up its sums over that depth, rounded to nearest. The total lies in local memory,
+// by an index that the compiler does not know: wide tiles leave no registers for it, and it is
+// touched only once in kSumDepth.
 constexpr int kSumDepth = 4096;
 
 template <int kBlocks>

@@ -21,7 +21,7 @@
 // it, whose buffer is filled next.
 //
 // Ragged edges: what lies outside [rows, columns, K] is not read, or, in a granule, masked by the
-// shift; zeros stand in its place, so that neither a neighbour's NaN nor stale shared memory
+// shift; zeros take its place, so that neither a neighbour's NaN nor stale shared memory
 // reaches a sum. K = 0 gives zeros.
 //
 // Sums: tensor cores add in f32 but truncate, which drifts over long sums; so each stage is summed
@@ -32,7 +32,7 @@
 #pragma once
 
 #include "cuda/kernels/gemm/shifted.cuh"
-#include "cuda/kernels/prim/element.h"
+#include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <cstdint>
@@ -44,29 +44,23 @@ namespace jagged_cuda::gemm {
 enum class Layout { kAlongK, kAcross };
 
 // The arithmetic of a product.
-struct Bf16 {
-  using Element = __nv_bfloat16;
+template <typename Element_, int kStepK_, bool kCompensated_>
+struct Arithmetic {
+  using Element = Element_;
+  static constexpr int kStepK = kStepK_;  // of one mma
+  static constexpr bool kCompensated = kCompensated_;
+};
+struct Bf16 : Arithmetic<__nv_bfloat16, 16, false> {
   static constexpr const char* kName = "bf16";
-  static constexpr int kStepK = 16;  // of one mma
-  static constexpr bool kCompensated = false;
 };
-struct F16 {
-  using Element = __half;
+struct F16 : Arithmetic<__half, 16, false> {
   static constexpr const char* kName = "f16";
-  static constexpr int kStepK = 16;
-  static constexpr bool kCompensated = false;
 };
-struct Tf32 {
-  using Element = float;
+struct Tf32 : Arithmetic<float, 8, false> {
   static constexpr const char* kName = "tf32";
-  static constexpr int kStepK = 8;
-  static constexpr bool kCompensated = false;
 };
-struct F32 {
-  using Element = float;
+struct F32 : Arithmetic<float, 8, true> {
   static constexpr const char* kName = "f32";
-  static constexpr int kStepK = 8;
-  static constexpr bool kCompensated = true;
 };
 
 // launch(math) with the arithmetic that `type` names; f64 has kernels of its own.
@@ -157,6 +151,7 @@ __device__ __forceinline__ SharedStorage<Config>& shared_storage() {
 // An operand of one product.
 template <typename Element>
 struct Operand {
+  static constexpr bool kUnaligned = false;
   const Element* data;  // element (0, 0): A [rows of the tile, K], B [K, N]
   int64_t stride;       // elements from one line to the next; along a line the stride is 1
   bool vectors;         // data is 16-byte aligned, and stride and lines are multiples of 16 bytes
@@ -165,18 +160,10 @@ struct Operand {
 // One whose lines are as a rule not aligned.
 template <typename Element>
 struct UnalignedOperand : Operand<Element> {
+  static constexpr bool kUnaligned = true;
   Extent tensor;  // around it
   bool at_edge;   // the 16-byte granules that hold its elements reach out of the tensor
 };
-
-template <typename Element>
-constexpr bool is_unaligned(const Operand<Element>*) {
-  return false;
-}
-template <typename Element>
-constexpr bool is_unaligned(const UnalignedOperand<Element>*) {
-  return true;
-}
 
 // ---- Loading -----------------------------------------------------------------------------------
 
@@ -199,7 +186,7 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
       ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
       source += kLineStep * operand.stride;
     }
-  } else if constexpr (is_unaligned(static_cast<const Operand*>(nullptr)) && sizeof(Element) == 4) {
+  } else if constexpr (Operand::kUnaligned && sizeof(Element) == 4) {
     constexpr int kLineStep = kThreads / kElems;
     static_assert(kThreads % kElems == 0 && kLines % kLineStep == 0);
     const int first = threadIdx.x / kElems, elem = threadIdx.x % kElems;
@@ -424,28 +411,6 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Config>& rAcc,
 
 // ---- Storing -----------------------------------------------------------------------------------
 
-template <typename Element>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  if constexpr (std::is_same_v<Element, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
-template <typename Element>
-__device__ __forceinline__ Element to_element(float value) {
-  if constexpr (std::is_same_v<Element, float>) {
-    return value;
-  } else if constexpr (std::is_same_v<Element, __half>) {
-    return __float2half_rn(value);
-  } else {
-    return __float2bfloat16_rn(value);
-  }
-}
-
 // kCount neighbouring elements of which `exist` lie inside the result. With `vectors` the address
 // is a multiple of kCount elements, and either all or none exist.
 template <int kCount, typename Element>
@@ -462,14 +427,14 @@ __device__ __forceinline__ void store_elements(Element* global, const float (&r)
       }
     } else if constexpr (kCount == 4) {
       *reinterpret_cast<uint2*>(global) =
-          make_uint2(pack_pair<Element>(r[0], r[1]), pack_pair<Element>(r[2], r[3]));
+          make_uint2(pack<Element>(r[0], r[1]), pack<Element>(r[2], r[3]));
     } else {
-      *reinterpret_cast<uint32_t*>(global) = pack_pair<Element>(r[0], r[1]);
+      *reinterpret_cast<uint32_t*>(global) = pack<Element>(r[0], r[1]);
     }
   } else {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      if (e < exist) global[e] = to_element<Element>(r[e]);
+      if (e < exist) global[e] = from_sum<Element>(r[e]);
     }
   }
 }
@@ -530,8 +495,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
   using Element = typename Config::Element;
   constexpr bool kAlongK = Config::kLayoutA == Layout::kAlongK;
   constexpr int kLinesA = Config::kLinesA, kElemsA = kAlongK ? kTileK : kTileM;
-  constexpr bool kShifts =
-      is_unaligned(static_cast<const OperandA*>(nullptr)) && sizeof(Element) == 2;
+  constexpr bool kShifts = OperandA::kUnaligned && sizeof(Element) == 2;
   using Shifted = ShiftedTile<kThreads, kLinesA, kElemsA, Config::kLineA, Element>;
   int64_t load_n = begin, load_k = 0;
   const auto start_next = [&](Stage<Config>& stage) {

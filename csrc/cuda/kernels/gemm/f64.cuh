@@ -2,7 +2,7 @@
 //
 // 256 threads own 16 x 16 elements of C, one each, and walk K in steps of 16 through shared memory
 // (2 x 16 x 17 doubles, 4,352 bytes; 17 keeps columns free of bank conflicts). Any strides. Outside
-// the extents zeros stand in, so that nothing there is read. The two barriers a step publish the
+// the extents are zeros, so that nothing there is read. The two barriers per step publish the
 // tiles, and keep the next loads from them until all have used them.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace jagged_cuda::gemm {
 constexpr int kTileF64 = 16;
 constexpr int kThreadsF64 = kTileF64 * kTileF64;
 
-// Element (line, elem) stands at data[line * line_stride + elem * elem_stride].
+// Element (line, elem) is data[line * line_stride + elem * elem_stride].
 struct OperandF64 {
   const double* data;
   int64_t line_stride;

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <type_traits>
 
 namespace jagged_cuda {
@@ -56,6 +57,18 @@ __device__ __forceinline__ Element from_sum(Sum<Element> value) {
     return __float2bfloat16_rn(value);
   } else {
     return value;
+  }
+}
+
+// Two 16-bit elements in one register, the first in the low half.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include "contract/last_kernel.h"
 #include "cuda/kernels/prim/hopper.h"
-#include "cuda/kernels/prim/path_name.h"
 
 #include <cuda_runtime.h>
 
@@ -11,6 +10,39 @@
 #include <cstdint>
 
 namespace jagged_cuda {
+
+// A path's name, put together at compile time: PathName("cuda.attention.forward.wgmma.d") + 64. A
+// zero before and after it lets jagged_cuda.testing.kernel_paths find it among the library's bytes.
+class PathName {
+ public:
+  constexpr explicit PathName(const char* text) { append(text); }
+
+  constexpr PathName operator+(const char* text) const {
+    PathName longer = *this;
+    longer.append(text);
+    return longer;
+  }
+  constexpr PathName operator+(int number) const {
+    char digits[12] = {};
+    int first = 11;
+    do {
+      digits[--first] = static_cast<char>('0' + number % 10);
+      number /= 10;
+    } while (number > 0);
+    return *this + (digits + first);
+  }
+
+  constexpr operator const char*() const { return text_ + 1; }
+
+ private:
+  constexpr void append(const char* text) {
+    int end = 1;
+    while (text_[end] != '\0') ++end;
+    while (*text != '\0') text_[end++] = *text++;
+  }
+
+  char text_[96] = {};
+};
 
 // CTAs in each dimension, counted in 64 bits: a launch checks them before they are narrowed, so
 // that an impossible grid is an error and never another grid.

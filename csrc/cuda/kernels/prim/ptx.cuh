@@ -1,4 +1,4 @@
-// PTX, one instruction a function, named for the mnemonic. Sections are those of the PTX ISA
+// PTX, one instruction per function, named for the mnemonic. Sections are those of the PTX ISA
 // manual, chapter "Instructions".
 #pragma once
 
@@ -21,8 +21,8 @@ struct SharedAddress {
   __device__ __forceinline__ SharedAddress(uint32_t address) : value(address) {}
 };
 
-// cp.async.cg.shared.global, 16 bytes, of which the first `source_bytes` are read and the rest are
-// zeros ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
+// cp.async.cg.shared.global, 16 bytes: the first `source_bytes` are read, the rest are zeros
+// ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
 // aligned; with 0 source bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global,
                                             int source_bytes) {

@@ -48,7 +48,7 @@ __device__ __forceinline__ void fence_operands(float (&c)[kBlocks][4]) {
   for (int i = 0; i < kBlocks * 4; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
 }
 
-// A value of which the compiler knows nothing. No instruction.
+// A value that the compiler knows nothing about. No instruction.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -203,11 +203,4 @@ cudaError_t launch_sum_vector(const JaggedSumParams& params, cudaStream_t stream
       stream, nullptr);
 }
 
-template <typename Element>
-cudaError_t launch_sum_type(const JaggedSumParams& params, cudaStream_t stream) {
-  constexpr int kVector = 16 / sizeof(Element);
-  return params.vectors ? launch_sum_vector<Element, kVector>(params, stream)
-                        : launch_sum_vector<Element, 1>(params, stream);
-}
-
 }  // namespace jagged_cuda::rows

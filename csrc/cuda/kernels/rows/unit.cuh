@@ -12,7 +12,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kRows = 32;  // of the result, for each warp
 constexpr int kItems = 4;  // units that a lane has in flight
 
-// How the lanes of a warp share rows: as many stand beside each other as a row has units, at most
+// How the lanes of a warp share rows: as many are beside each other as a row has units, at most
 // all, and the others take the next rows.
 inline int lanes_log2(int64_t row_units) {
   int log2 = 0;

@@ -7,7 +7,7 @@
 //   - up to 32 columns: several rows at once, each by a power of two of lanes
 //   - up to 32 kColumnItems: kRowsAtOnce rows at once, kept in registers: one pass
 //   - longer: one row at a time, read twice, with a running maximum and sum the first time
-// Lanes stand beside each other along a row, so that loads are coalesced wherever a row begins.
+// Lanes are beside each other along a row, so that loads are coalesced wherever a row begins.
 // What is added in which order depends on the row's length alone.
 //
 // No shared memory, no barriers. Elements outside every matrix, and those of one that does not fit,

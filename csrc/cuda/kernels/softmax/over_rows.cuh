@@ -3,7 +3,7 @@
 // Grid: x, a CTA for each virtual tile of kRowTile elements of the vector (prim/jagged.cuh, of
 // which a matrix is a segment). A matrix is cut into strips of 32 columns, which the CTAs of its
 // tiles share out in turn: so that their number follows from the size of the vector alone, and no
-// strip waits for another unless there are few rows. Lanes stand beside each other along a row, so
+// strip waits for another unless there are few rows. Lanes are beside each other along a row, so
 // that loads are coalesced; warps take the rows in turn:
 //   - up to kItems rows for each warp: kept in registers: one pass
 //   - more: read twice, with a running maximum and sum the first time
@@ -45,6 +45,21 @@ constexpr int rows_ctas() {
 // Items that are skipped together where a matrix has fewer rows.
 constexpr int kItemGroup = 4;
 
+// Calls visit(i, row) for each row of a warp that exists: warp, warp + kWarps, ...
+template <int kWarps, int kItems, typename Visit>
+__device__ __forceinline__ void for_each_row(int warp, int rows, Visit visit) {
+#pragma unroll
+  for (int group = 0; group < kItems; group += kItemGroup) {
+    if (warp + group * kWarps < rows) {
+#pragma unroll
+      for (int i = group; i < group + kItemGroup; ++i) {
+        const int row = warp + i * kWarps;
+        if (row < rows) visit(i, row);
+      }
+    }
+  }
+}
+
 template <typename S, int kWarps>
 struct RowsShared {
   S maximum[kWarps][kStrip];
@@ -83,49 +98,18 @@ __device__ __forceinline__ void softmax_short_column(const Element* gX, Element*
   S maximum = minus_infinity<S>(), sum = S(0);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rX[i] = S(0);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) rX[i] = to_sum(gX[row * pitch]);
-      }
-    }
-  }
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        if (warp + i * kWarps < rows) maximum = largest(maximum, scale * rX[i]);
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows,
+                               [&](int i, int row) { rX[i] = to_sum(gX[row * pitch]); });
+  for_each_row<kWarps, kItems>(warp, rows,
+                               [&](int i, int) { maximum = largest(maximum, scale * rX[i]); });
   maximum = largest_of_warps(shared.maximum, maximum, warp, lane);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        if (warp + i * kWarps < rows) {
-          rX[i] = exponential(fma(rX[i], scale, -maximum));
-          sum += rX[i];
-        }
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows, [&](int i, int) {
+    rX[i] = exponential(fma(rX[i], scale, -maximum));
+    sum += rX[i];
+  });
   const S inverse = S(1) / sum_of_warps(shared.sum, sum, warp, lane);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) gOut[row * pitch] = from_sum<Element>(rX[i] * inverse);
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(
+      warp, rows, [&](int i, int row) { gOut[row * pitch] = from_sum<Element>(rX[i] * inverse); });
 }
 
 template <typename Element, int kWarps>
@@ -177,32 +161,16 @@ __device__ __forceinline__ void softmax_short_column_backward(
   S sum = S(0);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rP[i] = rGrad[i] = S(0);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) {
-          rP[i] = to_sum(gP[row * pitch]);
-          rGrad[i] = to_sum(gGrad[row * pitch]);
-        }
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows, [&](int i, int row) {
+    rP[i] = to_sum(gP[row * pitch]);
+    rGrad[i] = to_sum(gGrad[row * pitch]);
+  });
 #pragma unroll
   for (int i = 0; i < kItems; ++i) sum = fma(rP[i], rGrad[i], sum);
   sum = sum_of_warps(shared.sum, sum, warp, lane);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) gOut[row * pitch] = from_sum<Element>(scale * rP[i] * (rGrad[i] - sum));
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows, [&](int i, int row) {
+    gOut[row * pitch] = from_sum<Element>(scale * rP[i] * (rGrad[i] - sum));
+  });
   __syncthreads();  // all have read the sums, which the next strip writes
 }
 
