@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,41 +78,32 @@ def _jagged(operands: Operands, function: Callable[..., Tensor], backward: bool)
     )
 
 
-def _custom_function(name: str, apply: Callable[..., Tensor], operands: Operands) -> Candidate:
-    peers.need_cuda(name, operands.q.device)
-    offsets = (operands.query_offsets.int(), operands.offsets.int())
-    longest = (operands.max_queries, operands.layout.max_len)
-    options = (operands.scale, operands.causal)
-    return _jagged(operands, lambda q, k, v: apply(q, k, v, *offsets, *longest, *options), True)
+def _sizes(operands: Operands, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Offsets of queries and of keys, and the longest sequence of each."""
+    offsets = (operands.query_offsets.to(dtype), operands.offsets.to(dtype))
+    return (*offsets, operands.max_queries, operands.layout.max_len)
 
 
 def varlen(operands: Operands) -> Candidate:
-    return _custom_function("varlen", peers.VarlenAttention.apply, operands)
-
-
-def cudnn(operands: Operands) -> Candidate:
-    return _custom_function("cudnn", peers.CudnnAttention.apply, operands)
+    peers.need_cuda("varlen", operands.q.device)
+    options = (*_sizes(operands, torch.int32), operands.scale, operands.causal)
+    return _jagged(operands, lambda q, k, v: peers.VarlenAttention.apply(q, k, v, *options), True)
 
 
 def cudnn_graph(operands: Operands) -> Candidate:
     peers.need_cuda("cudnn_frontend", operands.q.device)
-    q, k = operands.q.flatten(0, -3), operands.k
-    offsets = (operands.query_offsets, operands.offsets)
-    longest = (operands.max_queries, operands.layout.max_len)
-    ragged = cudnn_frontend.RaggedAttention(
-        q, k, *offsets, *longest, operands.scale, operands.causal
-    )
+    options = (*_sizes(operands, torch.int64), operands.scale, operands.causal)
+    ragged = cudnn_frontend.RaggedAttention(operands.q.flatten(0, -3), operands.k, *options)
     return _jagged(operands, lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ragged), True)
 
 
 def fa3(operands: Operands) -> Candidate:
     peers.need_cuda("fa3", operands.q.device)
     function, has_backward = peers.flash_attention_3()
-    offsets = (operands.query_offsets.int(), operands.offsets.int())
-    longest = (operands.max_queries, operands.layout.max_len)
+    sizes = _sizes(operands, torch.int32)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = function(q, k, v, *offsets, *longest, causal=operands.causal)
+        found = function(q, k, v, *sizes, causal=operands.causal)
         return found[0] if isinstance(found, tuple) else found
 
     return _jagged(operands, attention, has_backward)
@@ -236,7 +227,6 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
         "sdpa": functools.partial(sdpa, operands),
         "flex": functools.partial(flex, operands),
         "fa3": functools.partial(fa3, operands),
-        "cudnn": functools.partial(cudnn, operands),
         "cudnn_frontend": functools.partial(cudnn_graph, operands),
         "sll": functools.partial(sll, operands, precision),
     }

@@ -25,7 +25,6 @@ DESCRIPTIONS = {
     "sdpa": "scaled_dot_product_attention on padded data; on a GPU FlashAttention, which takes no"
     " mask, so that padding takes part",
     "varlen": "FlashAttention-2 in torch, behind torch.nn.attention.varlen",
-    "cudnn": "cuDNN's ragged attention, through torch",
     "cudnn_frontend": "cuDNN's ragged attention, through the package nvidia-cudnn-frontend",
     "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
@@ -142,67 +141,6 @@ class VarlenAttention(torch.autograd.Function):
             scale=scale,
             window_size_left=-1,
             window_size_right=0 if causal else -1,
-        )
-        return (*gradients, *(None,) * 6)
-
-
-class CudnnAttention(torch.autograd.Function):
-    """cuDNN's ragged attention as torch calls it. q, k, v `[rows, H, D]`, offsets int32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_offsets: Tensor,
-        offsets: Tensor,
-        max_queries: int,
-        max_len: int,
-        scale: float,
-        causal: bool,
-    ) -> Tensor:
-        result = torch.ops.aten._cudnn_attention_forward(
-            q,
-            k,
-            v,
-            None,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            True,
-            0.0,
-            causal,
-            False,
-            scale=scale,
-        )
-        out, lse, ctx.seed, ctx.offset = result[0], result[1], result[6], result[7]
-        ctx.save_for_backward(q, k, v, out, lse, query_offsets, offsets)
-        ctx.options = (max_queries, max_len, scale, causal)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, query_offsets, offsets = ctx.saved_tensors
-        max_queries, max_len, scale, causal = ctx.options
-        gradients = torch.ops.aten._cudnn_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            ctx.seed,
-            ctx.offset,
-            None,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            0.0,
-            causal,
-            scale=scale,
         )
         return (*gradients, *(None,) * 6)
 
