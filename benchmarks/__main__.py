@@ -80,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was measured")
     parser.add_argument(
         "--seconds-budget",
         type=float,
@@ -106,8 +105,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for option, number in (("repetitions", options.repetitions), ("rounds", options.rounds)):
         if number is not None and number < 1:
             parser.error(f"--{option} must be >= 1, got {number}")
-    if options.plot is not None and not plot.is_possible():
-        parser.error(f"--plot: {plot.NEEDS}")
 
 
 def _commands(name: str) -> dict[str, Command]:
@@ -170,11 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(BrokenPipeError):
             print(report.tables(session, where), flush=True)
         save()
-    if parsed.plot is not None:
-        try:
-            plot.draw(report.as_json(session, arguments, where), parsed.plot)
-        except ValueError as error:
-            print(error, file=sys.stderr)
     return 1 if session.failed else 0
 
 

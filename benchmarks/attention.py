@@ -188,7 +188,6 @@ COMMANDS = {
         ("forward", "backward"),
         (OURS, HINTED),
         ("varlen", "sdpa", "fa3", "cudnn_frontend", "sll"),
-        ("flex",),  # which compiles for many seconds in each case
     ),
     "figure2": _command(
         "figure2",

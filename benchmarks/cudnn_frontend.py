@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers import AbsentError
+from benchmarks.peers import AbsentError, Sizes
 
 TOTAL_MULTIPLE = 64  # what cuDNN wants the bounds of its workspace rounded up to
 
@@ -33,39 +33,23 @@ def _handle(device: torch.device) -> Any:
 
 
 class RaggedAttention:
-    """The two graphs of one batch. q `[Tq, H, D]`, k and v `[T, H, D]`, in bf16 or fp16.
+    """The two graphs of one batch. q `[Tq, H, D]`, k and v `[T, H, D]`, in bf16 or fp16."""
 
-    Args:
-        query_offsets, offsets: `[B + 1]`, of q's rows, and of k's and v's.
-        max_queries, max_len: the longest sequences.
-    """
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query_offsets: Tensor,
-        offsets: Tensor,
-        max_queries: int,
-        max_len: int,
-        scale: float,
-        causal: bool,
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, sizes: Sizes, scale: float, causal: bool) -> None:
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise AbsentError("cudnn_frontend has bfloat16 and float16 alone")
         self.cudnn = library()
+        query_begins, begins, max_queries, max_len = sizes
         self.sizes = {"q": (q.shape[0], max_queries), "k": (k.shape[0], max_len)}
-        self.num_seqs = offsets.shape[0] - 1
+        self.num_seqs = begins.shape[0] - 1
         self.heads, self.dim = q.shape[1:]
         self.dtype, self.device = q.dtype, q.device
-        right = 0 if causal else None
         self.options = {
             "attn_scale": scale,
             "use_padding_mask": True,
-            "diagonal_band_right_bound": right,
+            "diagonal_band_right_bound": 0 if causal else None,
         }
         # The lengths, and where sequences begin in elements: of rows, and of softmax statistics.
-        begins, query_begins = offsets.long(), query_offsets.long()
         row_elems = self.heads * self.dim
         self.operands = {
             "seq_len_q": query_begins.diff().int(),

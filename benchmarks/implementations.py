@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -78,21 +78,20 @@ def _jagged(operands: Operands, function: Callable[..., Tensor], backward: bool)
     )
 
 
-def _sizes(operands: Operands, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Offsets of queries and of keys, and the longest sequence of each."""
+def _sizes(operands: Operands, dtype: torch.dtype) -> peers.Sizes:
     offsets = (operands.query_offsets.to(dtype), operands.offsets.to(dtype))
     return (*offsets, operands.max_queries, operands.layout.max_len)
 
 
 def varlen(operands: Operands) -> Candidate:
     peers.need_cuda("varlen", operands.q.device)
-    options = (*_sizes(operands, torch.int32), operands.scale, operands.causal)
+    options = (_sizes(operands, torch.int32), operands.scale, operands.causal)
     return _jagged(operands, lambda q, k, v: peers.VarlenAttention.apply(q, k, v, *options), True)
 
 
 def cudnn_graph(operands: Operands) -> Candidate:
     peers.need_cuda("cudnn_frontend", operands.q.device)
-    options = (*_sizes(operands, torch.int64), operands.scale, operands.causal)
+    options = (_sizes(operands, torch.int64), operands.scale, operands.causal)
     ragged = cudnn_frontend.RaggedAttention(operands.q.flatten(0, -3), operands.k, *options)
     return _jagged(operands, lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ragged), True)
 
@@ -107,16 +106,6 @@ def fa3(operands: Operands) -> Candidate:
         return found[0] if isinstance(found, tuple) else found
 
     return _jagged(operands, attention, has_backward)
-
-
-def flex(operands: Operands) -> Candidate:
-    """Of self-attention."""
-    peers.need_cuda("flex", operands.q.device)
-    function = peers.flex_attention(
-        operands.layout, operands.q.device, operands.scale, operands.causal
-    )
-    inputs = tuple(tensor.transpose(0, 1)[None].contiguous() for tensor in operands.qkv)
-    return Candidate(function, inputs, None, lambda result: result[0].transpose(0, 1))
 
 
 def sll(operands: Operands, precision: Precision) -> Candidate:
@@ -225,7 +214,6 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
         "dense": functools.partial(dense, operands),
         "varlen": functools.partial(varlen, operands),
         "sdpa": functools.partial(sdpa, operands),
-        "flex": functools.partial(flex, operands),
         "fa3": functools.partial(fa3, operands),
         "cudnn_frontend": functools.partial(cudnn_graph, operands),
         "sll": functools.partial(sll, operands, precision),

@@ -26,7 +26,6 @@ DESCRIPTIONS = {
     " mask, so that padding takes part",
     "varlen": "FlashAttention-2 in torch, behind torch.nn.attention.varlen",
     "cudnn_frontend": "cuDNN's ragged attention, through the package nvidia-cudnn-frontend",
-    "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
     "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
 }
@@ -81,68 +80,33 @@ def sll_attention(
 # --- attention on jagged data
 
 
+Sizes = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys, the longest of each
+
+
 class VarlenAttention(torch.autograd.Function):
     """FlashAttention-2 behind torch.nn.attention.varlen. q, k, v `[rows, H, D]`, offsets int32."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_offsets: Tensor,
-        offsets: Tensor,
-        max_queries: int,
-        max_len: int,
-        scale: float,
-        causal: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, scale: float, causal: bool
     ) -> Tensor:
+        window = {"window_size_left": -1, "window_size_right": 0 if causal else -1}
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            0.0,
-            causal,
-            return_debug_mask=False,
-            scale=scale,
-            window_size_left=-1,
-            window_size_right=0 if causal else -1,
+            q, k, v, *sizes, 0.0, causal, return_debug_mask=False, scale=scale, **window
         )
-        ctx.save_for_backward(q, k, v, out, lse, query_offsets, offsets)
-        ctx.options = (max_queries, max_len, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {"scale": scale, **window}
         if any(ctx.needs_input_grad):  # dropout's state, unused: made outside the backward
-            ctx.rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-            ctx.unused = torch.empty(0, device=q.device)
+            state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            ctx.arguments = (*sizes, 0.0, causal, state, torch.empty(0, device=q.device))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, query_offsets, offsets = ctx.saved_tensors
-        max_queries, max_len, scale, causal = ctx.options
         gradients = torch.ops.aten._flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            0.0,
-            causal,
-            ctx.rng_state,
-            ctx.unused,
-            scale=scale,
-            window_size_left=-1,
-            window_size_right=0 if causal else -1,
+            grad_out, *ctx.saved_tensors, *ctx.arguments, **ctx.options
         )
-        return (*gradients, *(None,) * 6)
+        return (*gradients, None, None, None)
 
 
 def flash_attention_3() -> tuple[Any, bool]:
@@ -151,23 +115,6 @@ def flash_attention_3() -> tuple[Any, bool]:
         if importlib.util.find_spec(module) is not None:
             return importlib.import_module(module).flash_attn_varlen_func, has_backward
     raise AbsentError("neither flash_attn_interface nor fa3_fwd_interface is installed")
-
-
-def flex_attention(layout: Layout, device: torch.device, scale: float, causal: bool) -> Any:
-    """FlexAttention of q, k, v `[1, H, T, D]` under a block mask by sequence."""
-    from torch.nn.attention import flex_attention as flex
-
-    seq_of_row = layout.seq_of_row(device)
-
-    def mask(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        same = seq_of_row[row] == seq_of_row[key]
-        return same & (row >= key) if causal else same
-
-    total = layout.total
-    block_mask = flex.create_block_mask(mask, None, None, total, total, device, _compile=True)
-    torch.compiler.reset()  # else it would give up after a few shapes, and run unfused
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, scale=scale)
 
 
 # --- attention on padded data

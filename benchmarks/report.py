@@ -109,7 +109,7 @@ def environment(timer: Timer) -> dict[str, Any]:
 
 
 def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -> dict[str, Any]:
-    command = shlex.join(["python", "-m", "benchmarks", *_without_outputs(arguments)])
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
     return {
         "schema": SCHEMA,
         "command": command,
@@ -120,17 +120,6 @@ def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -
         "notes": session.all_notes(),
         "rows": [row.as_json() for row in session.rows],
     }
-
-
-def _without_outputs(arguments: Sequence[str]) -> list[str]:
-    """The arguments less where results went, which is no part of what was measured."""
-    kept, skip = [], False
-    for argument in arguments:
-        is_output = argument.split("=", 1)[0] in ("--out", "--plot")
-        if not is_output and not skip:
-            kept.append(argument)
-        skip = is_output and "=" not in argument
-    return kept
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -90,7 +90,9 @@ def test_table1_reports_each_operator_both_passes_and_peers(
 def test_attention_times_both_passes_with_and_without_max_len(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run(tmp_path, "attention", "--against", "sdpa", "--cases", "short,u4*,full4096_c*,crowd")
+    found = run(
+        tmp_path, "attention", "--against", "sdpa", "--cases", "short,u4*,full4096_c*,crowd"
+    )
     cases = [row["case"] for row in found["rows"] if row["pass"] == "forward"]
     assert cases == ["short", "u4096_causal", "full4096_causal", "crowd"]
     for row in found["rows"]:
