@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +28,15 @@ Maker = Callable[[], Candidate]
 
 
 def ours(operands: Operands, hinted: bool) -> Candidate:
-    max_len = operands.layout.max_len if hinted else None
-    offsets = operands.offsets
-
-    def self_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = jagged_cuda.jagged_flash_attention(
-            q, k, v, offsets, causal=operands.causal, max_len=max_len
-        )
-        return cast(Tensor, out)  # without its LSE
-
-    def target_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = jagged_cuda.jagged_target_attention(q, k, v, offsets, max_len=max_len)
-        return cast(Tensor, out)
-
-    function = self_attention if operands.queries is None else target_attention
-    return Candidate(function, operands.qkv, operands.grad_out)
+    options: dict[str, Any] = {"max_len": operands.layout.max_len if hinted else None}
+    operator: Callable[..., Any] = jagged_cuda.jagged_target_attention
+    if operands.queries is None:
+        operator, options["causal"] = jagged_cuda.jagged_flash_attention, operands.causal
+    return Candidate(
+        lambda q, k, v: operator(q, k, v, operands.offsets, **options),
+        operands.qkv,
+        operands.grad_out,
+    )
 
 
 def unfused_attention(operands: Operands) -> Candidate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -39,13 +40,19 @@ TITLES = {
 # --- where it ran
 
 
-def _git(*arguments: str) -> str | None:
+def git(repository: Path, *arguments: str) -> bytes:
+    """What git says.
+
+    Raises:
+        ValueError: it fails, or there is none.
+    """
+    command = ["git", "-C", str(repository), *arguments]
     try:
-        command = ["git", "-C", str(ROOT), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
+        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", b"") or str(error).encode()
+        text = f"git {arguments[0]} {arguments[-1]}: {said.decode().strip()}"
+        raise ValueError(text) from error
 
 
 def _cpu_name() -> str:
@@ -75,8 +82,9 @@ def environment(timer: Timer) -> dict[str, Any]:
     device = timer.device
     commit, changed = None, None
     if (ROOT / ".git").exists():
-        commit = _git("rev-parse", "HEAD")
-        changed = bool(_git("status", "--porcelain", "--untracked-files=no"))
+        with contextlib.suppress(ValueError):
+            commit = git(ROOT, "rev-parse", "HEAD").decode().strip()
+            changed = bool(git(ROOT, "status", "--porcelain", "--untracked-files=no"))
     driver = _load.find_driver()
     try:
         import triton
@@ -223,17 +231,17 @@ def _rows_table(rows: Sequence[Row]) -> list[str]:
 def _build_table(found: dict[str, Any]) -> list[str]:
     goals = found["goals"]
     lines = [["", "measured", "goal"]]
-    if "cold_build_s" in found:
-        label = f"cold build on {found['cores']} cores, s"
-        lines.append([label, _number(found["cold_build_s"]), str(goals["cold_build_s"])])
-    if "warm_import_s" in found:
-        label = "warm import beyond torch's, s"
-        lines.append([label, f"{found['warm_import_s']:.3f}", str(goals["warm_import_s"])])
+    labels = {
+        "cold_build_s": f"cold build on {found['cores']} cores, s",
+        "warm_import_s": "warm import beyond torch's, s",
+    }
+    for name, label in labels.items():
+        if name in found:
+            lines.append([label, f"{found[name]:.3g}", str(goals[name])])
     for name, library in found.get("libraries", {}).items():
         archs = ";".join(library["archs"])
         label = f"{name} {archs}".strip() + f" ({library['origin']}), MB"
-        size = library["bytes"] / 1e6
-        lines.append([label, f"{size:.2f}", str(goals["library_mbytes"])])
+        lines.append([label, f"{library['bytes'] / 1e6:.2f}", str(goals["library_mbytes"])])
     return _align(lines, 1)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -165,14 +165,6 @@ class Row:
         return found | {"results": self.results}
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Case = TypeVar("_Case", bound=_Named)
-
-
 class Session:
     """What the commands share."""
 
@@ -245,14 +237,15 @@ class Session:
     def each_case(
         self,
         command: str,
-        cases: Sequence[_Case],
-        run: Callable[[Session, _Case, Precision], None],
+        cases: Sequence[Any],
+        run: Callable[[Session, Any, Precision], None],
         on_cuda: Sequence[str] = ("bf16",),
         on_cpu: Sequence[str] = ("fp32",),
         cases_on_cpu: Collection[str] | None = None,
     ) -> None:
         """Run the cases that were asked for in each precision, until the time is spent.
 
+        cases: each has a name.
         cases_on_cpu: those that a CPU finishes in seconds: there others must be named. None: all.
         """
         for precision in self.precisions(on_cuda, on_cpu):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -16,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, results
-
-
-class StampError(ValueError):
-    """The file was not measured with this commit, or that cannot be known."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,30 +40,23 @@ def stamp(content: dict[str, Any], repository: Path, revision: str) -> str:
     """Set the commit of a results file's environment, and return it.
 
     Raises:
-        StampError: the commit's sources are others, or there is no such commit.
+        ValueError: the commit's sources are others, or there is no such commit.
     """
-    commit = _git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
+    commit = (
+        report.git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
+    )
     where, found = content["environment"], hash_of(repository, commit)
     if where.get("sources") != found:
         measured = where.get("sources")
-        raise StampError(f"sources of {commit[:12]} are {found}, those measured are {measured}")
+        raise ValueError(f"sources of {commit[:12]} are {found}, those measured are {measured}")
     where["commit"], where["changed_since_commit"] = commit, False
     return commit
 
 
 def hash_of(repository: Path, commit: str) -> str:
     """What report.environment says of the sources of a commit."""
-    archive = _git(repository, "archive", commit, *report.SOURCES)
+    archive = report.git(repository, "archive", commit, *report.SOURCES)
     with tempfile.TemporaryDirectory(prefix="jagged_cuda_stamp_") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
         return report.source_hash(Path(folder))
-
-
-def _git(repository: Path, *arguments: str) -> bytes:
-    command = ["git", "-C", str(repository), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", b"") or str(error).encode()
-        raise StampError(f"git {arguments[0]} {arguments[-1]}: {said.decode().strip()}") from error

@@ -117,43 +117,25 @@ class Operator:
     recorded_us: dict[str, dict[str, float]]
 
 
-def _product(
-    name: str, y: Callable[[Batch], Tensor], recorded_us: dict[str, dict[str, float]], **forms: Any
-) -> Operator:
-    """x with y, few columns wide."""
-    return Operator(
-        name=name,
-        inputs=lambda b: (b.x, y(b)),
-        forward_elems=lambda b: b.product_elems,
-        backward_elems=lambda b: (b.product_elems,) * 2,
-        flops=lambda b: 2.0 * b.x.numel() * COLUMNS,
-        exact_factor=EXACT_PRODUCT,
-        recorded_us=recorded_us,
-        **forms,
-    )
+# What operators have in common: x with y, few columns wide; one matrix for each sequence, as the
+# result or the first input; softmaxes, of a tensor or of the matrices.
+PRODUCT: dict[str, Any] = {
+    "forward_elems": lambda b: b.product_elems,
+    "backward_elems": lambda b: (b.product_elems,) * 2,
+    "flops": lambda b: 2.0 * b.x.numel() * COLUMNS,
+    "exact_factor": EXACT_PRODUCT,
+}
+MATRIX_PRODUCT: dict[str, Any] = {
+    "jagged_inputs": (True, True),
+    "jagged_result": True,
+    "forward_elems": lambda b: b.matrix_elems,
+    "backward_elems": lambda b: (b.matrix_elems,) * 2,
+    "flops": lambda b: 2.0 * b.a.numel() * b.x.shape[1],
+    "exact_factor": EXACT_MATRIX_PRODUCT,
+}
 
 
-def _matrix_product(
-    name: str, x: Callable[[Batch], Tensor], recorded_us: dict[str, dict[str, float]], **forms: Any
-) -> Operator:
-    """Of one matrix for each sequence: x is one of its factors, or the matrices."""
-    return Operator(
-        name=name,
-        inputs=lambda b: (x(b), b.y_wide),
-        jagged_inputs=(True, True),
-        jagged_result=True,
-        forward_elems=lambda b: b.matrix_elems,
-        backward_elems=lambda b: (b.matrix_elems,) * 2,
-        flops=lambda b: 2.0 * b.a.numel() * b.x.shape[1],
-        exact_factor=EXACT_MATRIX_PRODUCT,
-        recorded_us=recorded_us,
-        **forms,
-    )
-
-
-def _softmax(
-    name: str, x: Callable[[Batch], Tensor], recorded_us: dict[str, dict[str, float]], **forms: Any
-) -> Operator:
+def _softmax(name: str, x: Callable[[Batch], Tensor], **forms: Any) -> Operator:
     return Operator(
         name=name,
         inputs=lambda b: (x(b),),
@@ -163,7 +145,6 @@ def _softmax(
         backward_elems=lambda b: (3 * x(b).numel(),),
         flops=None,
         exact_factor=1.0,
-        recorded_us=recorded_us,
         **forms,
     )
 
@@ -172,7 +153,7 @@ def _softmax_of_matrices(name: str, dim: int, recorded_us: dict[str, dict[str, f
     return _softmax(
         name,
         lambda b: b.a,
-        recorded_us,
+        recorded_us=recorded_us,
         ours=lambda b, a: jagged_cuda.jagged2_softmax(
             a, b.offsets, matrix_offsets=b.matrix_offsets, dim=dim
         ),
@@ -188,10 +169,11 @@ def _softmax_of_matrices(name: str, dim: int, recorded_us: dict[str, dict[str, f
 
 
 OPERATORS = (
-    _product(
-        "jagged_dense_bmm",
-        lambda b: b.y_dense,
-        {"tf32": {"padded": 90, "sll": 53}, "bf16": {"padded": 44, "sll": 33}},
+    Operator(
+        **PRODUCT,
+        name="jagged_dense_bmm",
+        inputs=lambda b: (b.x, b.y_dense),
+        recorded_us={"tf32": {"padded": 90, "sll": 53}, "bf16": {"padded": 44, "sll": 33}},
         jagged_inputs=(True, False),
         jagged_result=True,
         ours=lambda b, x, y: jagged_cuda.jagged_dense_bmm(x, y, b.offsets),
@@ -201,10 +183,11 @@ OPERATORS = (
             x, y, b.offsets, b.layout.max_len, b.allow_tf32, use_fbgemm_kernel=False
         ),
     ),
-    _product(
-        "jagged_jagged_bmm",
-        lambda b: b.y_jagged,
-        {"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
+    Operator(
+        **PRODUCT,
+        name="jagged_jagged_bmm",
+        inputs=lambda b: (b.x, b.y_jagged),
+        recorded_us={"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
         jagged_inputs=(True, True),
         jagged_result=False,
         ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm(x, y, b.offsets),
@@ -214,10 +197,11 @@ OPERATORS = (
             x, y, b.offsets, b.layout.max_len, b.allow_tf32, use_fbgemm_kernel=False
         ),
     ),
-    _matrix_product(
-        "jagged_jagged_bmm_jagged_out",
-        lambda b: b.x,
-        {"tf32": {"padded": 202, "sll": 227}, "bf16": {"padded": 101, "sll": 154}},
+    Operator(
+        **MATRIX_PRODUCT,
+        name="jagged_jagged_bmm_jagged_out",
+        inputs=lambda b: (b.x, b.y_wide),
+        recorded_us={"tf32": {"padded": 202, "sll": 227}, "bf16": {"padded": 101, "sll": 154}},
         ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm_jagged_out(
             x, y, b.offsets, matrix_offsets=b.matrix_offsets, total_out=b.a.numel()
         ),
@@ -229,10 +213,11 @@ OPERATORS = (
             x, y, *b.sll_sizes[0] * 2, *b.sll_sizes[1], b.layout.max_len, b.allow_tf32
         ),
     ),
-    _matrix_product(
-        "array_jagged_bmm_jagged_out",
-        lambda b: b.a,
-        {"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
+    Operator(
+        **MATRIX_PRODUCT,
+        name="array_jagged_bmm_jagged_out",
+        inputs=lambda b: (b.a, b.y_wide),
+        recorded_us={"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
         ours=lambda b, a, y: jagged_cuda.array_jagged_bmm_jagged_out(
             a, y, b.offsets, matrix_offsets=b.matrix_offsets
         ),
@@ -250,7 +235,7 @@ OPERATORS = (
     _softmax(
         "jagged_softmax",
         lambda b: b.y_jagged,
-        {"fp32": {"sll": 18}, "bf16": {"sll": 14}},
+        recorded_us={"fp32": {"sll": 18}, "bf16": {"sll": 14}},
         ours=lambda b, x: jagged_cuda.jagged_softmax(x, b.offsets),
         definition=lambda b, x: reference.jagged_softmax(x, b.layout, 1.0),
         padded=lambda b, x: x.masked_fill(b.outside[:, :, None], -torch.inf).softmax(1),

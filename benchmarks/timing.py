@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -230,9 +230,4 @@ def memory_bytes(device: torch.device) -> int:
     """The memory of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if sys.platform == "linux":
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemTotal:"):
-                    return int(line.split()[1]) * 1024
-    return 8 * 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
