@@ -20,10 +20,8 @@ class Case:
     """Attention of H heads of D over a batch of sequences, in one row for each pass.
 
     Args:
-        queries: N of target attention; None is self-attention.
         goals: of each pass, for bf16 on one H100.
-        recorded_us: what peers took in each pass there, where lengths, or bytes, are the same
-            whatever the seed.
+        queries: N of target attention; None is self-attention.
     """
 
     name: str
@@ -34,82 +32,50 @@ class Case:
     causal: bool = False
     queries: int | None = None
     goal_mib: float | None = None
-    recorded_us: tuple[dict[str, float], ...] = ()
 
 
-def _us(*values: float) -> tuple[Goal, ...]:
-    return tuple(Goal(value, "us") for value in values)
+def _of(what: str, *values: float) -> tuple[Goal, ...]:
+    return tuple(Goal(value, what) for value in values)
 
 
-def _beside_peers(forward: float, backward: float) -> tuple[Goal, ...]:
-    return Goal(forward, "best peer"), Goal(backward, "best peer")
+_us = functools.partial(_of, "us")
 
 
+LONG = _of("best peer", 0.95, 0.97)
+LEVEL = _of("best peer", 1.0, 1.0)
 SELF_CASES = (
-    Case(
-        "short",
-        shapes.uniform(1024, 200),
-        4,
-        64,
-        _us(95, 195),
-        recorded_us=({"varlen": 218, "cudnn_frontend": 302}, {"varlen": 716}),
-    ),
-    Case("tail", shapes.log_normal(512, 250, 1.2, 4096), 4, 64, _beside_peers(0.95, 0.97)),
-    Case("u1024", shapes.uniform(256, 1024), 4, 128, _beside_peers(0.95, 0.97)),
-    Case("u4096_causal", shapes.uniform(64, 4096), 4, 128, _beside_peers(0.95, 0.97), causal=True),
-    Case(
-        "full4096",
-        shapes.constant(8, 4096),
-        16,
-        128,
-        _beside_peers(0.95, 0.97),
-        recorded_us=(
-            {"varlen": 3038, "fa3": 1781, "cudnn_frontend": 1756},
-            {"varlen": 9100, "cudnn_frontend": 5787},
-        ),
-    ),
-    Case(
-        "full4096_causal",
-        shapes.constant(8, 4096),
-        16,
-        128,
-        _beside_peers(1.0, 1.0),
-        causal=True,
-        recorded_us=(
-            {"varlen": 1697, "fa3": 848, "cudnn_frontend": 974},
-            {"varlen": 4982, "cudnn_frontend": 3000},
-        ),
-    ),
-    Case(
-        "full4096_d64",
-        shapes.constant(8, 4096),
-        16,
-        64,
-        _beside_peers(1.0, 1.0),
-        recorded_us=(
-            {"varlen": 1783, "fa3": 1059, "cudnn_frontend": 1341},
-            {"varlen": 5222, "cudnn_frontend": 3352},
-        ),
-    ),
-    Case("d256_causal", shapes.uniform(64, 2048), 4, 256, _beside_peers(1.0, 0.82), causal=True),
+    Case("short", shapes.uniform(1024, 200), 4, 64, _us(95, 195)),
+    Case("tail", shapes.log_normal(512, 250, 1.2, 4096), 4, 64, LONG),
+    Case("u1024", shapes.uniform(256, 1024), 4, 128, LONG),
+    Case("u4096_causal", shapes.uniform(64, 4096), 4, 128, LONG, causal=True),
+    Case("full4096", shapes.constant(8, 4096), 16, 128, LONG),
+    Case("full4096_causal", shapes.constant(8, 4096), 16, 128, LEVEL, causal=True),
+    Case("full4096_d64", shapes.constant(8, 4096), 16, 64, LEVEL),
+    Case("d256_causal", shapes.uniform(64, 2048), 4, 256, _of("best peer", 1.0, 0.82), causal=True),
     Case("giant", shapes.giant(1024, 16384, 64), 4, 64, _us(600, 1500)),
-    Case(
-        "tiny",
-        shapes.uniform(4096, 50),
-        2,
-        32,
-        _us(28, 55),
-        recorded_us=({"varlen": 162, "sll": 133}, {"varlen": 528, "sll": 257}),
-    ),
+    Case("tiny", shapes.uniform(4096, 50), 2, 32, _us(28, 55)),
     # Last: peers fail on so many sequences, and one of them might take the GPU along.
-    Case(
-        "crowd",
-        shapes.uniform(65536, 24, min_len=0),
-        2,
-        32,
-        (Goal(1.5, "floor"), Goal(1.8, "floor")),
-    ),
+    Case("crowd", shapes.uniform(65536, 24, min_len=0), 2, 32, _of("floor", 1.5, 1.8)),
 )
+
+# What peers took on the machine of the goals, forward and backward, where the lengths, or the bytes
+# that must move, are the same whatever the seed.
+RECORDED_US: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "short": ({"varlen": 218, "cudnn_frontend": 302}, {"varlen": 716}),
+    "full4096": (
+        {"varlen": 3038, "fa3": 1781, "cudnn_frontend": 1756},
+        {"varlen": 9100, "cudnn_frontend": 5787},
+    ),
+    "full4096_causal": (
+        {"varlen": 1697, "fa3": 848, "cudnn_frontend": 974},
+        {"varlen": 4982, "cudnn_frontend": 3000},
+    ),
+    "full4096_d64": (
+        {"varlen": 1783, "fa3": 1059, "cudnn_frontend": 1341},
+        {"varlen": 5222, "cudnn_frontend": 3352},
+    ),
+    "tiny": ({"varlen": 162, "sll": 133}, {"varlen": 528, "sll": 257}),
+}
 
 TARGET_CASES = (
     Case("paper", shapes.uniform(1024, 200), 1, 256, _us(46, 140), queries=8),
@@ -155,7 +121,7 @@ def _run_case(
         row.launch_us = TARGET_LAUNCH_US if command == "target" else None
         if session.has_attention_goals(precision):
             row.goal, row.goal_mib = case.goals[index], case.goal_mib
-            row.recorded_us = case.recorded_us[index] if case.recorded_us else {}
+            row.recorded_us = RECORDED_US[case.name][index] if case.name in RECORDED_US else {}
         rows.append(session.add(row))
     names = (*ours, *session.peers(COMMANDS[command]))
     implementations.measure(session, rows, operands, precision, names)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import jagged_cuda
 from benchmarks import cudnn_frontend, peers, shapes
@@ -108,18 +111,18 @@ def sll(operands: Operands, precision: Precision) -> Candidate:
         return _sll_target(operands, precision)
     if operands.causal:
         raise AbsentError("sll has no causal attention")
-    peers.sll("triton_multi_head_jagged_flash_attention")
-    max_len = operands.layout.max_len
+    function = peers.sll(
+        "triton_multi_head_jagged_flash_attention"
+    ).multi_head_jagged_flash_attention
+    options = (operands.offsets, operands.layout.max_len, precision.allow_tf32)
     # It knows no scale and divides by max_len: q is scaled beforehand, and the result multiplied
     # for the check.
     scaled = (operands.q * operands.scale, operands.k, operands.v)
     return Candidate(
-        lambda q, k, v: peers.sll_attention(
-            q, k, v, operands.offsets, max_len, precision.allow_tf32
-        ),
+        lambda q, k, v: function(q, k, v, *options),
         tuple(tensor.transpose(0, 1).contiguous() for tensor in scaled),
         operands.grad_out.transpose(0, 1).contiguous(),
-        lambda result: result.transpose(0, 1).float() * max_len,
+        lambda result: result.transpose(0, 1).float() * operands.layout.max_len,
     )
 
 
@@ -159,14 +162,12 @@ def sdpa(operands: Operands) -> Candidate:
         )
 
     def pad(tensor: Tensor) -> Tensor:  # -> [B, H, M, D]
-        if tensor.dim() == 4:
-            return tensor.transpose(1, 2).contiguous()
-        return peers.pad_heads(tensor, layout)
+        padded = tensor if tensor.dim() == 4 else reference.pad(tensor, layout)
+        return padded.transpose(1, 2).contiguous()
 
     def rows(result: Tensor) -> Tensor:
-        if operands.queries is not None:
-            return result.transpose(1, 2)
-        return peers.unpad_heads(result, layout)
+        rows = result.transpose(1, 2)
+        return rows if operands.queries is not None else reference.unpad(rows, layout)
 
     mask = None
     if device.type == "cpu":
@@ -175,8 +176,17 @@ def sdpa(operands: Operands) -> Candidate:
             ones = torch.ones(layout.max_len, layout.max_len, dtype=torch.bool, device=device)
             mask = mask & ones.tril()
     exact = mask is not None or operands.causal or min(layout.lengths) == layout.max_len
+    options = {"attn_mask": mask, "scale": operands.scale}
+    options["is_causal"] = operands.causal and mask is None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # On a GPU FlashAttention, nothing else.
+        backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext()
+        with backend:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
     return Candidate(
-        lambda q, k, v: peers.sdpa(q, k, v, mask, operands.scale, operands.causal),
+        attention,
         tuple(pad(tensor) for tensor in operands.qkv),
         pad(operands.grad_out),
         rows if exact else None,
@@ -191,8 +201,13 @@ def dense(operands: Operands) -> Candidate:
     def pad(tensor: Tensor) -> Tensor:  # [T, 1, D] -> [B, M, D]
         return reference.pad(tensor.squeeze(1), layout)
 
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.bmm(q, k.transpose(1, 2)) * operands.scale
+        weights = logits.masked_fill(outside, -torch.inf).softmax(2)
+        return torch.bmm(weights, v)
+
     return Candidate(
-        lambda q, k, v: peers.dense_attention(q, k, v, outside, operands.scale),
+        attention,
         tuple(pad(tensor) for tensor in operands.qkv),
         pad(operands.grad_out),
         lambda result: reference.unpad(result, layout).unsqueeze(1),

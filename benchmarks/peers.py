@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from jagged_cuda.testing import reference
 from jagged_cuda.testing.lengths import Layout
 
 DESCRIPTIONS = {
@@ -69,14 +66,6 @@ def sll(module: str) -> Any:
     return importlib.import_module(f"{name}.{module}")
 
 
-def sll_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_len: int, allow_tf32: bool
-) -> Tensor:
-    """q, k, v `[H, T, D]`: softmax(q k^T) v / max_len, without a scale."""
-    module = sll("triton_multi_head_jagged_flash_attention")
-    return module.multi_head_jagged_flash_attention(q, k, v, offsets, max_len, allow_tf32)
-
-
 # --- attention on jagged data
 
 
@@ -117,40 +106,13 @@ def flash_attention_3() -> tuple[Any, bool]:
     raise AbsentError("neither flash_attn_interface nor fa3_fwd_interface is installed")
 
 
-# --- attention on padded data
-
-
-def pad_heads(values: Tensor, layout: Layout) -> Tensor:
-    """`[T, H, D]` -> `[B, H, M, D]`"""
-    return reference.pad(values, layout).transpose(1, 2).contiguous()
-
-
-def unpad_heads(padded: Tensor, layout: Layout) -> Tensor:
-    """`[B, H, M, D]` -> `[T, H, D]`"""
-    return reference.unpad(padded.transpose(1, 2), layout)
+# --- padded data
 
 
 def inside(layout: Layout, device: torch.device) -> Tensor:
     """`[B, M]`: True where a padded position holds a row of the sequence."""
     lengths = torch.tensor(layout.lengths, device=device)
     return torch.arange(layout.max_len, device=device) < lengths[:, None]
-
-
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> Tensor:
-    """q, k, v `[B, H, M, D]`; on a GPU FlashAttention, nothing else."""
-    if q.is_cuda:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, outside: Tensor, scale: float) -> Tensor:
-    """q, k, v `[B, M, D]`, outside `[B, 1, M]`: True at keys that are padding."""
-    logits = torch.bmm(q, k.transpose(1, 2)) * scale
-    weights = logits.masked_fill(outside, -torch.inf).softmax(2)
-    return torch.bmm(weights, v)
 
 
 # --- versions

@@ -79,10 +79,6 @@ class Precision:
     def allow_tf32(self) -> bool:
         return self.name == "tf32"
 
-    @property
-    def elem_bytes(self) -> int:
-        return self.dtype.itemsize
-
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
         """PyTorch's own setting for float32 products, which operators and peers obey."""

@@ -326,7 +326,7 @@ def row(
         precision=precision.name,
         shape=dict(batch.shape()),
         seed=shapes.SEED,
-        bytes=tuple(count * precision.elem_bytes for elems, _ in parts for count in elems),
+        bytes=tuple(count * precision.dtype.itemsize for elems, _ in parts for count in elems),
         flops=flops and flops * sum(times for _, times in parts),
         bar_scale=operator.exact_factor if precision.name == "fp32" else 1.0,
     )
