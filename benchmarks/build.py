@@ -44,13 +44,10 @@ print(json.dumps({"torch_s": torch_s, "import_s": import_s, "libraries": librari
 
 def _import_in_a_process(cache: str | None) -> dict[str, Any]:
     """Import jagged_cuda anew, its cache in this folder; the build's progress goes to stderr."""
-    root = str(Path(__file__).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    if cache is not None:
-        environment["JAGGED_CUDA_CACHE"] = cache
+    environment = os.environ | ({} if cache is None else {"JAGGED_CUDA_CACHE": cache})
     result = subprocess.run(
         [sys.executable, "-c", _PROBE],
+        cwd=Path(__file__).resolve().parents[1],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

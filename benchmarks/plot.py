@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -176,14 +177,6 @@ def _over_length(
     )
 
 
-def _draw_time(axes: Any, content: dict[str, Any], rows: Sequence[results.Row]) -> None:
-    _over_length(axes, content, rows, "Attention, forward + backward: time", "median_us")
-
-
-def _draw_memory(axes: Any, content: dict[str, Any], rows: Sequence[results.Row]) -> None:
-    _over_length(axes, content, rows, "Peak memory beyond the inputs", "peak_mib")
-
-
 # --- speed over the padding
 
 
@@ -311,8 +304,12 @@ _ROWS: dict[str, Callable[[dict[str, Any]], list[results.Row]]] = {
     "roofline": _roofline_rows,
 }
 _DRAW = {
-    "time": _draw_time,
-    "memory": _draw_memory,
+    "time": functools.partial(
+        _over_length, title="Attention, forward + backward: time", key="median_us"
+    ),
+    "memory": functools.partial(
+        _over_length, title="Peak memory beyond the inputs", key="peak_mib"
+    ),
     "fill": _draw_fill,
     "operators": _draw_operators,
     "roofline": _draw_roofline,

@@ -639,7 +639,7 @@ def test_a_gpu_is_timed_with_a_cold_clean_cache_and_tells_its_clock() -> None:
         warm = timer.measure(lambda: torch.sum(x, 0, out=out)).median_us
         timer._flush = flush
         least_us = x.nbytes / found["copy_tbytes_per_s"] / 1e6
-        assert cold > least_us and cold > 1.2 * warm
+        assert cold > least_us and cold > 1.1 * warm
 
 
 def test_cpu_timer_repeats_by_the_time_of_one() -> None:
