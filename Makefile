@@ -54,9 +54,10 @@ $(VENV)/.lint-ready: $(READY)
 demo: $(READY) ## Train a ranking model padded and jagged, and compare (EVENTS=file.csv)
 	$(PY) examples/demo.py $(if $(EVENTS),--events '$(EVENTS)')
 
-# Two workers: most tests are short, and each operator already uses several cores.
+# As many workers as cores and memory allow: tests/conftest.py counts them.
 test: $(READY) ## Run the tests; those of the GPU where there is one
-	$(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n 2") $(PYTEST_ARGS)
+	$(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && \
+	  echo "-n auto --dist worksteal") $(PYTEST_ARGS)
 
 fuzz: $(READY) ## Judge random calls of every operator for a minute (FUZZ_ARGS='--seconds 300')
 	$(PY) -m jagged_cuda.fuzz $(FUZZ_ARGS)

@@ -22,7 +22,7 @@ from benchmarks.session import HINTED, OURS, UNFUSED, Row, Session
 from benchmarks.shapes import Precision
 from benchmarks.timing import memory_bytes
 from jagged_cuda import unfused
-from jagged_cuda.testing import reference
+from jagged_cuda.testing import padding
 
 # Padded operands, results and gradients may take this part of the memory; else padding is left out.
 PADDED_PART = 0.25
@@ -162,16 +162,16 @@ def sdpa(operands: Operands) -> Candidate:
         )
 
     def pad(tensor: Tensor) -> Tensor:  # -> [B, H, M, D]
-        padded = tensor if tensor.dim() == 4 else reference.pad(tensor, layout)
+        padded = tensor if tensor.dim() == 4 else padding.pad(tensor, layout)
         return padded.transpose(1, 2).contiguous()
 
     def rows(result: Tensor) -> Tensor:
         rows = result.transpose(1, 2)
-        return rows if operands.queries is not None else reference.unpad(rows, layout)
+        return rows if operands.queries is not None else padding.unpad(rows, layout)
 
     mask = None
     if device.type == "cpu":
-        mask = peers.inside(layout, device)[:, None, None, :]
+        mask = padding.inside(layout, device)[:, None, None, :]
         if operands.causal:
             ones = torch.ones(layout.max_len, layout.max_len, dtype=torch.bool, device=device)
             mask = mask & ones.tril()
@@ -196,10 +196,10 @@ def sdpa(operands: Operands) -> Candidate:
 def dense(operands: Operands) -> Candidate:
     """Of self-attention of one head."""
     layout = operands.layout
-    outside = ~peers.inside(layout, operands.q.device)[:, None, :]
+    outside = ~padding.inside(layout, operands.q.device)[:, None, :]
 
     def pad(tensor: Tensor) -> Tensor:  # [T, 1, D] -> [B, M, D]
-        return reference.pad(tensor.squeeze(1), layout)
+        return padding.pad(tensor.squeeze(1), layout)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         logits = torch.bmm(q, k.transpose(1, 2)) * operands.scale
@@ -210,7 +210,7 @@ def dense(operands: Operands) -> Candidate:
         attention,
         tuple(pad(tensor) for tensor in operands.qkv),
         pad(operands.grad_out),
-        lambda result: reference.unpad(result, layout).unsqueeze(1),
+        lambda result: padding.unpad(result, layout).unsqueeze(1),
     )
 
 
@@ -256,7 +256,7 @@ def measure(
     """Check and time these implementations, those that have their scores in memory as such."""
     found = makers(operands, precision)
     checks = [
-        AttentionCheck(operands, precision.limit, in_memory)
+        AttentionCheck(operands, in_memory)
         for in_memory in ((False, True) if UNFUSED in names else (False,))
     ]
     for name in names:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.testing.lengths import Layout
-
 DESCRIPTIONS = {
     "padded": "the operator in PyTorch on data that is already padded",
     "dense": "attention unfused in PyTorch on padded data: product, mask, softmax, product",
@@ -104,15 +102,6 @@ def flash_attention_3() -> tuple[Any, bool]:
         if importlib.util.find_spec(module) is not None:
             return importlib.import_module(module).flash_attn_varlen_func, has_backward
     raise AbsentError("neither flash_attn_interface nor fa3_fwd_interface is installed")
-
-
-# --- padded data
-
-
-def inside(layout: Layout, device: torch.device) -> Tensor:
-    """`[B, M]`: True where a padded position holds a row of the sequence."""
-    lengths = torch.tensor(layout.lengths, device=device)
-    return torch.arange(layout.max_len, device=device) < lengths[:, None]
 
 
 # --- versions

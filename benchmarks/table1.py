@@ -15,8 +15,10 @@ from benchmarks import checking, peers, shapes
 from benchmarks.candidate import Candidate
 from benchmarks.session import OURS, Command, Row, Session
 from benchmarks.shapes import Precision
-from jagged_cuda.testing import reference
-from jagged_cuda.testing.lengths import Layout, matrices
+from jagged_cuda.testing import cases as testing
+from jagged_cuda.testing import padding
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Spec
 
 PEERS = ("padded", "sll")
 NUM_SEQS, MAX_LEN, DIM, COLUMNS = 1024, 200, 256, 8
@@ -60,7 +62,7 @@ class Batch:
             draw(sum(length**2 for length in layout.lengths)),
             offsets,
             jagged_cuda.matrix_offsets(offsets),
-            ~peers.inside(layout, device),
+            ~padding.inside(layout, device),
             precision.allow_tf32,
         )
 
@@ -92,22 +94,17 @@ class Operator:
 
     Args:
         inputs: what it is differentiated by.
-        jagged_inputs: which of them are jagged, or matrices of sequences in one vector: the padded
-            form takes those padded.
-        jagged_result: whether the result is: the padded form's is padded then.
-        ours, definition, padded, sll: take a batch and the inputs, return the result.
+        ours, padded, sll: take a batch and the inputs, return the result.
         forward_elems, backward_elems: the elements that each kernel of a pass must move.
         flops: of the forward.
         exact_factor: of the bar with "highest" float32.
         recorded_us: by precision and peer, on one H100.
+        dim: of jagged2_softmax.
     """
 
     name: str
     inputs: Callable[[Batch], tuple[Tensor, ...]]
-    jagged_inputs: tuple[bool, ...]
-    jagged_result: bool
     ours: Callable[..., Tensor]
-    definition: Callable[..., Tensor]
     padded: Callable[..., Tensor]
     sll: Callable[..., Tensor]
     forward_elems: Callable[[Batch], int]
@@ -115,6 +112,20 @@ class Operator:
     flops: Callable[[Batch], float] | None
     exact_factor: float
     recorded_us: dict[str, dict[str, float]]
+    dim: int = -1
+
+    @property
+    def case(self) -> testing.Case:
+        return testing.CASES[self.name.removesuffix("_rows")]
+
+    def check(self, batch: Batch) -> checking.Batch:
+        """What judges it on a batch, with the gradient that its backward is given."""
+        choices = {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
+        inputs = dict(zip(self.case.inputs, self.inputs(batch), strict=True))
+        out = self.case.reference(Spec(0, batch.layout, choices), inputs)["out"]
+        grad_out = torch.randn_like(out)
+        values = tuple(inputs.values())
+        return checking.Batch.of(self.name, self.case, batch.layout, values, grad_out, **choices)
 
 
 # What operators have in common: x with y, few columns wide; one matrix for each sequence, as the
@@ -126,8 +137,6 @@ PRODUCT: dict[str, Any] = {
     "exact_factor": EXACT_PRODUCT,
 }
 MATRIX_PRODUCT: dict[str, Any] = {
-    "jagged_inputs": (True, True),
-    "jagged_result": True,
     "forward_elems": lambda b: b.matrix_elems,
     "backward_elems": lambda b: (b.matrix_elems,) * 2,
     "flops": lambda b: 2.0 * b.a.numel() * b.x.shape[1],
@@ -139,8 +148,6 @@ def _softmax(name: str, x: Callable[[Batch], Tensor], **forms: Any) -> Operator:
     return Operator(
         name=name,
         inputs=lambda b: (x(b),),
-        jagged_inputs=(True,),
-        jagged_result=True,
         forward_elems=lambda b: 2 * x(b).numel(),
         backward_elems=lambda b: (3 * x(b).numel(),),
         flops=None,
@@ -154,10 +161,10 @@ def _softmax_of_matrices(name: str, dim: int, recorded_us: dict[str, dict[str, f
         name,
         lambda b: b.a,
         recorded_us=recorded_us,
+        dim=dim,
         ours=lambda b, a: jagged_cuda.jagged2_softmax(
             a, b.offsets, matrix_offsets=b.matrix_offsets, dim=dim
         ),
-        definition=lambda b, a: reference.jagged2_softmax(a, b.layout, b.layout, dim, 1.0),
         # Columns [B, 1, N] or rows [B, M, 1] that are padding.
         padded=lambda b, a: a.masked_fill(
             b.outside.unsqueeze(1 if dim == -1 else 2), -torch.inf
@@ -174,10 +181,7 @@ OPERATORS = (
         name="jagged_dense_bmm",
         inputs=lambda b: (b.x, b.y_dense),
         recorded_us={"tf32": {"padded": 90, "sll": 53}, "bf16": {"padded": 44, "sll": 33}},
-        jagged_inputs=(True, False),
-        jagged_result=True,
         ours=lambda b, x, y: jagged_cuda.jagged_dense_bmm(x, y, b.offsets),
-        definition=lambda b, x, y: reference.jagged_dense_bmm(x, y, b.layout),
         padded=lambda b, x, y: torch.bmm(x, y),
         sll=lambda b, x, y: peers.sll("triton_jagged_bmm").jagged_dense_bmm(
             x, y, b.offsets, b.layout.max_len, b.allow_tf32, use_fbgemm_kernel=False
@@ -188,10 +192,7 @@ OPERATORS = (
         name="jagged_jagged_bmm",
         inputs=lambda b: (b.x, b.y_jagged),
         recorded_us={"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
-        jagged_inputs=(True, True),
-        jagged_result=False,
         ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm(x, y, b.offsets),
-        definition=lambda b, x, y: reference.jagged_jagged_bmm(x, y, b.layout),
         padded=lambda b, x, y: torch.bmm(x.transpose(1, 2), y),
         sll=lambda b, x, y: peers.sll("triton_jagged_bmm").jagged_jagged_bmm(
             x, y, b.offsets, b.layout.max_len, b.allow_tf32, use_fbgemm_kernel=False
@@ -204,9 +205,6 @@ OPERATORS = (
         recorded_us={"tf32": {"padded": 202, "sll": 227}, "bf16": {"padded": 101, "sll": 154}},
         ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm_jagged_out(
             x, y, b.offsets, matrix_offsets=b.matrix_offsets, total_out=b.a.numel()
-        ),
-        definition=lambda b, x, y: reference.jagged_jagged_bmm_jagged_out(
-            x, y, b.layout, b.layout, b.a.numel()
         ),
         padded=lambda b, x, y: torch.bmm(x, y.transpose(1, 2)),
         sll=lambda b, x, y: peers.sll("triton_jagged_bmm_jagged_out").jagged_jagged_bmm_jagged_out(
@@ -221,9 +219,6 @@ OPERATORS = (
         ours=lambda b, a, y: jagged_cuda.array_jagged_bmm_jagged_out(
             a, y, b.offsets, matrix_offsets=b.matrix_offsets
         ),
-        definition=lambda b, a, y: reference.array_jagged_bmm_jagged_out(
-            a, y, b.layout, b.layout, False
-        ),
         padded=lambda b, a, y: torch.bmm(a, y),
         sll=lambda b, a, y: peers.sll("triton_jagged_bmm_jagged_out").array_jagged_bmm_jagged_out(
             a, y, *b.sll_sizes[1], *b.sll_sizes[0] * 2, b.layout.max_len, b.allow_tf32
@@ -237,7 +232,6 @@ OPERATORS = (
         lambda b: b.y_jagged,
         recorded_us={"fp32": {"sll": 18}, "bf16": {"sll": 14}},
         ours=lambda b, x: jagged_cuda.jagged_softmax(x, b.offsets),
-        definition=lambda b, x: reference.jagged_softmax(x, b.layout, 1.0),
         padded=lambda b, x: x.masked_fill(b.outside[:, :, None], -torch.inf).softmax(1),
         sll=lambda b, x: peers.sll("triton_jagged_softmax").jagged_softmax(
             x, b.offsets, b.layout.max_len, use_fbgemm_kernel=False
@@ -246,43 +240,16 @@ OPERATORS = (
 )
 
 
-class OperatorCheck:
-    """Judges an operator on a batch, against its definition in float64."""
-
-    def __init__(self, operator: Operator, batch: Batch, limit: float) -> None:
-        self.layout = batch.layout
-        self.limit = limit
-        leaves = [tensor.double().requires_grad_() for tensor in operator.inputs(batch)]
-        exact = operator.definition(batch, *leaves)
-        self.grad_out = torch.randn(exact.shape, device=exact.device).to(batch.x.dtype)
-        self.gradients = torch.autograd.grad(exact, leaves, self.grad_out.double())
-        self.out = exact.detach()
-
-    def _rows(self, exact: Tensor) -> Layout:
-        """Of rows, or of the matrices of sequences, which have one dimension."""
-        layout = self.layout
-        return layout if exact.dim() > 1 else matrices(layout, layout, exact.shape[0])
-
-    def require_out(self, out: Tensor, slack: float = 1.0) -> None:
-        rows = self._rows(self.out)
-        checking.require_jagged("result", out, self.out, rows, slack * self.limit)
-
-    def require_gradients(self, gradients: Sequence[Tensor]) -> None:
-        for index, (found, exact) in enumerate(zip(gradients, self.gradients, strict=True)):
-            name, min_rows = f"gradient {index}", checking.MIN_ROWS_OF_GRADIENTS
-            checking.require_jagged(name, found, exact, self._rows(exact), self.limit, min_rows)
-
-
 def _pad(tensor: Tensor, layout: Layout) -> Tensor:
     if tensor.dim() > 1:
-        return reference.pad(tensor, layout)
-    return reference.pad_matrices(tensor, layout, layout)
+        return padding.pad(tensor, layout)
+    return padding.pad_matrices(tensor, layout, layout)
 
 
 def _unpad(padded: Tensor, like: Tensor, layout: Layout) -> Tensor:
     if like.dim() > 1:
-        return reference.unpad(padded, layout)
-    return reference.unpad_matrices(padded, layout, layout, like.shape[0])
+        return padding.unpad(padded, layout)
+    return padding.unpad_matrices(padded, layout, layout, like.shape[0])
 
 
 def candidate(name: str, operator: Operator, batch: Batch, grad_out: Tensor) -> Candidate:
@@ -293,12 +260,14 @@ def candidate(name: str, operator: Operator, batch: Batch, grad_out: Tensor) -> 
     if name != "padded":
         function = operator.ours if name == OURS else operator.sll
         return Candidate(functools.partial(function, batch), inputs, grad_out)
+    # What has no row of its own for each sequence is jagged, or matrices in one vector.
+    kinds = operator.case.rows
     padded = tuple(
-        _pad(tensor, layout) if jagged else tensor
-        for tensor, jagged in zip(inputs, operator.jagged_inputs, strict=True)
+        tensor if kinds[name] == "seq" else _pad(tensor, layout)
+        for name, tensor in zip(operator.case.inputs, inputs, strict=True)
     )
     function = functools.partial(operator.padded, batch)
-    if not operator.jagged_result:
+    if kinds["out"] == "seq":
         return Candidate(function, padded, grad_out)
     unpad = functools.partial(_unpad, like=grad_out, layout=layout)
     return Candidate(function, padded, _pad(grad_out, layout), unpad)
@@ -341,7 +310,7 @@ def measure(
     names: Sequence[str],
 ) -> None:
     """Check and time these implementations."""
-    check = OperatorCheck(operator, batch, precision.limit)
+    check = operator.check(batch)
     make = functools.partial(candidate, operator=operator, batch=batch, grad_out=check.grad_out)
     session.run(rows, {name: functools.partial(make, name) for name in names}, check)
 

@@ -97,7 +97,7 @@ def _paths(case: Case, device: str, dtype: torch.dtype) -> str:
     }
     try:
         sample = case.sample(Spec(0, Layout((40, 70)), choices), dtype, device)
-        leaves = [sample.tensors[name].requires_grad_() for name in case.differentiable]
+        leaves = [sample.tensors[name].requires_grad_() for name in case.inputs]
         out = case.call(jagged_cuda, sample)["out"]
         forward = last_kernel(device)
         torch.autograd.grad(out, leaves, torch.ones_like(out))

@@ -62,14 +62,7 @@ PARTS = (
     ),
     Part("import", "jagged_cuda/ops/__init__.py", r"from jagged_cuda\.ops\.<op> import <op>\n"),
     Part("export", "jagged_cuda/ops/__init__.py", r'(?m)^    "<op>",$'),
-    Part("definition", "jagged_cuda/testing/reference.py", r"(?m)^def <op>\("),
-    Part("case", "jagged_cuda/testing/cases.py", r'(?m)^    name="<op>",$'),
-    Part(
-        "case in the table",
-        "jagged_cuda/testing/cases.py",
-        "",
-        lambda text, op: f"\n        {op.upper()},\n" in text.partition("CASES: dict")[2],
-    ),
+    Part("room", "jagged_cuda/testing/ops/<op>.py", r'(?m)^    name="<op>",$'),
     Part("kernel paths", "tests/test_cuda.py", r'"<op>",'),
     Part("Triton twin", "triton_ref/<op>.py", r"(?m)^def <op>\("),
     Part("Triton twin's import", "triton_ref/__init__.py", r"from \.<op> import <op>\n"),
@@ -81,8 +74,8 @@ PARTS = (
 SOURCES = (
     ("csrc/library.cpp", r'm\.def\("(\w+)\('),
     ("jagged_cuda/ops/__init__.py", r"from jagged_cuda\.ops\.(\w+) import"),
-    ("jagged_cuda/testing/cases.py", r'(?m)^    name="(\w+)",$'),
 )
+ROOMS = "jagged_cuda/testing/ops"
 
 
 def registered(root: Path) -> set[str]:
@@ -95,6 +88,7 @@ def operators(root: Path) -> set[str]:
     found = {
         op for path, pattern in SOURCES for op in re.findall(pattern, (root / path).read_text())
     }
+    found |= {path.stem for path in (root / ROOMS).glob("[!_]*.py")}
     return {op.removesuffix("_backward") for op in found}
 
 

@@ -20,8 +20,9 @@ LENGTHS = (20, 3, 33)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, begins: Tensor, kv_begins: Tensor, scale: float, causal: bool
 ) -> Tensor:
-    """q, k, v `[rows, H, D]`, sequence by sequence."""
-    found = []
+    """q, k, v `[rows, H, D]`, sequence by sequence; computed in float32, as kernels do."""
+    dtype, found = q.dtype, []
+    q, k, v = (tensor.float() for tensor in (q, k, v))
     for seq in range(len(begins) - 1):
         rows = slice(int(begins[seq]), int(begins[seq + 1]))
         keys = slice(int(kv_begins[seq]), int(kv_begins[seq + 1]))
@@ -29,7 +30,7 @@ def _attention(
         if causal:
             logits = logits + torch.full_like(logits, -torch.inf).triu(1)
         found.append(torch.einsum("hqk,khd->qhd", logits.softmax(2), v[keys]))
-    return torch.cat(found)
+    return torch.cat(found).to(dtype)
 
 
 def _gradients(qkv: Sequence[Tensor], grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -163,7 +164,7 @@ def test_operands_arrive(name: str, kind: str) -> None:
     )
     candidate = implementations.makers(operands, shapes.PRECISIONS["bf16"])[name]()
     out, *gradients = candidate.step()
-    check = checking.AttentionCheck(operands, 2e-2)
+    check = checking.AttentionCheck(operands)
     assert candidate.rows is not None
     check.require_out(candidate.rows(out))
     dq, dk, dv = gradients

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import DTYPE
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -17,14 +18,11 @@ from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.comparison import MismatchError
 from jagged_cuda.testing.judge import check, judge
 from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops.jagged_dense_bmm import ACTIVATIONS, activate
+from jagged_cuda.testing.ops.jagged_dense_bmm import BIASED as CASE
 from jagged_cuda.testing.samples import Sample, Spec
-from jagged_cuda.testing.variants import ACTIVATIONS, activate
-from jagged_cuda.testing.variants import BIASED_DENSE_BMM as CASE
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
-DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
 
 LAYOUT = Layout((70, 0, 33, 1), base=2, tail=3)
 

@@ -15,24 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, cotangents_of, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec
-from jagged_cuda.testing.variants import EVERY
 
 pytestmark = pytest.mark.cuda
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16],
-    ids=["float32", "float64", "float16", "bfloat16"],
-)
 CUDA = "cuda"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -496,7 +489,7 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
 
     def step() -> tuple[Tensors, tuple[torch.Tensor, ...]]:
         found = case.call(jagged_cuda, static)
-        inputs = [leaves[name] for name in case.differentiable]
+        inputs = [leaves[name] for name in case.inputs]
         return found, torch.autograd.grad(list(found.values()), inputs, list(cotangents.values()))
 
     stream = torch.cuda.Stream()
@@ -531,7 +524,7 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
                 cotangents[name].copy_(tensor)
         graph.replay()
         results = {n: t.detach().clone() for n, t in found.items()}
-        names = (f"grad_{name}" for name in case.differentiable)
+        names = (f"grad_{name}" for name in case.inputs)
         results |= {n: g.clone() for n, g in zip(names, gradients, strict=True)}
         check(case, fresh, results, given)
 
@@ -670,7 +663,7 @@ def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch
 
 
 @CASE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_cuda
 from jagged_cuda.ops import _eager
+from jagged_cuda.testing.cases import EVERY
 from jagged_cuda.testing.judge import run
 from jagged_cuda.testing.samples import draw_cotangents
-from jagged_cuda.testing.variants import EVERY
 
 OFFSETS = torch.tensor([0, 2, 5])
 

@@ -21,60 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
 from jagged_cuda.ops import _contract
-from jagged_cuda.testing.cases import CASES, Case, Invalid
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.variants import EVERY
 from tests.tools import corrupt
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-INVALID = pytest.mark.parametrize(
-    "invalid",
-    [
-        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
-        for case in CASES.values()
-        for invalid in case.invalid
-        if not invalid.two_devices
-    ],
-)
-TWO_DEVICES = pytest.mark.parametrize(
-    "invalid",
-    [
-        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
-        for case in CASES.values()
-        for invalid in case.invalid
-        if invalid.two_devices
-    ],
-)
-
-
-def assert_raises(invalid: Invalid, device: torch.device) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        invalid.call(device)
-    assert str(caught.value) == invalid.message.format(device=device)
-
-
-@INVALID
-def test_invalid(invalid: Invalid, device: torch.device) -> None:
-    assert_raises(invalid, device)
-
-
-@INVALID
-def test_invalid_on_fake_tensors(invalid: Invalid) -> None:
-    with FakeTensorMode():
-        assert_raises(invalid, torch.device("cpu"))
-
-
-@TWO_DEVICES
-@pytest.mark.cuda
-def test_invalid_device(invalid: Invalid) -> None:
-    assert_raises(invalid, torch.device("cuda", 0))
-
-
-@TWO_DEVICES
-def test_invalid_device_on_fake_tensors(invalid: Invalid) -> None:
-    with FakeTensorMode():
-        assert_raises(invalid, torch.device("cuda", 0))
-
 
 # --- each argument of each registered operator, changed in each way
 

@@ -180,20 +180,22 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--op softmax", "--op must be of jagged_dense_bmm"),
+        ("--op softmax", "jagged_dense_bmm_biased, got softmax"),
         ("--device cpu --backends cuda", "needs --device cuda"),
         ("--device cpu --dtype int8", "--dtype must be of float32"),
         ("--device cpu --size large", "--size must be of small, edge, many, giant for cpu"),
         ("--device cpu --shape-from nowhere.csv", "--shape-from nowhere.csv: "),
-        (
-            "--device cpu --backends triton --op jagged_dense_bmm_biased",
-            "triton has no jagged_dense_bmm_biased",
-        ),
     ],
 )
 def test_wrong_options(arguments: str, text: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(text)):
         fuzz.main(arguments.split())
+
+
+def test_without_a_checkout_there_are_no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton_ref", None)
+    with pytest.raises(SystemExit, match="the backend triton needs triton and triton_ref, which"):
+        fuzz.main(["--device", "cpu", "--backends", "triton"])
 
 
 # --- coverage

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from plain import CASE, TWO_DTYPES
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
-
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
@@ -54,7 +52,7 @@ def small_sample(
 
 def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     """The operator as a function of its differentiable arguments; LSE without its rows of -inf."""
-    names = case.differentiable
+    names = case.inputs
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         tensors = sample.tensors | dict(zip(names, values, strict=True))
@@ -130,7 +128,7 @@ def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
 
 @CASE
 @pytest.mark.parametrize("variant", ["plain", "grouped_causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.device) -> None:
     cross = "cross" in case.choices and variant == "grouped_causal"
     sample = small_sample(case, variant, dtype, device, cross=cross)

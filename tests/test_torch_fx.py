@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
+from jagged_cuda.testing.cases import EVERY
 from jagged_cuda.testing.judge import run
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
 from jagged_cuda.unfused import jagged_attention
 
 OFFSETS = torch.tensor([0, 2, 5])

@@ -37,11 +37,10 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import EVERY, Case, Tensors
 from jagged_cuda.testing.draws import DTYPES
 from jagged_cuda.testing.judge import run
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
 
 GUARD_ROWS = 400
 GUARD = 3e4

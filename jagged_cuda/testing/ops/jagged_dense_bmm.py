@@ -1,8 +1,4 @@
-"""Options that the cases of the table leave at their defaults, each as a case of its own.
-
-A variant is judged like an operator, by the same tests, and drawn by the fuzzer. Its function is
-that of the case it comes from, whose name it keeps; the Triton twins have none of these options.
-"""
+"""jagged_dense_bmm: each sequence's rows times its own matrix; a bias and an activation."""
 
 from __future__ import annotations
 
@@ -14,11 +10,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jagged_cuda.testing import reference
-from jagged_cuda.testing.cases import CASES, JAGGED_DENSE_BMM, Case, Tensors
+from jagged_cuda.testing.case import FEATURES, PRODUCT_PROFILES, Case, Tensors
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.padding import pad, unpad
 from jagged_cuda.testing.samples import Sample, Spec
 
-# --- jagged_dense_bmm with a bias and an activation
+
+def definition(x: Tensor, y: Tensor, layout: Layout) -> Tensor:
+    """x `[T, D]`, y `[B, D, N]` -> `[T, N]`"""
+    return unpad(pad(x, layout) @ y, layout)
+
+
+CASE = Case(
+    name="jagged_dense_bmm",
+    choices={"D": FEATURES, "N": FEATURES},
+    shapes=lambda spec: {
+        "x": (spec.layout.total, spec.choices["D"]),
+        "y": (spec.layout.num_seqs, spec.choices["D"], spec.choices["N"]),
+    },
+    rows={"x": "q", "y": "seq", "out": "q"},
+    function=lambda ops, _, t, offsets, __: {"out": ops.jagged_dense_bmm(t["x"], t["y"], offsets)},
+    registered=lambda s: {"jagged_dense_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
+    reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},
+    profiles=PRODUCT_PROFILES,
+    autocast="lower_precision",
+    product=True,
+    huge={"D": 512, "N": 8},
+    huge_dense={"D": 256, "N": 257},
+)
+
+# --- with a bias and an activation
 
 # In the order of csrc/contract/activation.h.
 ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
@@ -30,8 +51,8 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
 
 def _biased(spec: Spec, tensors: Tensors) -> Tensor:
     """`[T, N]`: what goes into the activation."""
-    z = reference.pad(tensors["x"], spec.layout) @ tensors["y"] + tensors["bias"][:, None]
-    return reference.unpad(z, spec.layout)
+    z = pad(tensors["x"], spec.layout) @ tensors["y"] + tensors["bias"][:, None]
+    return unpad(z, spec.layout)
 
 
 def _inside(spec: Spec, out: Tensor) -> Tensors:
@@ -137,15 +158,15 @@ def _registered_biased(sample: Sample) -> dict[str, tuple[Any, ...]]:
     return {"jagged_dense_bmm": (x, y, sample.offsets, False, bias, activation)}
 
 
-BIASED_DENSE_BMM = dataclasses.replace(
-    JAGGED_DENSE_BMM,
+BIASED = dataclasses.replace(
+    CASE,
     choices={
-        **JAGGED_DENSE_BMM.choices,
+        **CASE.choices,
         # First the one whose gradient multiplies x and y once more.
         "activation": ("gelu", *(name for name in ACTIVATIONS if name != "gelu")),
     },
     shapes=lambda spec: {
-        **JAGGED_DENSE_BMM.shapes(spec),
+        **CASE.shapes(spec),
         "bias": (spec.layout.num_seqs, spec.choices["N"]),
     },
     rows={"x": "q", "y": "seq", "bias": "seq", "out": "q"},
@@ -155,15 +176,7 @@ BIASED_DENSE_BMM = dataclasses.replace(
     rounded=(_biased_rounded, _biased_rounded_once),
     terms=_biased_terms,
     jumps=_biased_jumps,
-    differentiable=("x", "y", "bias"),
-    invalid=(),
 )
 
-VARIANTS: dict[str, Case] = {"jagged_dense_bmm_biased": BIASED_DENSE_BMM}
-
-EVERY: dict[str, Case] = CASES | VARIANTS
-
-
-def key_of(case: Case) -> str:
-    """The name by which EVERY has a case; a variant's own name is its function's."""
-    return next(key for key, each in EVERY.items() if each is case)
+# Drawn like operators of their own; the Triton twin is judged by them too, if it has the option.
+VARIANTS = {"jagged_dense_bmm_biased": BIASED}
