@@ -22,9 +22,9 @@ QUICK_SEQS = 6
 QUICK_MAX_LEN = 40
 
 
-def uniform(num_seqs: int, max_len: int) -> Callable[[random.Random], list[int]]:
-    """Lengths U[1, max_len]."""
-    return lambda rng: [rng.randint(1, max_len) for _ in range(num_seqs)]
+def uniform(num_seqs: int, max_len: int, min_len: int = 1) -> Callable[[random.Random], list[int]]:
+    """Lengths U[min_len, max_len]."""
+    return lambda rng: [rng.randint(min_len, max_len) for _ in range(num_seqs)]
 
 
 def log_normal(
@@ -76,10 +76,6 @@ class Precision:
     @property
     def allow_tf32(self) -> bool:
         return self.name == "tf32"
-
-    @property
-    def elem_bytes(self) -> int:
-        return self.dtype.itemsize
 
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
