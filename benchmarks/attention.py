@@ -154,6 +154,7 @@ COMMANDS = {
         ("forward", "backward"),
         (OURS, HINTED),
         ("varlen", "sdpa", "fa3", "cudnn_frontend", "sll"),
+        ("flex",),
     ),
     "figure2": _command(
         "figure2",

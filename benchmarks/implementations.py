@@ -105,6 +105,31 @@ def fa3(operands: Operands) -> Candidate:
     return _jagged(operands, attention, has_backward)
 
 
+def flex(operands: Operands) -> Candidate:
+    """Self-attention under a block mask by sequence, which is made before the clock starts."""
+    from torch.nn.attention import flex_attention
+
+    peers.need_cuda("flex", operands.q.device)
+    seq_of_row = operands.layout.seq_of_row(operands.q.device)
+
+    def mask(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        same = seq_of_row[row] == seq_of_row[key]
+        return same & (row >= key) if operands.causal else same
+
+    rows = operands.layout.total
+    block_mask = flex_attention.create_block_mask(
+        mask, None, None, rows, rows, operands.q.device, _compile=True
+    )
+    torch.compiler.reset()  # else it would give up after a few shapes, and run unfused
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+    return Candidate(
+        lambda q, k, v: compiled(q, k, v, block_mask=block_mask, scale=operands.scale),
+        tuple(tensor.transpose(0, 1)[None].contiguous() for tensor in operands.qkv),
+        None,
+        lambda result: result[0].transpose(0, 1),
+    )
+
+
 def sll(operands: Operands, precision: Precision) -> Candidate:
     peers.need_cuda("sll", operands.q.device)
     if operands.queries is not None:
@@ -225,6 +250,7 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
         "sdpa": functools.partial(sdpa, operands),
         "fa3": functools.partial(fa3, operands),
         "cudnn_frontend": functools.partial(cudnn_graph, operands),
+        "flex": functools.partial(flex, operands),
         "sll": functools.partial(sll, operands, precision),
     }
 

@@ -22,6 +22,7 @@ DESCRIPTIONS = {
     "varlen": "FlashAttention-2 in torch, behind torch.nn.attention.varlen",
     "cudnn_frontend": "cuDNN's ragged attention, through the package nvidia-cudnn-frontend",
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
+    "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
 }
 
