@@ -108,7 +108,7 @@ void multiply_transposed(const Operands& operands, const std::vector<Matrix>& ma
   });
 }
 
-// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
 Tensor array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets,
                                    std::optional<Tensor> y_offsets, Tensor matrix_offsets,
                                    int64_t total, bool transpose, bool allow_tf32) {

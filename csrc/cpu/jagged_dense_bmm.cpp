@@ -11,7 +11,7 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
 Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32,
                         std::optional<Tensor> bias, int64_t activation) {
   constexpr const char* op = "jagged_dense_bmm";

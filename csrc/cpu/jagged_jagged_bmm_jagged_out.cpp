@@ -17,7 +17,7 @@ struct Item {
   int64_t row, rows;  // of the matrix
 };
 
-// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
 Tensor jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets,
                                     std::optional<Tensor> y_offsets, Tensor matrix_offsets,
                                     int64_t total_out, bool allow_tf32) {

@@ -54,7 +54,7 @@ struct TargetAttentionParams {
   float* part_stats;    // [slots, G, rows, 2]: maximum and sum; null backward and with parts
   bool slots_as_tiles;  // TargetSlots
   int out_queries;      // N of out and lse
-  int num_queries;      // of them are computed: N of q, and those that `out` and `lse` begin with
+  int num_queries;      // that this launch computes: the first of q, out and lse
   int heads;            // H
   int kv_heads;         // G, divides H
   int dim_qk;           // D
