@@ -178,5 +178,5 @@ BIASED = dataclasses.replace(
     jumps=_biased_jumps,
 )
 
-# Drawn like operators of their own; the Triton twin is judged by them too, if it has the option.
+# Judged and fuzzed like operators of their own, in Triton too.
 VARIANTS = {"jagged_dense_bmm_biased": BIASED}
