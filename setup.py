@@ -1,13 +1,10 @@
 """Builds the wheel: both libraries by torch.utils.cpp_extension, with the flags of _build.py.
 
-Environment:
-    TORCH_CUDA_ARCH_LIST: the architectures; unset, DEFAULT_WHEEL_ARCHS; empty, no CUDA library.
-    CUDA_HOME, CXX, MAX_JOBS: the toolkit, the compiler, how many compilers run at once.
+TORCH_CUDA_ARCH_LIST names the architectures; empty, there is no CUDA library.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -21,11 +18,11 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 
-spec = importlib.util.spec_from_file_location("_build", ROOT / "jagged_cuda" / "_build.py")
-assert spec is not None and spec.loader is not None
-_build: Any = importlib.util.module_from_spec(spec)
-sys.modules["_build"] = _build  # where its dataclasses look themselves up
-spec.loader.exec_module(_build)
+# As a file alone: importing the package would load the libraries.
+sys.path.insert(0, str(ROOT / "jagged_cuda"))
+import _build  # noqa: E402
+
+del sys.path[0]
 os.environ["PATH"] = _build.path_with_ninja()
 
 try:
@@ -56,70 +53,50 @@ class BuildLibraries(BuildExtension):
             raise SystemExit(f"error: {error}: the compiler's message is above.") from error
 
     def build(self) -> None:
-        _build.check_torch(torch.__version__)
-        toolchain = _build.find_toolchain(torch.version.cuda)
-        archs = self.archs(toolchain)
-        names = _build.LIBRARIES if archs else _build.LIBRARIES[:1]
-        for name in names:
-            known = _build.check_compilers(name, archs, toolchain, torch.version.cuda)
-            print(f"jagged_cuda: compiling {name} for {_build.format_archs(archs)} with {known}")
+        cuda_home = _build.find_cuda_home(torch.version.cuda)
+        default = _build.DEFAULT_WHEEL_ARCHS if cuda_home else ""
+        archs = _build.parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST", default))
+        if not archs:
+            print("jagged_cuda: no architectures or no CUDA toolkit, so the CPU library alone")
         base = Path(self.build_temp).resolve()
-        base.mkdir(parents=True, exist_ok=True)
-        with _build.cpp_extension(toolchain, base) as cpp_extension:
-            self.distribution.ext_modules = [
-                self.extension(cpp_extension, name, base, archs, toolchain) for name in names
-            ]
-            self.finalize_options()
-            super().run()
-        cuda = None
+        for name in _build.LIBRARIES if archs else _build.LIBRARIES[:1]:
+            build = _build.Build(name, CSRC, archs if name == "_C_cuda" else (), torch)
+            listed = ";".join(build.archs) or "the CPU"
+            print(f"jagged_cuda: compiling for {listed} with {build.check()}", flush=True)
+            self.build_temp = str(base / build.key())
+            os.makedirs(self.build_temp, exist_ok=True)
+            with build.cpp_extension(Path(self.build_temp)) as cpp_extension:
+                self.distribution.ext_modules = [self.extension(cpp_extension, build)]
+                self.compiler = self.swig_opts = None  # finalized again, with the extension
+                self.finalize_options()
+                super().run()
+        record = {"source_hash": _build.source_hash(CSRC), "archs": ";".join(archs), "cuda": None}
         if archs:
-            cuda = "{}.{}".format(*_build.cuda_toolkit_version(toolchain.cuda_home))
-        record = {
-            "source_hash": _build.source_hash(CSRC),
-            "archs": _build.format_archs(archs),
-            "cuda": cuda,
-        }
+            record["cuda"] = _build.cuda_toolkit_version(cuda_home)
         path = Path(self.build_lib) / "jagged_cuda" / "_prebuilt.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
 
-    def archs(self, toolchain: Any) -> tuple[Any, ...]:
-        listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
-        if listed is None and toolchain.cuda_home is None:
-            print("jagged_cuda: no CUDA toolkit was found, so this builds the CPU library alone")
-            return ()
-        return _build.parse_archs(_build.DEFAULT_WHEEL_ARCHS if listed is None else listed)
-
-    def extension(
-        self, cpp_extension: Any, name: str, base: Path, archs: Any, toolchain: Any
-    ) -> Extension:
-        """Returns what is compiled in a work folder that changes with what ninja does not see."""
-        compilers = toolchain.fingerprint(name)
-        key = _build.short_hash(_build.format_archs(archs), torch.__version__, compilers)
-        work = base / f"{name}-{key}"
-        work.mkdir(exist_ok=True)
-        recipe = _build.prepare(name, CSRC, work, archs, toolchain)
-        kind = cpp_extension.CppExtension if name == "_C_cpu" else cpp_extension.CUDAExtension
-        extension = kind(
-            f"jagged_cuda.{name}",
-            recipe.sources,
-            include_dirs=[recipe.include],
-            extra_compile_args={"cxx": recipe.cxx, "nvcc": recipe.nvcc},
-            extra_link_args=recipe.link,
-            py_limited_api=True,
-        )
-        extension.libraries = ["torch_cpu"] if name == "_C_cpu" else ["torch_cpu", "cudart"]
-        extension.work = work
+    def extension(self, cpp_extension: Any, build: Any) -> Extension:
+        work = Path(self.build_temp)
+        is_cuda = build.library == "_C_cuda"
+        kind = cpp_extension.CUDAExtension if is_cuda else cpp_extension.CppExtension
+        sources, cxx, nvcc, link = build.recipe(work)
+        extension = kind(f"jagged_cuda.{build.library}", sources, py_limited_api=True)
+        extension.include_dirs.insert(0, str(work / "csrc"))
+        extension.library_dirs.insert(0, str(work / "link"))
+        extension.libraries = ["cudart", "torch_cpu"] if is_cuda else ["torch_cpu"]
+        extension.extra_compile_args = {"cxx": cxx, "nvcc": nvcc}
+        extension.extra_link_args = link
         return extension
 
-    def build_extension(self, extension: Any) -> None:
-        """Compiles in the work folder, without what this Python itself was compiled with."""
+    def build_extensions(self) -> None:
+        """Compiles without the flags that this Python itself was compiled with."""
         cxx = os.environ["CXX"]
         for name in ("compiler", "compiler_cxx", "compiler_so", "compiler_so_cxx"):
             self.compiler.set_executable(name, [cxx])
         for name in ("linker_so", "linker_so_cxx"):
             self.compiler.set_executable(name, [cxx, "-shared"])
-        self.build_temp = str(extension.work)
-        super().build_extension(extension)
+        super().build_extensions()
 
     def get_source_files(self) -> list[str]:
         return []  # MANIFEST.in lists them
