@@ -386,7 +386,8 @@ def progress(title: str, work: Path, files: int) -> Iterator[None]:
 
     def watch() -> None:
         while not stopped.wait(5):
-            say(f"{len([*work.glob('*.o')])}/{files} files")
+            done = len([*work.glob("*.o")])
+            say(f"{min(done, files)}/{files} files")
 
     say(title)
     threading.Thread(target=watch, daemon=True).start()

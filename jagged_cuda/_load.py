@@ -209,6 +209,17 @@ def _load(name: str, path: Path, origin: str, archs: tuple[str, ...]) -> None:
     cpu_library, cuda_library = (loaded[n].path if n in loaded else None for n in _build.LIBRARIES)
 
 
+def _load_compiled(build: Build, sources: str, why: str) -> None:
+    try:
+        path = _compiled(build, sources, why)
+        _load(build.library, path, "compiled here", build.archs)
+    except OSError as error:
+        raise BuildError(
+            f"{build.library} cannot be written or loaded ({error}): remove it, or set "
+            f"JAGGED_CUDA_CACHE to a folder with room, from which programs may run."
+        ) from error
+
+
 def find_csrc() -> Path:
     """Returns the sources: csrc/ of a checkout, or of an installed package."""
     for folder in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
@@ -294,17 +305,11 @@ def load_libraries(package: Path = PACKAGE) -> None:
             continue
         archs = archs_of_gpus(gpus) if name == "_C_cuda" else ()
         try:
-            path = _compiled(Build(name, csrc, archs, torch), sources, why)
-            _load(name, path, "compiled here", archs)
-        except (OSError, BuildError) as error:
-            reason = str(error)
-            if isinstance(error, OSError):
-                reason = (
-                    f"its library cannot be written or loaded ({error}): remove it, or set "
-                    f"JAGGED_CUDA_CACHE to a folder with room, from which programs may run."
-                )
+            _load_compiled(Build(name, csrc, archs, torch), sources, why)
+        except BuildError as error:
             if name == "_C_cpu":
-                raise BuildError(reason) from error
+                raise
+            reason = str(error)
 
     if reason is not None:
         cuda_unavailable_reason = f"jagged_cuda cannot use CUDA: {reason}"
