@@ -1,7 +1,4 @@
-"""Builds the wheel: both libraries by torch.utils.cpp_extension, with the flags of _build.py.
-
-TORCH_CUDA_ARCH_LIST names the architectures; empty, there is no CUDA library.
-"""
+"""Builds the wheel: both libraries by torch.utils.cpp_extension, with the flags of _build.py."""
 
 from __future__ import annotations
 

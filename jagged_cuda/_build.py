@@ -1,8 +1,7 @@
 """How the two libraries are compiled: sources, flags, compilers, and what cpp_extension is told.
 
 torch.utils.cpp_extension and ninja do the work: `load` for the import (`_load.py`) and
-`BuildExtension` for wheels (`setup.py`, which loads this file alone, as the package would load the
-libraries).
+`BuildExtension` for wheels (`setup.py`).
 
     _C_cpu   csrc/library.cpp (every schema) and csrc/cpu/
     _C_cuda  csrc/cuda/ (glue, C++ compiler) and csrc/cuda/kernels/ (nvcc, no torch header)
@@ -11,7 +10,6 @@ libraries).
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import logging
@@ -34,7 +32,6 @@ DEFAULT_WHEEL_ARCHS = "8.0;9.0a;10.0+PTX"
 MIN_TORCH = (2, 10)
 MIN_CAPABILITY = (8, 0)  # mma.sync m16n8k16 and cp.async begin with Ampere
 MIN_GCC, MIN_CLANG = 11, 14
-UNUSED_WORK_DAYS = 30
 
 # torch 2.10 is the floor: the binary runs there and on every later release.
 COMMON_FLAGS = ("-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000ULL")
@@ -49,7 +46,7 @@ NVCC_FLAGS = (*COMMON_FLAGS, *SHOWN, "-Xfatbin=-compress-all", "-Xcompiler=-fvis
 # exception would then cross between two copies of it. libstdc++ comes first and the rest only as
 # needed, so that neither libc10 nor libtorch_python, which `load` names, becomes a dependency.
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-lstdc++")
-LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda")
+LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")
 
 
@@ -81,9 +78,8 @@ def library_sources(csrc: Path, library: str) -> list[Path]:
 
 def source_hash(csrc: Path) -> str:
     """Returns a hash of every source and header below `csrc` and of the flags they get."""
-    digest = hashlib.sha256()
-    for flags in (CXX_FLAGS, CUDA_GLUE_FLAGS, NVCC_FLAGS, LINK_FLAGS, LINK_CUDA):
-        digest.update("\0".join(flags).encode() + b"\n")
+    flags = (CXX_FLAGS, CUDA_GLUE_FLAGS, NVCC_FLAGS, LINK_FLAGS, LINK_CUDA)
+    digest = hashlib.sha256(repr(flags).encode())
     for name in source_files(csrc):
         content = (csrc / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -122,7 +118,7 @@ def parse_archs(text: str) -> tuple[str, ...]:
                 f"TORCH_CUDA_ARCH_LIST must list architectures from 8.0 (Ampere) on, like 8.0, "
                 f"9.0a or 10.0+PTX, got {item!r} in {text!r}."
             )
-        archs[re.sub(r"^9\.0(?!a)", "9.0a", item)] = capability
+        archs[re.sub(r"^9\.0f?(?!a)", "9.0a", item)] = capability
     return tuple(sorted(archs, key=lambda arch: (archs[arch], arch)))
 
 
@@ -145,11 +141,8 @@ def covers(arch: str, capability: tuple[int, int]) -> bool:
     return own <= capability and (bool(ptx) or own[0] == capability[0])
 
 
-# Compilers are found by looking at files alone, so that a warm import starts no process.
-
-
 def find_cxx() -> tuple[str, ...] | None:
-    """Returns the C++ compiler's command: $CXX, else c++, g++ or clang++; None if none is there."""
+    """Returns the C++ compiler's command: $CXX, else c++, g++ or clang++; starts no process."""
     named = os.environ.get("CXX")
     for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
         if command and shutil.which(command[0]):
@@ -180,8 +173,8 @@ def cuda_toolkit_version(cuda_home: Path) -> str | None:
 def find_cuda_home(cuda: str | None) -> Path | None:
     """Returns the CUDA toolkit to use, preferring one of the same major version as `cuda`.
 
-    torch's own search takes the folder above whichever nvcc is on PATH, which is wrong where
-    that is a wrapper script; a folder counts here only if it has both the compiler and the headers.
+    torch's own search takes the folder above any nvcc on PATH, which may be a wrapper script; here
+    a folder counts only if it has both the compiler and the headers.
     """
     found = [f for f in cuda_home_candidates() if (f / "bin" / "nvcc").is_file()]
     versions = [(cuda_toolkit_version(folder), folder) for folder in found]
@@ -255,9 +248,8 @@ class Build:
         if shutil.which("ninja", path=path_with_ninja()) is None:
             raise BuildError("jagged_cuda compiles with ninja, which is missing: pip install it.")
         cxx = check_cxx(self.cxx)
-        if self.library == "_C_cpu":
-            return cxx
-        return f"{check_nvcc(self.cuda_home, self.torch.version.cuda)} and {cxx}"
+        nvcc = check_nvcc(self.cuda_home, self.torch.version.cuda) if self.archs else None
+        return f"{nvcc} and {cxx}" if nvcc else cxx
 
     @contextlib.contextmanager
     def cpp_extension(self, work: Path) -> Iterator[Any]:
@@ -346,8 +338,8 @@ class Build:
         The caller holds a lock on the folder. Raises BuildError if compiling fails, and OSError if
         `work` cannot be written or loaded from.
         """
-        for path in work.parent.glob("work-*"):
-            if path.stat().st_mtime < time.time() - UNUSED_WORK_DAYS * 86400:
+        for path in work.parent.glob("work-*"):  # unused for a month
+            if path.stat().st_mtime < time.time() - 30 * 86400:
                 shutil.rmtree(path, ignore_errors=True)
         building = work / "building"
         if building.exists():
@@ -407,7 +399,7 @@ def _explain(output: str, work: Path) -> BuildError:
     failed = re.search(r"^FAILED: .*\n.* -c (\S+) -o ", output, re.MULTILINE)
     what = f"csrc/{os.path.relpath(failed[1], work / 'csrc')}" if failed else "the library"
     if "No space left on device" in output:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError("No space left on device")
     log = work / "build.log"
     log.write_text(output)
     lines = output.strip().split("\n")

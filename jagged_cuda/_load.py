@@ -140,12 +140,9 @@ def cache_folders() -> list[Path]:
 
 def _usable(folder: Path) -> bool:
     """Tells whether nobody else could have put a library into this folder, if /tmp holds it."""
-    if folder.parent != Path(tempfile.gettempdir()):
+    if folder.parent != Path(tempfile.gettempdir()) or not folder.is_dir():
         return True
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
+    status = folder.lstat()
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others_write
 
@@ -185,22 +182,6 @@ def _find(key: str) -> Path | None:
     return None
 
 
-def _compiled(build: Build, sources: str, why: str) -> Path:
-    """Returns a library of the cache, compiling and loading it first if no cache holds it."""
-    key = build.key(sources)
-    path = _find(key)
-    if path is None:
-        compilers = build.check()
-        with _locked_cache() as folder:
-            path = _find(key)
-            if path is None:
-                path = folder / f"{key}.so"
-                what = f"this GPU ({';'.join(build.archs)})" if build.archs else "the CPU"
-                title = f"{why}compiling for {what} with {compilers}, once; kept in {folder}"
-                os.replace(build.load(folder / f"work-{build.key()}", title), path)
-    return path
-
-
 def _load(name: str, path: Path, origin: str, archs: tuple[str, ...]) -> None:
     """Loads a library; for one that was loaded before it got this name, nothing happens."""
     global cpu_library, cuda_library
@@ -210,8 +191,19 @@ def _load(name: str, path: Path, origin: str, archs: tuple[str, ...]) -> None:
 
 
 def _load_compiled(build: Build, sources: str, why: str) -> None:
+    """Loads a library of the cache, compiling it first if no cache holds it."""
+    key = build.key(sources)
+    path = _find(key)
     try:
-        path = _compiled(build, sources, why)
+        if path is None:
+            compilers = build.check()
+            with _locked_cache() as folder:
+                path = _find(key)
+                if path is None:
+                    path = folder / f"{key}.so"
+                    what = f"this GPU ({';'.join(build.archs)})" if build.archs else "the CPU"
+                    title = f"{why}compiling for {what} with {compilers}, once; kept in {folder}"
+                    os.replace(build.load(folder / f"work-{build.key()}", title), path)
         _load(build.library, path, "compiled here", build.archs)
     except OSError as error:
         raise BuildError(

@@ -382,7 +382,7 @@ def test_what_failed_can_be_tried_again_in_the_same_process(toy: Toy) -> None:
 def test_a_full_disk(toy: Toy) -> None:
     (toy.root / "fail").write_text("fatal error: closing x.o: No space left on device\n")
     assert toy.fails() == (
-        "_C_cpu cannot be written or loaded ([Errno 28] No space left on device): remove it, "
+        "_C_cpu cannot be written or loaded (No space left on device): remove it, "
         "or set JAGGED_CUDA_CACHE to a folder with room, from which programs may run."
     )
     (toy.root / "fail").unlink()
