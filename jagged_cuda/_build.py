@@ -65,15 +65,16 @@ def source_files(csrc: Path) -> list[str]:
 
 
 def library_sources(csrc: Path, library: str) -> list[Path]:
-    """Returns the files compiled into a library: kernels first, then the largest.
+    """Returns the files compiled into a library: kernels first, then the shortest.
 
-    `load` names objects by base names alone: no two .cpp of a library, nor two .cu, may share one.
+    (They instantiate headers, and take longest.) `load` names objects by base names alone: no two
+    .cpp of a library, and no two .cu, may share one.
     """
     if library == "_C_cpu":
         files = [csrc / "library.cpp", *(csrc / "cpu").rglob("*.cpp")]
     else:
         files = [*(csrc / "cuda").rglob("*.cpp"), *(csrc / "cuda" / "kernels").rglob("*.cu")]
-    return sorted(files, key=lambda path: (path.suffix != ".cu", -path.stat().st_size, path))
+    return sorted(files, key=lambda path: (path.suffix != ".cu", path.stat().st_size, path))
 
 
 def source_hash(csrc: Path) -> str:
