@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -73,7 +72,7 @@ class BuildLibraries(BuildExtension):
         path = Path(self.build_lib) / "jagged_cuda" / "_prebuilt.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
 
-    def extension(self, cpp_extension: Any, build: Any) -> Extension:
+    def extension(self, cpp_extension, build: _build.Build) -> Extension:
         work = Path(self.build_temp)
         is_cuda = build.library == "_C_cuda"
         kind = cpp_extension.CUDAExtension if is_cuda else cpp_extension.CppExtension

@@ -378,9 +378,10 @@ def progress(title: str, work: Path, files: int) -> Iterator[None]:
     began, stopped = time.time(), threading.Event()
 
     def watch() -> None:
-        while not stopped.wait(5):
-            done = len([*work.glob("*.o")])
-            say(f"{min(done, files)}/{files} files")
+        while not stopped.wait(10):
+            with contextlib.suppress(FileNotFoundError):  # of an object that is written anew
+                done = sum(path.stat().st_mtime >= began for path in work.glob("*.o"))
+                say(f"{min(done, files)}/{files} files")
 
     say(title)
     threading.Thread(target=watch, daemon=True).start()
