@@ -162,13 +162,9 @@ def test_the_guides_operator_works(project: Path, tmp_path: Path) -> None:
     if shutil.which("g++") is None and shutil.which("c++") is None:
         pytest.skip("no C++ compiler to compile the guide's operator with")
     root = with_toy(project, tmp_path / "toy")
-    cache = tmp_path / "cache"
-    # What is compiled already need not be compiled again.
-    for folder in _load.cache_folders():
-        if (folder / "objects").is_dir():
-            shutil.copytree(folder / "objects", cache / "objects", dirs_exist_ok=True)
     devices = ["cpu"] + ["cuda"] * (_load.cuda_library is not None)
-    environment = os.environ | {"PYTHONPATH": str(root), "JAGGED_CUDA_CACHE": str(cache)}
+    # In the cache that the tests use, ninja compiles what the guide adds and changes, no more.
+    environment = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "jagged_cuda.testing", TOY, "--seed", *map(str, range(6))]
     command += ["--dtype", "float32", "bfloat16"]
     for device in devices:
