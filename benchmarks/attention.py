@@ -83,7 +83,7 @@ TARGET_CASES = (
     Case("long", shapes.log_normal(256, 1500, 1.0, 10000), 1, 128, _us(113, 350), queries=32),
     Case("u10000", shapes.uniform(64, 10000), 1, 128, _us(80, 240), queries=100),
 )
-TARGET_LAUNCH_US = 6.0  # of its bar: a second kernel merges the parts of long histories
+TARGET_LAUNCH_US = 6.0  # launch_us of the bar: a second kernel merges the parts of long histories
 
 FIGURE2_GOALS = {512: (180, 100), 1024: (440, 200), 2048: (1270, 390), 4096: (4650, 790)}
 FIGURE2_CASES = tuple(
@@ -136,7 +136,7 @@ def _command(
     default_peers: tuple[str, ...],
     more_peers: tuple[str, ...] = (),
 ) -> Command:
-    """cases_on_cpu: the others take minutes there, and are run when they are named."""
+    """cases_on_cpu: the other cases take minutes there, and run only if they are named."""
     run_case = functools.partial(_run_case, name, passes, ours)
 
     def run(session: Session) -> None:

@@ -44,7 +44,7 @@ LAUNCH_US, SHORT_LAUNCH_US, SHORT_FLOOR_US = 4.0, 8.0, 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     quick: bool = False
     against: tuple[str, ...] | None = None  # None: each command's own choice
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Command:
-    """What a command measures: its cases, how it runs, and the peers that it knows."""
+    """A command: its cases, how it runs, and the peers that it knows."""
 
     cases: tuple[str, ...]
     run: Callable[[Session], None]
@@ -65,7 +65,7 @@ class Command:
 
 
 class Goal(NamedTuple):
-    """What our time must not exceed: `value` microseconds, or `value` times what `of` names."""
+    """A limit for our time: `value` microseconds, or `value` times what `of` names."""
 
     value: float
     of: str  # "us", "floor" or "best peer"
@@ -128,7 +128,7 @@ class Row:
     def set_measurement(
         self, name: str, measurement: Measurement, max_sm_mhz: int | None = None
     ) -> None:
-        """Of several measurements in turn, all medians are kept; the row's is their median."""
+        """Of several measurements all medians are kept; the median of the row is their median."""
         entry = self.results.setdefault(name, {})
         medians = entry.get("medians_us", [entry["median_us"]] if "median_us" in entry else [])
         entry.update(measurement.as_json())
@@ -166,14 +166,14 @@ class Row:
 
 
 class Session:
-    """What the commands share."""
+    """State and methods that all commands share."""
 
     def __init__(self, timer: Timer, options: Options) -> None:
         self.timer = timer
         self.device = timer.device
         self.options = options
         self.rows: list[Row] = []
-        self.sections: dict[str, Any] = {}  # what is no row: calibration, build
+        self.sections: dict[str, Any] = {}  # everything that is no row: calibration, build
         self.notes: list[str] = []  # absences, failures, oddities: each once
         self.failed = False  # an operator of ours did, or was wrong
         self.after_row: Callable[[], None] = lambda: None
@@ -379,7 +379,7 @@ class Session:
 
     @contextlib.contextmanager
     def guard(self, name: str, *rows: Row) -> Iterator[_Guarded]:
-        """Whatever goes wrong within is one line of these rows' results.
+        """Turn whatever goes wrong within into one line of these rows' results.
 
         Raises:
             LostDeviceError: the device no longer answers.
@@ -420,7 +420,7 @@ class LostDeviceError(RuntimeError):
 
 @dataclass
 class _Guarded:
-    """What is being measured, and the rows that it still lacks."""
+    """What is being measured, and the rows that it has not yet filled."""
 
     name: str
     rows: list[Row]

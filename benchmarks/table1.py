@@ -119,7 +119,7 @@ class Operator:
         return testing.CASES[self.name.removesuffix("_rows")]
 
     def check(self, batch: Batch) -> checking.Batch:
-        """What judges it on a batch, with the gradient that its backward is given."""
+        """The check of its results on a batch, with the gradient that its backward is given."""
         choices = {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
         inputs = dict(zip(self.case.inputs, self.inputs(batch), strict=True))
         out = self.case.reference(Spec(0, batch.layout, choices), inputs)["out"]
@@ -128,8 +128,8 @@ class Operator:
         return checking.Batch.of(self.name, self.case, batch.layout, values, grad_out, **choices)
 
 
-# What operators have in common: x with y, few columns wide; one matrix for each sequence, as the
-# result or the first input; softmaxes, of a tensor or of the matrices.
+# Shared by operators: x with y, few columns wide; one matrix per sequence, as the result or the
+# first input; softmaxes, of a tensor or of the matrices.
 PRODUCT: dict[str, Any] = {
     "forward_elems": lambda b: b.product_elems,
     "backward_elems": lambda b: (b.product_elems,) * 2,
@@ -253,7 +253,7 @@ def _unpad(padded: Tensor, like: Tensor, layout: Layout) -> Tensor:
 
 
 def candidate(name: str, operator: Operator, batch: Batch, grad_out: Tensor) -> Candidate:
-    """One implementation of an operator, made ready to run."""
+    """One implementation of an operator, ready to run."""
     inputs, layout = operator.inputs(batch), batch.layout
     if name == "sll":
         peers.need_cuda(name, batch.x.device)
@@ -281,7 +281,7 @@ def row(
     batch: Batch,
     precision: Precision,
 ) -> Row:
-    """Of a pass: forward, backward, or both together."""
+    """The row of a pass: forward, backward, or both together."""
     passes = {
         "forward": ((operator.forward_elems(batch),), 1),
         "backward": (operator.backward_elems(batch), 2),

@@ -2,7 +2,7 @@
 
 On a GPU: CUDA events around the replay of a CUDA graph that holds the call, so that the host's own
 time stays out of it. Before each repetition a buffer larger than the L2 cache is read, so that the
-cache is cold, and clean: a buffer that were written would leave lines that the timed kernels must
+cache is cold, and clean: a buffer that was written would leave lines that the timed kernels must
 first write back. The read also keeps the GPU busy while the host queues what follows. On the CPU:
 the clock around the call, with warm caches.
 """

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar, a table and a figure."""
+"""The output of the demo: a progress bar, a table and a figure."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def draw_figure(result: Result, path: Path) -> None:
         loss.legend()
 
         difference = figure.add_subplot(grid[1, 0], sharex=loss)
-        # A difference of zero has no place on a logarithmic axis: it stands at its foot.
+        # A difference of zero has no place on a logarithmic axis: it is drawn at the bottom.
         floor = 1e-8
         heights = [max(value, floor) for value in result.differences]
         difference.semilogy(steps, heights, color=jagged_color, linewidth=0.9)

@@ -1,10 +1,10 @@
 """Judge random calls of every operator for as long as asked: ``python -m jagged_cuda.fuzz``.
 
-Operators, options, lengths, dims, dtypes, strides, offsets and their base are random, what lies
-around is NaN, and outputs and gradients are judged against the padded float64 definition by the one
-rule of jagged_cuda/testing/comparison.py. A failure is made as small as possible and printed as a
-command line that reproduces it; the exit status is then 1. At the end stands what was covered and
-what was never reached.
+Operators, options, lengths, dims, dtypes, strides, offsets and their base are random, memory around
+the operands is NaN, and outputs and gradients are judged against the padded float64 definition by
+the one rule of jagged_cuda/testing/comparison.py. A failure is made as small as possible and
+printed as a command line that reproduces it; the exit status is then 1. A report at the end says
+what was covered and what was never reached.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def shrunk(finding: Finding, seconds: float, ops: Any = None) -> Finding:
 
 
 def shrunk_in_processes(finding: Finding, seconds: float) -> Finding:
-    """The same for draws that take their process with them: each is tried in a new one."""
+    """The same for draws that kill their process: each is tried in a new one."""
 
     def fails(simpler: Draw) -> bool:
         command = [sys.executable, "-m", "jagged_cuda.fuzz", "--case", simpler.to_json()]
@@ -293,7 +293,7 @@ class Workers:
                 self._blame(worker, f"no result after {HANG_SECONDS:.0f} s")
 
     def _blame(self, worker: int, text: str) -> None:
-        """What the worker was about to run is what killed it."""
+        """Record the draw that the worker had begun: it killed the process, or hangs."""
         self.running.clear()
         self.end = self.end or time.monotonic()
         if self.finding is None:
@@ -378,7 +378,7 @@ def _judge_one(text: str) -> int:
 
 
 def prepare(backends: Sequence[str], device: str) -> None:
-    """See that the backends can run here; exits with a sentence where one can't."""
+    """Check that the backends can run here; exit with a sentence if one can't."""
     if "cuda" in backends and not torch.cuda.is_available():
         raise SystemExit("fuzz: the backend cuda needs an NVIDIA GPU, and PyTorch sees none")
     if "cuda" in backends and not kernel_paths("cuda"):

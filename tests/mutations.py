@@ -1,4 +1,4 @@
-"""Plant faults that kernels have had, one at a time, and see that each is caught within a minute.
+"""Plant faults that kernels have had, one at a time; each must be caught within a minute.
 
     python tests/mutations.py                   # the faults of the CPU's kernels
     python tests/mutations.py --device cuda     # those of the GPU's
@@ -31,7 +31,7 @@ FOLDERS = ("csrc", "jagged_cuda", "triton_ref", "tests")
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a source file, which stands there once, and what a mistake would have made of it.
+    """A text that occurs once in a source file, and what a mistake would have made of it.
 
     Args:
         name: what went wrong.
@@ -207,7 +207,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check of a fault said: whether it was caught, by what, after how many seconds."""
+    """The result of a fault's check: whether it was caught, by what, after how many seconds."""
 
     caught: bool
     by: str

@@ -1,4 +1,4 @@
-"""What tests of every operator share: its marks, and samples with every option at a plain value."""
+"""Shared by tests of every operator: marks, and samples with every option at a plain value."""
 
 from __future__ import annotations
 

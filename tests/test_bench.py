@@ -385,7 +385,7 @@ def test_bytes_and_operations() -> None:
     for name in ("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out"):
         assert 4 * operators[name].forward_elems(batch) / 3.03e6 == pytest.approx(88.3, abs=0.5)
     assert sum(softmax.backward_elems(batch)) == 3 * batch.y_jagged.numel()
-    # The record's lengths have another sum of squares, of which these bytes are proportional.
+    # The record's lengths have another sum of squares, and these bytes are proportional to it.
     squares = sum(length**2 for length in batch.layout.lengths)
     assert operators["jagged2_softmax"].forward_elems(batch) == 2 * squares
     assert 8 * squares / 3.03e6 == pytest.approx(36.9, rel=0.02)
@@ -462,7 +462,7 @@ def test_a_copy_is_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lost_sequence_is_seen() -> None:
-    """By what judges our results, and by the wider limit of our peers."""
+    """Under the limit for our results, and under the wider one for peers."""
     layout, fp32 = Layout((500, 3, 500)), shapes.PRECISIONS["fp32"]
     batch = table1.Batch.draw(layout, torch.device("cpu"), fp32, True)
     operator = next(each for each in table1.OPERATORS if each.name == "jagged_softmax")
@@ -522,7 +522,7 @@ def test_scores_in_memory_are_allowed_their_rounding_and_no_more() -> None:
         rounded.require_out(results[0])
 
 
-# --- how is timed
+# --- how it is timed
 
 
 def test_measurement() -> None:
@@ -717,7 +717,7 @@ def test_a_peer_off_the_record_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Session, "is_reference_machine", True)
     session = Session(CpuTimer(1), Options(quick=True, against=("padded",)))
     session.calibrate()
-    # A record that no machine comes near, so that the note does not hang on this one's speed.
+    # A record that no machine comes near, so that the note does not depend on this one's speed.
     records = {precision: {"padded": 1e-3} for precision in ("fp32", "bf16")}
     operator = dataclasses.replace(table1.OPERATORS[-1], recorded_us=records)
     monkeypatch.setattr(table1, "OPERATORS", (operator,))

@@ -63,7 +63,7 @@ def test_tf32(activation: str | None, tf32: None) -> None:
 
 @ACTIVATION
 def test_gradients(activation: str | None, device: torch.device) -> None:
-    """Of any order: the second one too, with an activation or without."""
+    """First and second derivatives, with an activation and without."""
     spec = dataclasses.replace(
         CASE.spec("small", 0),
         layout=Layout((3, 0, 1, 4), base=1, tail=1),

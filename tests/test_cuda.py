@@ -513,7 +513,7 @@ def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None
 
 
 def filled_up(lengths: tuple[int, ...], total: int) -> Layout:
-    """So many rows, those outside before and after the sequences."""
+    """Rows outside added before and after the sequences, up to so many rows."""
     outside = total - sum(lengths)
     return Layout(lengths, base=outside - (outside > 0), tail=int(outside > 0))
 
@@ -632,7 +632,7 @@ def memory_left(size_bytes: int) -> Iterator[None]:
 # 64 MiB for each tensor, more than the allocator keeps for small ones.
 BIG = Layout((1024,) * 2**7)
 MANY = Layout((1,) * 2**17)
-# The layouts with which a result, or a gradient, is large where it is one row a sequence.
+# The layouts with which a result, or a gradient, is large where it has one row per sequence.
 LAYOUT_OF_RESULT = {
     "jagged_sum": MANY,
     "jagged_mean": MANY,
@@ -672,7 +672,7 @@ def test_out_of_memory_backward(case: Case) -> None:
 
 
 def memory_at_rest() -> int:
-    """What is allocated, once all is freed that backward passes of other tests still hold.
+    """What is allocated, once backward passes of other tests have freed their memory.
 
     Their threads let go of it a moment after the pass returns. The peak counts from here.
     """

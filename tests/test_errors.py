@@ -36,7 +36,7 @@ BAD_OFFSETS = [
 CAPACITIES = {"padded_to_jagged", "jagged_broadcast"}
 # Operators over matrices alone, where no tensor says how many rows there are.
 ROWS_UNKNOWN = {"jagged2_softmax"}
-# Each operator with the bad offsets that it can know to be bad.
+# Each operator with the bad offsets that it can recognise.
 NAME_AND_BAD_OFFSETS = [
     pytest.param(name, values, message, id=f"{name}-{'_'.join(map(str, values))}")
     for name in CASES
@@ -200,7 +200,7 @@ def async_checks(monkeypatch: pytest.MonkeyPatch):
 
 
 def refused() -> str:
-    """What check_errors() raises once the GPU is done; "" if nothing."""
+    """The text that check_errors() raises once the GPU is done; "" if nothing."""
     torch.cuda.synchronize()
     try:
         jagged_cuda.check_errors()
@@ -217,7 +217,7 @@ def test_async_checks_name_the_first_bad_index(
     offsets = torch.tensor(values, device="cuda")
     call_with_offsets(name, offsets)
     assert refused() == f"{name}: {message.format(name='offsets')}"
-    assert refused() == ""  # it is told once
+    assert refused() == ""  # it is raised only once
     call_with_offsets(name, torch.tensor((0, 2, 6), device="cuda"))
     assert refused() == ""
 

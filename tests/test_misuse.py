@@ -1,4 +1,4 @@
-"""Calls that mean something else than they do: each gets one sentence that says what to change.
+"""Calls that would not do what their caller means: each raises one sentence with the remedy.
 
 What shapes, dtypes and devices must be is in tests/test_contract.py; wrong offsets are in
 tests/test_errors.py.
@@ -171,7 +171,7 @@ def test_a_numpy_array_gets_a_sentence() -> None:
         jagged_sum(numpy.ones((6, 4)), torch.tensor([0, 6]))  # type: ignore[arg-type]
     message = "x must be a tensor, got a numpy array: pass torch.from_numpy(...) of it"
     assert str(caught.value) == f"jagged_sum: {message}"
-    # Its numbers are numbers.
+    # Numbers from numpy are accepted.
     offsets = torch.tensor([0, 6])
     jagged_softmax(torch.ones(6), offsets, scale=numpy.float64(2.0))
     jagged_to_padded(torch.ones(6), offsets, numpy.int64(6))  # type: ignore[arg-type]

@@ -253,7 +253,7 @@ def test_an_architecture_that_is_missing_is_found(
 
 
 def sentences() -> list[str]:
-    """What building and loading can raise or warn of, with … for what differs."""
+    """Every sentence that building and loading can raise or warn of, with … for what differs."""
     found = []
     for path in ("jagged_cuda/_build.py", "jagged_cuda/_load.py", "setup.py"):
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

@@ -1,4 +1,4 @@
-"""What every operator promises, whatever it computes: sizes, storages, logits, neighbours."""
+"""Promises of every operator, whatever it computes: sizes, storages, logits, neighbours."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 # --- sizes
 
-# By what they are called in the table: each of these may be zero.
+# By their names in the table: each of these may be zero.
 ZERO: dict[str, tuple[Any, ...]] = {
     "D": (0,),
     "N": (0,),
@@ -111,7 +111,7 @@ def repeated(tensors: Tensors, times: int) -> Tensors:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_storage(case: Case, storage: str, dtype: str, device: torch.device) -> None:
-    """All arguments lie in memory like this, and the gradients that come in."""
+    """All arguments, and incoming gradients, lie in memory like this."""
     op = next(key for key, each in EVERY.items() if each is case)
     inputs = list(case.inputs)
     for offsets_dtype, choices in (

@@ -1,4 +1,4 @@
-"""What holds for every operator and any input: hypothesis draws the inputs."""
+"""Properties of every operator for any input: hypothesis draws the inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator is there in every layer, and docs/adding_an_op.md says all there is to add."""
+"""Every operator is in every layer, and docs/adding_an_op.md names everything to add."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_layers_name_the_same_operators() -> None:
 
 
 def test_the_table_of_promises_names_tests() -> None:
-    """Each test that docs/testing.md names is there."""
+    """Each test that docs/testing.md names exists."""
     text = (ROOT / "docs" / "testing.md").read_text()
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
     assert len(named) > 40

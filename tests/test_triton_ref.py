@@ -1,4 +1,4 @@
-"""The Triton twins, judged as all backends are, and what is Triton's own.
+"""The Triton twins, judged like every backend, and tests only for Triton.
 
 On a GPU they run there; without one in Triton's CPU interpreter, in the types that it gets right.
 `python tests/test_triton_ref.py bfloat16` compiles every kernel for Hopper, GPU or not.
@@ -113,7 +113,7 @@ def test_the_size_is_read_where_it_is_not_given(name: str) -> None:
 
 
 def test_products_differentiate_twice() -> None:
-    """On small integers, of which every sum is exact."""
+    """On small integers, so that every sum is exact."""
     layout = Layout((3, 0, 2), base=1, tail=1)
     offsets = layout.offsets(DEVICE)
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""jagged_attention, three operators in a row: a case of its own, after the flash form's."""
+"""jagged_attention, three operators in a row: judged by the definition of flash attention."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ class JaggedTargetAttention(torch.autograd.Function):
 
 
 def plan_queries(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
-    """As for any attention, with tiles no larger than the queries of a sequence need."""
+    """The plan of attention, with tiles no larger than the queries of a sequence need."""
     config = plan(q, v, precision)
     needed = max(16, triton.next_power_of_2(q.shape[1]))
     return config | {"TILE_M": min(config["TILE_M"], needed)}

@@ -1,5 +1,5 @@
-// What every kernel needs on its way from arguments to results: the one form of sentence that it
-// answers with, its contract (shapes.h), wrong offsets, allocation, and operands in place or copied.
+// What every kernel needs between arguments and results: the form of its error messages, its
+// contract (shapes.h), the check of offsets, allocation, and operands in place or copied.
 #pragma once
 
 #include "contract/shapes.h"

@@ -230,8 +230,8 @@ struct Contract::Line {
     return compare();
   }
 
-  // Names what the relation bounds: an integer, or the first argument that has this size. What that
-  // argument does not have stands there as a number.
+  // Names what the relation bounds: an integer, or the first argument that has this size. A size
+  // that this argument does not have is given as a number.
   [[noreturn]] void fail_relation(const Relation& relation, const Call& call) const {
     std::vector<Word> words = relation.words;
     const bool range = words[0].kind == Word::kNumber;

@@ -25,8 +25,8 @@ inline Element element_of(const Tensor& tensor) {
   }
 }
 
-// What rows are counted in: those of a tensor, or a capacity, which the caller has chosen and which
-// may be less than the sequences hold.
+// The number of rows is that of a tensor, or a capacity, which the caller has chosen and which may
+// be less than the sequences have.
 enum class RowsOf { kTensor, kCapacity };
 
 template <class Offset>
@@ -48,8 +48,8 @@ std::vector<Sequence> sequences_of(const char* op, const char* argument, const O
 }
 
 // The sequences of offsets [B + 1] in `total` rows, cut there. Offsets that decrease, or reach past
-// the end of a tensor, are an error; JAGGED_CUDA_CHECK asks for max_len and capacities to be held
-// too.
+// the end of a tensor, are an error; JAGGED_CUDA_CHECK asks for a check of max_len and
+// capacities too.
 inline std::vector<Sequence> read_sequences(const char* op, const char* argument,
                                             const Tensor& offsets, int64_t total,
                                             std::optional<int64_t> max_len = std::nullopt,
@@ -64,7 +64,7 @@ inline std::vector<Sequence> read_sequences(const char* op, const char* argument
                       rows_of);
 }
 
-// Zeros for the rows that lie before the first and after the last sequence. Comes ahead of the
+// Zeros for the rows that lie before the first and after the last sequence. Runs before the
 // kernels: with decreasing offsets these rows may belong to a sequence too.
 inline void zero_rows_outside(const std::vector<Sequence>& sequences, int64_t total,
                               int64_t row_bytes, void* out) {

@@ -1,8 +1,8 @@
-"""Call every operator, forward and backward, with wrong offsets, and see that it stays in bounds.
+"""Call every operator, forward and backward, with wrong offsets, and check that it stays in bounds.
 
-The CPU refuses wrong offsets, which is all that is asked of it.
+The CPU must refuse wrong offsets.
 
-Batches go round all operators; offsets, those of keys or columns, and the beginnings of matrices
+Batches take the operators in turn; offsets, those of keys or columns, and beginnings of matrices
 decrease, are negative, reach past the end or are extreme. Tensors lie between guard rows. What an
 operator writes there is found afterwards; what it reads there is so large that it shows in the
 results of the products and of attention. Values are unspecified with such offsets, so elements may
