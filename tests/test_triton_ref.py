@@ -52,7 +52,7 @@ EDGES = (0, 1, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 def test_agrees_with_the_definition(op: str, dtype: str) -> None:
     """By the table's case and the one rule, forward and backward, from any storage."""
     case = EVERY[op]
-    for seed in range(8 if ON_GPU else 3):
+    for seed in range(6 if ON_GPU else 3):
         rng = random.Random(f"{op} {seed}")
 
         def layout(rng: random.Random = rng) -> Layout:
