@@ -94,7 +94,7 @@ GROUPS = {
     "target": _Group(
         "target attention",
         "target attention (forward / forward + backward)",
-        "{N} item{s} a history, {histories}; {D} features",
+        "{N} item{s} per history, {histories}; {D} features",
         "sdpa",
         "forward+backward",
     ),
