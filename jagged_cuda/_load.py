@@ -283,7 +283,7 @@ def load_libraries(package: Path = PACKAGE) -> None:
     if prebuilt is not None and prebuilt.source_hash != sources:
         why = "the sources have changed since the libraries beside the package were built, so "
         prebuilt = None
-    if prebuilt is not None:
+    if prebuilt is not None and "_C_cpu" in prebuilt.paths:
         _load("_C_cpu", prebuilt.paths["_C_cpu"], "prebuilt", ())
     # Without a GPU too, a CUDA library that is there is loaded: its operators are then registered.
     if prebuilt is not None and torch.version.cuda and (reason is None or not gpus):

@@ -52,7 +52,7 @@ EDGES = (0, 1, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 def test_agrees_with_the_definition(op: str, dtype: str) -> None:
     """By the table's case and the one rule, forward and backward, from any storage."""
     case = EVERY[op]
-    for seed in range(8 if ON_GPU else 3):
+    for seed in range(6 if ON_GPU else 3):
         rng = random.Random(f"{op} {seed}")
 
         def layout(rng: random.Random = rng) -> Layout:
@@ -274,7 +274,6 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         triton_ref.jagged_to_padded(x, offsets, 70),
         triton_ref.jagged_sum(x, offsets),
         *triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True),
-        *triton_ref.jagged_target_attention(values(2, 5, 2, 16), k, v, offsets, return_lse=True),
     ]
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
@@ -295,9 +294,6 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         "jagged_flash_attention_kernel",
         "jagged_flash_attention_backward_dq_kernel",
         "jagged_flash_attention_backward_dkdv_kernel",
-        "jagged_target_attention_kernel",
-        "jagged_target_attention_backward_dq_kernel",
-        "jagged_target_attention_backward_dkdv_kernel",
     }
     assert compiled == expected, compiled
 

@@ -76,10 +76,6 @@ inline std::string device_text(const Tensor& tensor) {
   return tensor.is_cpu() ? "cpu" : "cuda:" + std::to_string(tensor.get_device_index());
 }
 
-inline bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
-}
-
 // The dtype of sums inside the kernels, and of LSE.
 inline ScalarType sum_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -118,14 +114,13 @@ inline Tensor contiguous_copy(const char* op, const Tensor& tensor) {
 // strides between the others. Anything else (transposed, expanded) goes through this one copy.
 // Negative: counted from the end.
 inline Tensor as_contiguous(const char* op, const Tensor& tensor, int64_t first = 0) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  const int64_t dims = static_cast<int64_t>(sizes.size());
+  const int64_t dims = tensor.dim(), begin = std::max<int64_t>(0, first < 0 ? dims + first : first);
   int64_t elems = 1;
   bool native = true;
-  for (int64_t dim = dims - 1; dim >= std::max<int64_t>(0, first < 0 ? dims + first : first);
-       --dim) {
-    native = native && (sizes[dim] <= 1 || strides[dim] == elems);
-    elems *= sizes[dim];
+  for (int64_t dim = dims - 1; native && dim >= begin; --dim) {
+    const int64_t size = tensor.size(dim);
+    native = size <= 1 || tensor.stride(dim) == elems;
+    elems *= size;
   }
   return native ? tensor : contiguous_copy(op, tensor);
 }

@@ -83,6 +83,7 @@ static bool has_size(const TensorRule& rule, int64_t size) {
 struct Call {
   const Argument* arguments;
   Sizes sizes{};
+  int device = -1;               // of the first tensor; -1: the CPU
   uint32_t known = 0;            // sizes that have occurred
   const Tensor* rest = nullptr;  // its last dimensions are `...`
   int64_t rest_dims = 0;
@@ -175,7 +176,9 @@ struct Contract::Line {
       }
     }
     const Tensor& first = *call.arguments[rules[0].position].tensor;
-    if (!same_device(tensor, first)) {
+    const int device = tensor.is_cpu() ? -1 : tensor.get_device_index();
+    if (&tensor == &first) call.device = device;
+    if (device != call.device) {
       fail_argument(op, rule.name, "on " + device_text(first), "on " + device_text(tensor));
     }
     for (int64_t i = 0; i < leading; ++i) {
