@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         "--update",
         type=Path,
         metavar="FILE.md",
-        help=f"rewrite what stands after {_begin(PARTS[0])}",
+        help=f"rewrite the text after {_begin(PARTS[0])}",
     )
     parsed = parser.parse_args(arguments)
     try:
@@ -65,7 +65,7 @@ def updated(document: str, name: str, text: str) -> str:
     before, _, rest = document.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"{end} must stand after {begin}")
+        raise ValueError(f"{end} must come after {begin}")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 

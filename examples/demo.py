@@ -213,7 +213,7 @@ def print_data(histories: Histories) -> None:
     print(f"data      {histories.source}")
     print(
         f"          {len(lengths):,} users, {len(histories.items):,} events,"
-        f" {histories.num_items:,} items; events a user: mean {lengths.mean():.1f},"
+        f" {histories.num_items:,} items; events per user: mean {lengths.mean():.1f},"
         f" median {lengths.median():.0f}, largest {lengths.max():,.0f}"
     )
 

@@ -191,7 +191,7 @@ def draw_figure(result: Result, path: Path) -> None:
             axes.bar_label(drawn, labels=labels, padding=2)
             axes.margins(y=0.16)
 
-        lengths = figure.add_subplot(grid[:, 3], title="(d) Events a user")
+        lengths = figure.add_subplot(grid[:, 3], title="(d) Events per user")
         longest = max(result.lengths)
         num_bins = 32
         edges = sorted({round(longest ** (i / num_bins)) for i in range(num_bins + 1)})
@@ -215,7 +215,7 @@ def draw_figure(result: Result, path: Path) -> None:
             )
 
         caption = (
-            f"{result.source}; {result.histories_a_step} histories a step, {result.device}; "
+            f"{result.source}; {result.histories_a_step} histories per step, {result.device}; "
             f"{result.padded.fill:.1%} of the padded rows are events"
         )
         figure.supxlabel(caption, fontsize=7.5, color=grey)
