@@ -20,7 +20,7 @@ from benchmarks.shapes import PRECISIONS, Precision
 from benchmarks.timing import Measurement, Timer
 
 OURS = "jagged_cuda"
-HINTED = "jagged_cuda max_len"  # the same, told the longest length
+HINTED = "jagged_cuda max_len"  # the same with the longest length given
 UNFUSED = "jagged_cuda unfused"  # attention as three operators, its scores in memory
 ALL_OURS = (OURS, HINTED, UNFUSED)
 REFERENCE_GPU = "H100"  # goals and peers' recorded times are of this one

@@ -1,4 +1,4 @@
-"""How the two libraries are compiled: sources, flags, compilers, and what cpp_extension is told.
+"""How the two libraries are compiled: sources, flags, compilers, and the use of cpp_extension.
 
 torch.utils.cpp_extension and ninja do the work: `load` for the import (`_load.py`) and
 `BuildExtension` for wheels (`setup.py`).
@@ -67,7 +67,7 @@ def source_files(csrc: Path) -> list[str]:
 def library_sources(csrc: Path, library: str) -> list[Path]:
     """Returns the files compiled into a library: kernels first, then the shortest.
 
-    (They instantiate headers, and take longest.) `load` names objects by base names alone: no two
+    (They instantiate headers, and take longest.) `load` names objects only by base names: no two
     .cpp of a library, and no two .cu, may share one.
     """
     if library == "_C_cpu":

@@ -221,7 +221,7 @@ def find_csrc() -> Path:
 
 
 class Prebuilt(NamedTuple):
-    """The libraries that lie in the package's folder, and what their record says of them."""
+    """The libraries that lie in the package's folder, and their record."""
 
     paths: dict[str, Path]
     archs: tuple[str, ...]

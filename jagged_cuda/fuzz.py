@@ -97,7 +97,7 @@ class Fuzzer:
     def run(self, tell: Callable[[int, int], None], ops: Any = None) -> Finding | None:
         """Draw until the time or the cases are over; return the first draw that fails.
 
-        `tell` is told of each draw before it runs: the place's number and the draw's index.
+        `tell` is called for each draw before it runs: the place's number and the draw's index.
         `ops` is the module to judge instead of the backends' own.
         """
         deadline = time.monotonic() + self.plan.seconds
@@ -222,7 +222,7 @@ class Progress:
 
 
 class Workers:
-    """The processes of a run, and what they have told."""
+    """The processes of a run, and their reports."""
 
     def __init__(self, plan: Plan) -> None:
         context = multiprocessing.get_context("spawn")
@@ -411,7 +411,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="by default another one each time")
     parser.add_argument("--cases", type=int, help="stop after so many draws of each backend")
     parser.add_argument("--size", help="small, edge, many, giant or large; by default all")
-    parser.add_argument("--jobs", type=int, help="processes; by default one a core, one on a GPU")
+    parser.add_argument("--jobs", type=int, help="processes; by default one per core, one on a GPU")
     parser.add_argument(
         "--shape-from",
         metavar="FILE",

@@ -185,7 +185,7 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         if row["command"] == "figure2":
             default = attention.COMMANDS["figure2"].default_peers
             assert set(row["results"]) == {OURS, HINTED, UNFUSED, *default}
-            assert row["results"]["dense"]["peak_mib"] is None  # known on a GPU alone
+            assert row["results"]["dense"]["peak_mib"] is None  # known only on a GPU
     passes = [row["pass"] for row in found["rows"] if row["command"] == "host"]
     assert passes == ["no gradient", "gradient", "forward+backward"] * 2
     assert found["build"]["warm_import_s"] == 0.05 and caches == [None]

@@ -1,4 +1,4 @@
-"""Building and loading: the cache, its locks, prebuilt libraries, and what is said when it fails.
+"""Building and loading: the cache, its locks, prebuilt libraries, and the messages when it fails.
 
 Most tests work on a toy package: copies of _build.py and _load.py beside a csrc/ whose files
 compile in a tenth of a second, a compiler that writes down each call, and a stand-in for torch with

@@ -62,7 +62,7 @@ def flash(o: Operands, **options: Any) -> Any:
 SCALE = "got a tensor: no gradient would reach it; multiply the operand by it instead"
 WAIT = "got a tensor: the host would wait for the tensor's device; pass int(...) of it"
 
-# What is wrong: the call, and what is said.
+# What is wrong: the call, and the error.
 MISUSES: dict[str, tuple[Callable[[Operands], Any], str]] = {
     "a learnt scale of flash attention": (
         lambda o: flash(o, scale=o.learnt),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 
 pytestmark = pytest.mark.skipif(
-    not (ROOT / ".git").exists(), reason="packaging is tested in a checkout alone"
+    not (ROOT / ".git").exists(), reason="packaging is tested only in a checkout"
 )
 
 

@@ -216,7 +216,7 @@ def test_softmax_of_huge_logits(
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Around the operators alone: the definition has no deterministic kernel on a GPU."""
+    """Only around the operators: the definition has no deterministic kernel on a GPU."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -83,7 +83,7 @@ class Draw:
         return Draw(spec=Spec(**spec), **{name: _tuples(v) for name, v in fields.items()})
 
     def command(self) -> str:
-        """The command line that judges this draw alone."""
+        """The command line that judges only this draw."""
         return f"python -m jagged_cuda.fuzz --case {shlex.quote(self.to_json())}"
 
 

@@ -57,7 +57,7 @@ def _seq_of_row(layout: Layout, device: str) -> Tensor:
 
 
 def matrices(rows: Layout, columns: Layout, capacity: int) -> Layout:
-    """Where the matrices of sequences lie in a vector of `capacity` elements, one a "row".
+    """Where the matrices of sequences lie in a vector of `capacity` elements: each is a "row".
 
     Matrix b is `[rows.lengths[b], columns.lengths[b]]`, row by row. One that does not fit counts
     as empty, and its elements as outside.

@@ -54,7 +54,7 @@ LIMIT = 5e3
 KINDS = ("offsets", "kv_offsets", "matrix_offsets")
 TENSOR_CORES = "JAGGED_CUDA_TENSOR_CORES"
 
-# What the CPU says of wrong offsets, always.
+# The CPU's errors for wrong offsets.
 REFUSED = re.compile(r"offsets\[\d+\] must be ")
 
 

@@ -25,7 +25,7 @@ def covering_draws(
     """
     best: dict[tuple[str, str], tuple[float, Draw]] = {}
     deadline = time.monotonic() + seconds
-    # Operators and sizes in turn: some paths are taken by long sequences alone.
+    # Operators and sizes in turn: some paths are taken only by long sequences.
     turns = [
         dataclasses.replace(wanted, ops=(op,), size=size)
         for size in ("edge", "giant")
