@@ -193,6 +193,7 @@ def test_wrong_options(arguments: str, text: str) -> None:
 
 
 def test_without_a_checkout_there_are_no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton_ref", None)
     with pytest.raises(SystemExit, match="the backend triton needs triton and triton_ref, which"):
         fuzz.main(["--device", "cpu", "--backends", "triton"])
