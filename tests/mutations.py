@@ -198,7 +198,7 @@ FAULTS = (
         "dq not zeroed",
         "cuda",
         "cuda/kernels/attention/tiny_backward.cuh",
-        "    fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);\n",
+        "fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);",
         "",
         "--op jagged_flash_attention",
     ),
