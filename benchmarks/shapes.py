@@ -22,9 +22,9 @@ QUICK_SEQS = 6
 QUICK_MAX_LEN = 40
 
 
-def uniform(num_seqs: int, max_len: int) -> Callable[[random.Random], list[int]]:
-    """Lengths U[1, max_len]."""
-    return lambda rng: [rng.randint(1, max_len) for _ in range(num_seqs)]
+def uniform(num_seqs: int, max_len: int, min_len: int = 1) -> Callable[[random.Random], list[int]]:
+    """Lengths U[min_len, max_len]."""
+    return lambda rng: [rng.randint(min_len, max_len) for _ in range(num_seqs)]
 
 
 def log_normal(
@@ -53,7 +53,7 @@ def filled(num_seqs: int, max_len: int, fill: float) -> Callable[[random.Random]
 
 
 def giant(num_seqs: int, giant_len: int, max_len: int) -> Callable[[random.Random], list[int]]:
-    """One giant, which stands first, among lengths U[1, max_len]."""
+    """One giant, the first sequence, among lengths U[1, max_len]."""
     return lambda rng: [giant_len, *uniform(num_seqs - 1, max_len)(rng)]
 
 
@@ -76,10 +76,6 @@ class Precision:
     @property
     def allow_tf32(self) -> bool:
         return self.name == "tf32"
-
-    @property
-    def elem_bytes(self) -> int:
-        return self.dtype.itemsize
 
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:

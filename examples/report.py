@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar, a table and a figure."""
+"""The output of the demo: a progress bar, a table and a figure."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def format_table(result: Result) -> str:
     rows = [
         ("", "padded", "jagged", "ratio"),
         ("time per step", *(f"{s * 1e3:.1f} ms" for s in seconds), _ratio(*seconds)),
+        *_queue_rows(sides),
         ("histories per second", *(f"{result.histories_a_step / s:,.0f}" for s in seconds), ""),
         ("peak memory", *(f"{peak / 2**20:,.0f} MiB" for peak in peaks), _ratio(*peaks)),
         (
@@ -93,6 +94,16 @@ def format_table(result: Result) -> str:
         ("last loss", *(f"{side.measurement.losses[-1]:.5f}" for side in sides), ""),
     ]
     return "\n".join(f"{row[0]:<28}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+
+
+def _queue_rows(sides: tuple[Side, Side]) -> list[tuple[str, ...]]:
+    """On a GPU: when Python has asked for all of a step. The GPU is the limit if that is early."""
+    queued = [side.measurement.queue_seconds for side in sides]
+    if not all(queued):
+        return []
+    return [
+        ("queued by Python after", *(f"{statistics.fmean(s) * 1e3:.1f} ms" for s in queued), "")
+    ]
 
 
 def _ratio(padded: float, jagged: float) -> str:
@@ -142,7 +153,7 @@ def draw_figure(result: Result, path: Path) -> None:
         loss.legend()
 
         difference = figure.add_subplot(grid[1, 0], sharex=loss)
-        # A difference of zero has no place on a logarithmic axis: it stands at its foot.
+        # A difference of zero has no place on a logarithmic axis: it is drawn at the bottom.
         floor = 1e-8
         heights = [max(value, floor) for value in result.differences]
         difference.semilogy(steps, heights, color=jagged_color, linewidth=0.9)
@@ -180,7 +191,7 @@ def draw_figure(result: Result, path: Path) -> None:
             axes.bar_label(drawn, labels=labels, padding=2)
             axes.margins(y=0.16)
 
-        lengths = figure.add_subplot(grid[:, 3], title="(d) Events a user")
+        lengths = figure.add_subplot(grid[:, 3], title="(d) Events per user")
         longest = max(result.lengths)
         num_bins = 32
         edges = sorted({round(longest ** (i / num_bins)) for i in range(num_bins + 1)})
@@ -204,7 +215,7 @@ def draw_figure(result: Result, path: Path) -> None:
             )
 
         caption = (
-            f"{result.source}; {result.histories_a_step} histories a step, {result.device}; "
+            f"{result.source}; {result.histories_a_step} histories per step, {result.device}; "
             f"{result.padded.fill:.1%} of the padded rows are events"
         )
         figure.supxlabel(caption, fontsize=7.5, color=grey)

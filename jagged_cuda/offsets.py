@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,16 +31,31 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
         RuntimeError: a shape or dtype does not fit; the message names the argument.
 
     Notes:
-        Lengths may be 0; negative ones are not looked for (``JAGGED_CUDA_CHECK`` names decreasing
-        offsets in the operators). The sum has lengths' dtype: with int32 it wraps around beyond
-        2^31 - 1 rows, so pass ``lengths.long()`` there. No gradient. Nothing synchronises.
+        Lengths may be 0. Negative ones are not checked here: operators check the offsets.
+        The sum has lengths' dtype. More than 2^31 - 1 rows do not fit into int32: on the CPU that
+        raises, on CUDA only under ``set_checks(True)``, since it needs a synchronisation; pass
+        ``lengths.long()`` there. No gradient. Otherwise nothing synchronises.
 
     Example:
         >>> offsets_from_lengths(torch.tensor([2, 0, 3]))
         tensor([0, 2, 2, 5])
     """
-    _contract.check_lengths("offsets_from_lengths", lengths)
-    return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+    op = "offsets_from_lengths"
+    _contract.check_lengths(op, lengths)
+    sums = lengths.cumsum(0, dtype=torch.int64)
+    if lengths.dtype is torch.int32 and lengths.numel() > 0 and _may_read(lengths):
+        rows = int(sums[-1])
+        if rows > torch.iinfo(torch.int32).max:
+            expected = "int64 for more than 2^31 - 1 rows"
+            _contract.fail_argument(op, "lengths", expected, f"int32 for {rows}")
+    return F.pad(sums.to(lengths.dtype), (1, 0))
+
+
+def _may_read(tensor: Tensor) -> bool:
+    """Whether its values are there, and reading them costs nothing or was asked for."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    return tensor.is_cpu or os.environ.get("JAGGED_CUDA_CHECK") == "1"
 
 
 @overridable
@@ -70,7 +87,7 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
 
 @overridable
 def matrix_offsets(offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
-    """Say where the matrix of each sequence begins in a vector of one matrix a sequence.
+    """Say where the matrix of each sequence begins in a vector of one matrix per sequence.
 
     Matrix b is `[Lx, Ly]`, stored row by row, one after another: the result is the running sum of
     ``Lx * Ly``, where Lx and Ly are the lengths of sequence b.

@@ -1,4 +1,4 @@
-"""Devices, hypothesis profiles, and what becomes of GPU tests without a GPU."""
+"""Devices, hypothesis profiles, and the deselection of GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ hypothesis.settings.register_profile(
     "full", hypothesis.settings.get_profile("base"), max_examples=300
 )
 hypothesis.settings.load_profile("quick")
+
+GIB = 2**30
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: what cores and memory allow, a few cores left to the GPU tests' own work.
+
+    A worker takes up to 2 GiB, and up to 3 of a GPU's.
+    """
+    cores = len(os.sched_getaffinity(0))
+    limits = [cores if cores < 8 else cores - 2]
+    limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * GIB))
+    if HAS_GPU:
+        limits.append(torch.cuda.get_device_properties(0).total_memory // (3 * GIB))
+    return max(1, min(limits))
+
 
 NO_GPU = "none; tests marked `cuda`, which need one, are deselected"
 ONE_GPU = "; tests marked `multi_gpu`, which need two, are deselected"
@@ -84,23 +101,23 @@ def tf32():
 
 @pytest.fixture(autouse=True)
 def memory_goes_back() -> Iterator[None]:
-    """PyTorch's cache of a process must not keep others' tests from the GPU's memory."""
+    """PyTorch's cache in one process must not take the GPU's memory from tests in others."""
     yield
-    if torch.cuda.memory_reserved() > 2**30:
+    if torch.cuda.memory_reserved() > GIB:
         gc.collect()
         torch.cuda.empty_cache()
 
 
 @pytest.fixture
 def room_on_gpu() -> Iterator[None]:
-    """Of the tests that need tens of GiB one runs at a time, whatever the number of processes."""
-    needed = 48 * 2**30
+    """Only one test that needs tens of GiB runs at a time, whatever the number of processes."""
+    needed = 48 * GIB
     if torch.cuda.mem_get_info()[1] < needed:
         pytest.skip("needs a GPU of 48 GiB")
     path = Path(tempfile.gettempdir()) / f"jagged_cuda_room_on_gpu_{os.getuid()}"
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # What other tests hold they let go of when they end.
+        # Other tests free their memory when they end.
         deadline = time.monotonic() + 120
         while torch.cuda.mem_get_info()[0] < needed and time.monotonic() < deadline:
             time.sleep(0.2)

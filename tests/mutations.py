@@ -1,4 +1,4 @@
-"""Plant faults that kernels have had, one at a time, and see that each is caught within a minute.
+"""Plant faults that kernels have had, one at a time; each must be caught within a minute.
 
     python tests/mutations.py                   # the faults of the CPU's kernels
     python tests/mutations.py --device cuda     # those of the GPU's
@@ -31,7 +31,7 @@ FOLDERS = ("csrc", "jagged_cuda", "triton_ref", "tests")
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a source file, which stands there once, and what a mistake would have made of it.
+    """A text that occurs once in a source file, and what a mistake would have made of it.
 
     Args:
         name: what went wrong.
@@ -133,8 +133,8 @@ FAULTS = (
         "wrong base",
         "cpu",
         "cpu/sequences.h",
-        "begin = std::clamp<int64_t>(offsets[seq], 0, total);",
-        "begin = std::clamp<int64_t>(offsets[seq] - offsets[0], 0, total);",
+        "begin = std::min<int64_t>(offsets[seq], total);",
+        "begin = std::min<int64_t>(offsets[seq] - offsets[0], total);",
         "--op jagged_softmax",
     ),
     Fault(
@@ -198,8 +198,8 @@ FAULTS = (
         "dq not zeroed",
         "cuda",
         "cuda/kernels/attention/tiny_backward.cuh",
-        "params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta",
-        "params.grad_q.data, heads * params.dim_qk / 2, 1.0f, cta",
+        "fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);",
+        "",
         "--op jagged_flash_attention",
     ),
     Fault(
@@ -223,7 +223,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check of a fault said: whether it was caught, by what, after how many seconds."""
+    """The result of a fault's check: whether it was caught, by what, after how many seconds."""
 
     caught: bool
     by: str
@@ -231,7 +231,7 @@ class Outcome:
 
 
 class Workshop:
-    """A copy of the project, and a cache that keeps what was compiled from one fault to the next.
+    """A copy of the project, and a cache, in which only what a fault changes is compiled.
 
     Args:
         folder: where both lie.
@@ -246,17 +246,6 @@ class Workshop:
             "PYTHONPATH": str(self.copy),
             "JAGGED_CUDA_CACHE": str(self.cache),
         }
-        self._seed()
-
-    def _seed(self) -> None:
-        """Take the objects that were compiled before: only what a fault changes is built."""
-        sys.path.insert(0, str(ROOT))
-        from jagged_cuda import _load
-
-        for known in _load.cache_folders():
-            if (known / "objects").is_dir():
-                shutil.copytree(known / "objects", self.cache / "objects")
-                return
 
     def prepare(self, fault: Fault | None) -> None:
         """Copy the sources and plant the fault; raises if they do not compile then."""

@@ -1,4 +1,4 @@
-"""Peers that need a GPU, wired to plain stand-ins: is each operand handed where it belongs?"""
+"""Peers that need a GPU, replaced by plain functions: does each get the right operands?"""
 
 from __future__ import annotations
 
@@ -61,37 +61,23 @@ def _flash_3(*arguments: Any, causal: bool) -> Tensor:
 
 
 class _CudnnTensor:
-    def __init__(self, name: str = "", **geometry: Any) -> None:
-        self.name = name
-        self.geometry = geometry
-        self.begins: Any = None
-        self.is_output = False
+    """Keeps what is set: set_dim(value) and the like."""
 
-    def set_ragged_offset(self, begins: _CudnnTensor) -> _CudnnTensor:
-        self.begins = begins
-        return self
+    def __init__(self, **given: Any) -> None:
+        self.given = given
 
-    def set_output(self, is_output: bool) -> _CudnnTensor:
-        self.is_output = is_output
-        return self
+    def __getattr__(self, name: str) -> Any:
+        def keep(value: Any) -> _CudnnTensor:
+            self.given[name.removeprefix("set_")] = value
+            return self
 
-    def set_dim(self, dim: list[int]) -> _CudnnTensor:
-        self.geometry["dim"] = dim
-        return self
-
-    def set_stride(self, stride: list[int]) -> _CudnnTensor:
-        self.geometry["stride"] = stride
-        return self
-
-    def set_data_type(self, data_type: str) -> _CudnnTensor:
-        self.geometry["data_type"] = data_type
-        return self
+        return keep
 
     def begins_in(self, pack: dict[Any, Tensor]) -> Tensor:
         """The rows where sequences begin, from offsets in elements."""
-        dim, stride = self.geometry["dim"], self.geometry["stride"]
+        dim, stride = self.given["dim"], self.given["stride"]
         assert stride == [dim[1] * dim[2] * dim[3], dim[3], dim[1] * dim[3], 1]
-        return pack[self.begins].flatten() // stride[2]
+        return pack[self.given["ragged_offset"]].flatten() // stride[2]
 
 
 class _CudnnGraph:
@@ -127,7 +113,7 @@ class _CudnnGraph:
         assert torch.equal(kv_begins.diff(), pack[options["seq_len_kv"]].flatten())
         causal = options["diagonal_band_right_bound"] == 0
         arguments = (begins, kv_begins, options["attn_scale"], causal)
-        assert all(tensor.is_output for tensor in self.results)
+        assert all(tensor.given["output"] for tensor in self.results)
         if "dO" in options:
             assert torch.equal(options["stats"].begins_in(pack), begins)
             found = _gradients((q, k, v), pack[options["dO"]], *arguments)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import CASE, spec_of
 from torch import Tensor
 
 import jagged_cuda
@@ -20,7 +21,6 @@ from jagged_cuda.testing.judge import check
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 CHOICES: dict[str, Any] = {"D": 8, "N": 11, "trailing": (6,), "dims": (8, 16), "heads": (6, 3)}
 CHOICES |= {"causal": True, "window_size": (-1, -1), "scale": 0.5, "cross": False}
 CHOICES |= {"max_len": False, "transpose": True, "capacity": 600}
@@ -58,15 +58,8 @@ def draw(
     *,
     cross: bool = False,
 ) -> Sample:
-    spec = case.spec("small", 0)
-    spec = dataclasses.replace(
-        spec,
-        layout=layout,
-        kv_layout=KEYS[layout] if cross else None,
-        choices=dict(spec.choices) | CHOICES,
-        storage={},
-        poisoned=False,
-    )
+    keys = KEYS[layout] if cross else None
+    spec = spec_of(layout, poisoned=False, kv_layout=keys, **CHOICES)
     return case.sample(spec, dtype, device)
 
 

@@ -1,6 +1,6 @@
 """What an operator's line refuses: every check of every line, in one sentence, the same everywhere.
 
-Wrong calls are derived from the lines of csrc/contract/operators.h: a right call of which one thing
+Wrong calls are derived from the lines of csrc/contract/operators.h: a right call in which one thing
 is changed. The kernels (C++) and the fake kernels (Python) interpret the lines, so each checks the
 other.
 """
@@ -159,7 +159,7 @@ def call(op: str, arguments: dict[str, Any], device: torch.device) -> Any:
 
 
 def sentence(function: Callable[[], object]) -> str:
-    """What a call raises, or nothing."""
+    """The error that a call raises, or nothing."""
     try:
         function()
     except RuntimeError as error:
@@ -173,7 +173,7 @@ OPS = pytest.mark.parametrize("op", operators())
 @OPS
 @pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
 def test_a_right_call_is_taken(op: str, optional: bool, device: torch.device) -> None:
-    """And the fake kernel's results, which the line says, are like the kernel's."""
+    """And the fake kernel's results, which the line describes, are like the kernel's."""
     arguments = right_call(op, SIZES, optional)
     results = call(op, arguments, device)
     with FakeTensorMode():
@@ -223,7 +223,7 @@ def test_whatever_is_changed_both_say_the_same(op: str, device: torch.device) ->
 
 @OPS
 def test_every_check_of_a_line_is_reached(op: str) -> None:
-    """Each tensor's rank, dtype, place and sizes, and each relation, is what some call breaks."""
+    """Some call breaks each tensor's rank, dtype, place and sizes, and each relation."""
     _, contract = operators()[op]
     expected, known = {" ".join(words) for words, _ in contract.relations}, set()
     for rule in contract.rules:

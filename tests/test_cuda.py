@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, cotangents_of, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
@@ -26,12 +26,6 @@ from jagged_cuda.testing.samples import Sample, Spec
 
 pytestmark = pytest.mark.cuda
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16],
-    ids=["float32", "float64", "float16", "bfloat16"],
-)
 CUDA = "cuda"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -572,7 +566,7 @@ def no_synchronisation() -> Iterator[None]:
 @CASE_AND_CROSS
 @DTYPE
 def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None:
-    spec = dataclasses.replace(spec_of(LAYOUT), kv_layout=KEYS if cross else None)
+    spec = spec_of(LAYOUT, kv_layout=KEYS if cross else None)
     sample = case.sample(spec, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     sample = dataclasses.replace(sample, tensors=leaves)
@@ -583,7 +577,7 @@ def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None
 
 
 def filled_up(lengths: tuple[int, ...], total: int) -> Layout:
-    """So many rows, those outside before and after the sequences."""
+    """Rows outside added before and after the sequences, up to so many rows."""
     outside = total - sum(lengths)
     return Layout(lengths, base=outside - (outside > 0), tail=int(outside > 0))
 
@@ -702,7 +696,7 @@ def memory_left(size_bytes: int) -> Iterator[None]:
 # 64 MiB for each tensor, more than the allocator keeps for small ones.
 BIG = Layout((1024,) * 2**7)
 MANY = Layout((1,) * 2**17)
-# The layouts with which a result, or a gradient, is large where it is one row a sequence.
+# The layouts with which a result, or a gradient, is large where it has one row per sequence.
 LAYOUT_OF_RESULT = {
     "jagged_sum": MANY,
     "jagged_mean": MANY,
@@ -742,7 +736,7 @@ def test_out_of_memory_backward(case: Case) -> None:
 
 
 def memory_at_rest() -> int:
-    """What is allocated, once all is freed that backward passes of other tests still hold.
+    """What is allocated, once backward passes of other tests have freed their memory.
 
     Their threads let go of it a moment after the pass returns. The peak counts from here.
     """
@@ -779,7 +773,7 @@ def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch
 
 
 @CASE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))

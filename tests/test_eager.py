@@ -1,4 +1,4 @@
-"""Eager calls go past PyTorch's Python kernel for autograd, and nothing else changes."""
+"""Eager calls skip PyTorch's Python kernel for autograd, and nothing else changes."""
 
 from __future__ import annotations
 

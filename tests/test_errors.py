@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +32,11 @@ BAD_OFFSETS = [
 ]
 
 
+# Operators whose rows are a capacity, which may be less than the sequences hold.
+CAPACITIES = {"padded_to_jagged", "jagged_broadcast"}
 # Operators over matrices alone, where no tensor says how many rows there are.
 ROWS_UNKNOWN = {"jagged2_softmax"}
-# Each operator with the bad offsets that it can know to be bad.
+# Each operator with the bad offsets that it can recognise.
 NAME_AND_BAD_OFFSETS = [
     pytest.param(name, values, message, id=f"{name}-{'_'.join(map(str, values))}")
     for name in CASES
@@ -159,10 +161,126 @@ def test_checks_let_right_offsets_pass(case: Case, checks: None, device: torch.d
         call_with_offsets(case.name, torch.tensor(values, device=device))
 
 
+@pytest.mark.cuda
 @CASE
-def test_without_checks_wrong_offsets_raise_nothing(case: Case, device: torch.device) -> None:
+def test_without_checks_wrong_offsets_raise_nothing_on_a_gpu(case: Case) -> None:
     for values, _ in BAD_OFFSETS:
-        call_with_offsets(case.name, torch.tensor(values, device=device))
+        call_with_offsets(case.name, torch.tensor(values, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        bad
+        for bad in NAME_AND_BAD_OFFSETS
+        if bad.values[0] not in CAPACITIES or "number of rows" not in str(bad.values[2])
+    ],
+)
+def test_the_cpu_checks_always(
+    name: str, values: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAGGED_CUDA_CHECK", raising=False)
+    offsets = torch.tensor(values)
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets(name, offsets)
+    assert str(caught.value) == f"{name}: {message.format(name='offsets')}"
+
+
+# --- set_checks("async")
+
+
+@pytest.fixture
+def async_checks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "0")
+    jagged_cuda.set_checks("async")
+    yield
+    torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError):
+        jagged_cuda.check_errors()
+
+
+def refused() -> str:
+    """The text that check_errors() raises once the GPU is done; "" if nothing."""
+    torch.cuda.synchronize()
+    try:
+        jagged_cuda.check_errors()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "values", "message"), NAME_AND_BAD_OFFSETS)
+def test_async_checks_name_the_first_bad_index(
+    name: str, values: tuple[int, ...], message: str, async_checks: None
+) -> None:
+    offsets = torch.tensor(values, device="cuda")
+    call_with_offsets(name, offsets)
+    assert refused() == f"{name}: {message.format(name='offsets')}"
+    assert refused() == ""  # it is raised only once
+    call_with_offsets(name, torch.tensor((0, 2, 6), device="cuda"))
+    assert refused() == ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("values", "capacity", "message"), BAD_MATRIX_OFFSETS)
+def test_async_checks_look_at_matrices(
+    name: str, values: tuple[int, ...], capacity: int, message: str, async_checks: None
+) -> None:
+    given = {"matrix_offsets": torch.tensor(values, device="cuda")}
+    call_with_offsets(name, torch.tensor((0, 2, 6), device="cuda"), capacity=capacity, **given)
+    assert refused() == f"{name}: {message.format(short=SHORT_OF.get(name, 'a'))}"
+
+
+@pytest.mark.cuda
+def test_async_checks_tell_the_next_call_and_never_wait(async_checks: None) -> None:
+    x = torch.ones(6, 2, device="cuda")
+    right, wrong = (torch.tensor(values, device="cuda") for values in ((0, 2, 6), (0, 4, 2)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        jagged_cuda.jagged_sum(x, wrong)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    message = r"^jagged_sum: offsets\[2\] must be >= offsets\[1\] = 4, got 2 \(found on the GPU"
+    with pytest.raises(RuntimeError, match=message):
+        jagged_cuda.jagged_softmax(x, right)
+    assert refused() == ""
+
+
+@pytest.mark.cuda
+def test_async_checks_look_at_every_replay_of_a_graph(async_checks: None) -> None:
+    x, offsets = torch.ones(6, 2, device="cuda"), torch.tensor((0, 2, 6), device="cuda")
+    jagged_cuda.jagged_sum(x, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jagged_cuda.jagged_sum(x, offsets)
+    graph.replay()
+    assert refused() == ""
+    offsets.copy_(torch.tensor((0, 7, 6)))
+    graph.replay()
+    assert refused() == "jagged_sum: offsets[1] must be <= the number of rows 6, got 7"
+    offsets.copy_(torch.tensor((0, 6, 6)))
+    graph.replay()
+    assert refused() == ""
+
+
+@pytest.mark.cuda
+def test_async_checks_keep_the_first_finding(async_checks: None) -> None:
+    x = torch.ones(300_000, 1, device="cuda")
+    offsets = torch.arange(200_001, device="cuda")
+    offsets[[77_777, 150_000]] = -1
+    jagged_cuda.jagged_sum(x, offsets)
+    offsets[5] = -1
+    jagged_cuda.jagged_sum(x, offsets) if refused() else pytest.fail("nothing was found")
+    assert refused() == "jagged_sum: offsets[5] must be >= offsets[4] = 4, got -1"
+
+
+def test_set_checks_takes_nothing_else() -> None:
+    message = r'^set_checks: mode must be True, False or "async", got \'later\'$'
+    with pytest.raises(RuntimeError, match=message):
+        jagged_cuda.set_checks("later")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device_name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -192,7 +310,8 @@ def test_wrong_offsets_reach_every_argument() -> None:
 
 
 def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = jagged_cuda.jagged_sum
+    def zeros(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return 0 * x.sum(0).expand(offsets.shape[0] - 1, *x.shape[1:])
 
     def after_the_end(x: torch.Tensor) -> torch.Tensor:
         begin = x.storage_offset() + x.shape[0] * x.stride(0)
@@ -200,10 +319,10 @@ def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def writing(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         after_the_end(x.detach())[:1] = 0.0
-        return sums(x, offsets)
+        return zeros(x, offsets)
 
     def reading(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return sums(x, offsets) + after_the_end(x.detach()).mean(0)
+        return zeros(x, offsets) + after_the_end(x.detach()).mean(0)
 
     first = list(EVERY).index("jagged_sum")
     numbers = range(first, first + 20 * len(EVERY), len(EVERY))
@@ -211,20 +330,6 @@ def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(jagged_cuda, "jagged_sum", function)
         with pytest.raises(AssertionError, match=f"jagged_sum, .*: {what}"):
             list(corrupt.run_batches(numbers, "cpu", guarded=True))
-
-
-def test_processes_say_which_batch_fails() -> None:
-    """Here by the checks, which raise before anything can go wrong."""
-    line = [sys.executable, "-m", "tests.tools.corrupt", "--device", "cpu", "--jobs", "2"]
-    environment = {**os.environ, "JAGGED_CUDA_CHECK": "1"}
-    done = subprocess.run(
-        [*line, "--batches", "2"], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    for number in range(2):
-        command = f"tools.corrupt --device cpu --first {number} --batches 1"
-        assert f"reproduce: python -m tests.{command}" in done.stdout
-    assert "2 batches, forward and backward" in done.stdout and "must be" in done.stdout
 
 
 @pytest.mark.parametrize(

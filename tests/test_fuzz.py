@@ -1,4 +1,4 @@
-"""The fuzzer finds what is planted, makes it small, repeats itself, and says what it missed."""
+"""The fuzzer finds planted faults, makes them small, repeats draws, and says what it missed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def broken(change: Callable[[Tensor, Tensor], None]) -> Any:
 
 
 def lose_the_tail(out: Tensor, offsets: Tensor) -> None:
-    """Of sequences of at least ten rows, the last is lost."""
+    """Drop the last row of sequences of at least ten rows."""
     for begin, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
         if end - begin >= 10 and end == out.shape[0]:
             out[end - 1] = 0
@@ -193,6 +193,7 @@ def test_wrong_options(arguments: str, text: str) -> None:
 
 
 def test_without_a_checkout_there_are_no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton_ref", None)
     with pytest.raises(SystemExit, match="the backend triton needs triton and triton_ref, which"):
         fuzz.main(["--device", "cpu", "--backends", "triton"])

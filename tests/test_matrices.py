@@ -1,4 +1,4 @@
-"""The operators with one matrix a sequence: sizes that are read, parts of a batch, transposes."""
+"""The operators with one matrix per sequence: sizes that are read, parts of a batch, transposes."""
 
 from __future__ import annotations
 

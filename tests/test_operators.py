@@ -94,7 +94,7 @@ def test_attention_gradient_of_one_output(
 
 @DTYPE
 def test_target_attention_of_few_and_many_queries(dtype: str, device: torch.device) -> None:
-    """No query at all, and the same queries for every sequence without a copy of them."""
+    """No query at all, and the same queries for every sequence, expanded without a copy."""
     offsets = torch.tensor((1, 4, 4, 9), device=device)
     k, v, q = (
         torch.randn(s, device=device, dtype=DTYPES[dtype]) for s in ((10, 8), (10, 4), (6, 8))

@@ -1,4 +1,4 @@
-"""What every operator promises, whatever it computes: sizes, storages, logits, neighbours."""
+"""Promises of every operator, whatever it computes: sizes, storages, logits, neighbours."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, spec_of
 from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
-from jagged_cuda.testing.draws import DTYPES, Draw, judge_draw
+from jagged_cuda.testing.draws import Draw, judge_draw
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
 from jagged_cuda.unfused import jagged_attention
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-TWO_DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
-)
 LAYOUT = Layout((70, 0, 33, 1), base=5, tail=9)
 
 
@@ -55,7 +50,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 # --- sizes
 
-# By what they are called in the table: each of these may be zero.
+# By their names in the table: each of these may be zero.
 ZERO: dict[str, tuple[Any, ...]] = {
     "D": (0,),
     "N": (0,),
@@ -116,7 +111,7 @@ def repeated(tensors: Tensors, times: int) -> Tensors:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_storage(case: Case, storage: str, dtype: str, device: torch.device) -> None:
-    """All arguments lie in memory like this, and the gradients that come in."""
+    """All arguments, and incoming gradients, lie in memory like this."""
     op = next(key for key, each in EVERY.items() if each is case)
     inputs = list(case.inputs)
     for offsets_dtype, choices in (
@@ -221,7 +216,7 @@ def test_softmax_of_huge_logits(
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Around the operators alone: the definition has no deterministic kernel on a GPU."""
+    """Only around the operators: the definition has no deterministic kernel on a GPU."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

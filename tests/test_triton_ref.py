@@ -1,4 +1,4 @@
-"""The Triton twins, judged as all backends are, and what is Triton's own.
+"""The Triton twins, judged like every backend, and tests only for Triton.
 
 On a GPU they run there; without one in Triton's CPU interpreter, in the types that it gets right.
 `python tests/test_triton_ref.py bfloat16` compiles every kernel for Hopper, GPU or not.
@@ -52,7 +52,7 @@ EDGES = (0, 1, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 def test_agrees_with_the_definition(op: str, dtype: str) -> None:
     """By the table's case and the one rule, forward and backward, from any storage."""
     case = EVERY[op]
-    for seed in range(8 if ON_GPU else 3):
+    for seed in range(6 if ON_GPU else 3):
         rng = random.Random(f"{op} {seed}")
 
         def layout(rng: random.Random = rng) -> Layout:
@@ -113,11 +113,12 @@ def test_the_size_is_read_where_it_is_not_given(name: str) -> None:
 
 
 def test_products_differentiate_twice() -> None:
+    """On small integers, so that every sum is exact."""
     layout = Layout((3, 0, 2), base=1, tail=1)
     offsets = layout.offsets(DEVICE)
     generator = torch.Generator().manual_seed(2)
     x, y = (
-        torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
+        torch.randint(-2, 3, shape, generator=generator).float().to(DEVICE).requires_grad_()
         for shape in ((layout.total, 3), (3, 3, 2))
     )
 
@@ -127,7 +128,7 @@ def test_products_differentiate_twice() -> None:
 
     found = gradients(triton_ref.jagged_dense_bmm(x, y, offsets))
     expected = gradients(jagged_dense_bmm.definition(x, y, layout))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_softmax_of_infinities_agrees_with_torch() -> None:
@@ -273,7 +274,6 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         triton_ref.jagged_to_padded(x, offsets, 70),
         triton_ref.jagged_sum(x, offsets),
         *triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True),
-        *triton_ref.jagged_target_attention(values(2, 5, 2, 16), k, v, offsets, return_lse=True),
     ]
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
@@ -294,9 +294,6 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         "jagged_flash_attention_kernel",
         "jagged_flash_attention_backward_dq_kernel",
         "jagged_flash_attention_backward_dkdv_kernel",
-        "jagged_target_attention_kernel",
-        "jagged_target_attention_backward_dq_kernel",
-        "jagged_target_attention_backward_dkdv_kernel",
     }
     assert compiled == expected, compiled
 

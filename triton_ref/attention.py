@@ -1,4 +1,4 @@
-"""What the attention kernels share: the online softmax, P and dS again, and tiles."""
+"""Shared by the attention kernels: the online softmax, P and dS recomputed, and tiles."""
 
 import torch
 import triton

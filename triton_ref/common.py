@@ -1,4 +1,4 @@
-"""What the kernels share: finding a tile's sequence on the device, and argument checks.
+"""Shared by the kernels: finding a tile's sequence on the device, and argument checks.
 
 Names: `i_` index, `o_` offsets within an axis, `m_` mask, `p_` pointer, `b_` block in registers.
 """

@@ -1,4 +1,4 @@
-"""z_b = x_b y_b^T: one matrix a sequence, row by row in one vector."""
+"""z_b = x_b y_b^T: one matrix per sequence, row by row in one vector."""
 
 import torch
 import triton

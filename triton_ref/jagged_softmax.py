@@ -1,4 +1,4 @@
-"""Softmax over the rows of each sequence, every other position alone."""
+"""Softmax over the rows of each sequence, at each of the other positions."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The rows of each sequence side by side with the others', filled up."""
+"""Jagged rows as a padded tensor."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
-// What every kernel needs on its way from arguments to results: the one form of sentence that it
-// answers with, its contract (shapes.h), wrong offsets, allocation, and operands in place or copied.
+// What every kernel needs between arguments and results: the form of its error messages, its
+// contract (shapes.h), the check of offsets, allocation, and operands in place or copied.
 #pragma once
 
 #include "contract/shapes.h"
@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <initializer_list>
 #include <optional>
 #include <stdexcept>
@@ -77,51 +76,9 @@ inline std::string device_text(const Tensor& tensor) {
   return tensor.is_cpu() ? "cpu" : "cuda:" + std::to_string(tensor.get_device_index());
 }
 
-inline bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
-}
-
 // The dtype of sums inside the kernels, and of LSE.
 inline ScalarType sum_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-// JAGGED_CUDA_CHECK=1 asks for offsets to be validated. It is read at each call, so that
-// jagged_cuda.set_checks() can turn it on and off by setting the variable of this process.
-inline bool checks_enabled() {
-  const char* value = std::getenv("JAGGED_CUDA_CHECK");
-  return value != nullptr && value[0] != '\0' && !(value[0] == '0' && value[1] == '\0');
-}
-
-// Names the first bad index of `offsets`, which lie on the host.
-template <typename Offset>
-void validate_offsets(const char* op, const char* argument, const Offset* offsets, int64_t num_seqs,
-                      int64_t total, std::optional<int64_t> max_len) {
-  const auto indexed = [&](int64_t index) {
-    return std::string(argument) + "[" + std::to_string(index) + "]";
-  };
-  const auto name = [&](int64_t index) { return std::string(op) + ": " + indexed(index); };
-  if (offsets[0] < 0) fail(name(0) + " must be >= 0, got " + std::to_string(offsets[0]));
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t begin = offsets[seq], end = offsets[seq + 1];
-    if (end < begin) {
-      fail(name(seq + 1) + " must be >= " + indexed(seq) + " = " + std::to_string(begin) +
-           ", got " + std::to_string(end));
-    }
-    if (end > total) {
-      fail(name(seq + 1) + " must be <= the number of rows " + std::to_string(total) + ", got " +
-           std::to_string(end));
-    }
-    if (max_len && end - begin > *max_len) {
-      fail(std::string(op) + ": sequence " + std::to_string(seq) + " of " + argument +
-           " must have at most max_len = " + std::to_string(*max_len) + " rows, got " +
-           std::to_string(end - begin));
-    }
-  }
-  if (num_seqs == 0 && offsets[0] > total) {
-    fail(name(0) + " must be <= the number of rows " + std::to_string(total) + ", got " +
-         std::to_string(offsets[0]));
-  }
 }
 
 // Inside the stable ABI a failed allocation loses its type and text, so it is thrown with a marker
@@ -157,14 +114,13 @@ inline Tensor contiguous_copy(const char* op, const Tensor& tensor) {
 // strides between the others. Anything else (transposed, expanded) goes through this one copy.
 // Negative: counted from the end.
 inline Tensor as_contiguous(const char* op, const Tensor& tensor, int64_t first = 0) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  const int64_t dims = static_cast<int64_t>(sizes.size());
+  const int64_t dims = tensor.dim(), begin = std::max<int64_t>(0, first < 0 ? dims + first : first);
   int64_t elems = 1;
   bool native = true;
-  for (int64_t dim = dims - 1; dim >= std::max<int64_t>(0, first < 0 ? dims + first : first);
-       --dim) {
-    native = native && (sizes[dim] <= 1 || strides[dim] == elems);
-    elems *= sizes[dim];
+  for (int64_t dim = dims - 1; native && dim >= begin; --dim) {
+    const int64_t size = tensor.size(dim);
+    native = size <= 1 || tensor.stride(dim) == elems;
+    elems *= size;
   }
   return native ? tensor : contiguous_copy(op, tensor);
 }

@@ -40,6 +40,18 @@ inline uint64_t element_bits(ScalarType dtype, double value) {
     case ScalarType::Long:
       take(static_cast<int64_t>(value));
       break;
+    case ScalarType::Short:
+      take(static_cast<int16_t>(value));
+      break;
+    case ScalarType::Char:
+      take(static_cast<int8_t>(value));
+      break;
+    case ScalarType::Byte:
+      take(static_cast<uint8_t>(value));
+      break;
+    case ScalarType::Bool:
+      take(value != 0.0);
+      break;
     default:
       take(static_cast<float>(value));
   }

@@ -26,9 +26,10 @@ const std::vector<DtypeClass> kClasses = {
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16}},
     {"index", "int32 or int64", {ScalarType::Int, ScalarType::Long}},
     {"any",
-     "float32, float64, float16, bfloat16, int32 or int64",
+     "float32, float64, float16, bfloat16, int32, int64, int16, int8, uint8 or bool",
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16,
-      ScalarType::Int, ScalarType::Long}},
+      ScalarType::Int, ScalarType::Long, ScalarType::Short, ScalarType::Char, ScalarType::Byte,
+      ScalarType::Bool}},
     {"int64", "int64", {ScalarType::Long}}};
 
 // A size with what is added to it, a number, an argument, or a sign of a relation or `...`.
@@ -82,6 +83,7 @@ static bool has_size(const TensorRule& rule, int64_t size) {
 struct Call {
   const Argument* arguments;
   Sizes sizes{};
+  int device = -1;               // of the first tensor; -1: the CPU
   uint32_t known = 0;            // sizes that have occurred
   const Tensor* rest = nullptr;  // its last dimensions are `...`
   int64_t rest_dims = 0;
@@ -174,7 +176,9 @@ struct Contract::Line {
       }
     }
     const Tensor& first = *call.arguments[rules[0].position].tensor;
-    if (!same_device(tensor, first)) {
+    const int device = tensor.is_cpu() ? -1 : tensor.get_device_index();
+    if (&tensor == &first) call.device = device;
+    if (device != call.device) {
       fail_argument(op, rule.name, "on " + device_text(first), "on " + device_text(tensor));
     }
     for (int64_t i = 0; i < leading; ++i) {
@@ -229,8 +233,8 @@ struct Contract::Line {
     return compare();
   }
 
-  // Names what the relation bounds: an integer, or the first argument that has this size. What that
-  // argument does not have stands there as a number.
+  // Names what the relation bounds: an integer, or the first argument that has this size. A size
+  // that this argument does not have is given as a number.
   [[noreturn]] void fail_relation(const Relation& relation, const Call& call) const {
     std::vector<Word> words = relation.words;
     const bool range = words[0].kind == Word::kNumber;

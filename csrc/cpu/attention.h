@@ -34,8 +34,8 @@ inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& 
   return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
 }
 
-// Fills params.out and params.lse for every row of the queries; the keys of a sequence stand at the
-// same place of `keys`.
+// Fills params.out and params.lse for every row of the queries; the keys of a sequence have
+// the same index in `keys`.
 inline void run_attention_forward(const AttentionParams& params,
                                   const std::vector<Sequence>& queries,
                                   const std::vector<Sequence>& keys) {

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kItemElems = 8192;
 constexpr int64_t kElementCost = 8;  // an exponential and the passes over memory, in multiply-adds
-// How many rows the matrices' sides have is nowhere said: offsets are not bounded above.
+// No argument says how many rows and columns there are: offsets have no upper bound.
 constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
 void softmax_over_columns(const SoftmaxParams& params, const std::vector<Matrix>& matrices,

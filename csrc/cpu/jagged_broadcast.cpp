@@ -22,8 +22,8 @@ struct Item {
   int64_t begin, rows;  // of the whole tensor
 };
 
-// Copies one row of `row_bytes` to `rows` of them: what is there already is copied on, twice as
-// much each time.
+// Copies one row of `row_bytes` to `rows` rows: copies what is already there, twice as much each
+// time.
 void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
   std::memcpy(out, row, static_cast<size_t>(row_bytes));
   for (int64_t done = 1; done < rows;) {
@@ -37,7 +37,8 @@ Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, offsets, total});
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
   x = as_contiguous(op, x, 1);
   Tensor out = allocate(op, x, with_rows_of(x, 1, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());

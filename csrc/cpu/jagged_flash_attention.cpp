@@ -18,7 +18,7 @@ Rows rows_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-// What both directions share; sizes of windows are cut to what makes a difference.
+// Shared by forward and backward; windows larger than any sequence are cut.
 AttentionParams make_params(const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
                             int64_t window_left, int64_t window_right, double scale) {
   AttentionParams params{};

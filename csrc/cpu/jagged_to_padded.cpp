@@ -53,7 +53,8 @@ Tensor jagged_to_padded(Tensor x, Tensor offsets, int64_t max_len, double fill) 
     const int64_t left = (max_len - rows) * sizes.rest;
     (elem_bytes == 8   ? fill_elements<uint64_t>
      : elem_bytes == 4 ? fill_elements<uint32_t>
-                       : fill_elements<uint16_t>)(to + rows * row_bytes, left, bits);
+     : elem_bytes == 2 ? fill_elements<uint16_t>
+                       : fill_elements<uint8_t>)(to + rows * row_bytes, left, bits);
   });
   record_kernel(kernel_table().name);
   return out;

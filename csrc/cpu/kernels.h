@@ -1,7 +1,7 @@
-// What the operators (jagged_*.cpp) hand to the compute kernels, and the table in which they find
-// them.
+// The arguments of the compute kernels, which the operators (jagged_*.cpp) pass, and the table of
+// kernels.
 //
-// The kernels stand in kernels/*.inl and simd/*.inl, free of torch headers. They are compiled once
+// The kernels are in kernels/*.inl and simd/*.inl, free of torch headers. They are compiled once
 // per instruction set (isa_baseline.cpp, isa_avx2.cpp, isa_avx512.cpp), each in a namespace of its
 // own under a target pragma, so that one binary serves every machine; dispatch.cpp picks a table at
 // run time. A kernel is a template over its accumulator (float, or double for float64); the element
@@ -125,7 +125,7 @@ struct JaggedBmmItem {
   bool out_is_accum;  // out holds accumulators (a partial sum), else elements
 };
 
-// Rows that are summed at a time: fewer where an operand has few columns, as both are then read
+// Rows that are summed at a time: fewer if an operand has few columns, since both are then read
 // from the tensors.
 constexpr int64_t kJaggedDepth = 128, kJaggedDepthFew = 32;
 constexpr int64_t kJaggedCompactRow = 96;  // longer rows are copied ahead of repeated use
@@ -169,7 +169,7 @@ struct SoftmaxLinesItem {
 };
 
 constexpr int64_t kSoftmaxColumns = 128;
-// Elements that are read at a time; a sequence of no more is read once.
+// Elements that are read at a time; a sequence of at most so many is read once.
 constexpr int64_t kSoftmaxBlock = 32768;
 
 // Statistics, forward: the maximum of scale * x and the sum of exp(scale * x - maximum); backward:
@@ -211,7 +211,7 @@ struct SumItem {
   int64_t column_begin, columns;  // at most kSumColumns
 };
 
-// Sums of so many rows are exact enough, and parts of a long sequence are worth a thread.
+// Sums of so many rows are exact enough, and a part of so many is worth a thread.
 constexpr int64_t kSumRows = 1024;
 constexpr int64_t kSumColumns = 1024, kSumLanes = 64;
 

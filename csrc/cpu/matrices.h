@@ -1,4 +1,4 @@
-// One matrix a sequence, as the CPU's kernels take them.
+// One matrix per sequence, as the CPU's kernels take them.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace jagged_cuda::cpu {
 
-// Element (i, j) of the matrix of one sequence stands at begin + i * columns.len + j.
+// Element (i, j) of the matrix of one sequence is at begin + i * columns.len + j.
 struct Matrix {
   Sequence rows;     // of the tensor whose sequences are the matrices' rows
   Sequence columns;  // of the tensor whose sequences are their columns
@@ -19,7 +19,8 @@ struct Matrix {
 };
 
 // The matrices of offsets, y_offsets (none: offsets) and matrix_offsets, each [B + 1], in
-// `capacity` elements, what `argument` says; checked if JAGGED_CUDA_CHECK asks for it.
+// `capacity` elements, as `argument` says. JAGGED_CUDA_CHECK asks for a check that all fit;
+// all else is always checked.
 inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
                                          const Tensor& offsets,
                                          const std::optional<Tensor>& y_offsets,
@@ -32,15 +33,19 @@ inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
   const Tensor dense = contiguous(matrix_offsets);
   const int64_t* begins = dense.const_data_ptr<int64_t>();
   const int64_t num_seqs = dense.size(0) - 1;
-  if (checks_enabled()) {
+  const int64_t checked_capacity = check_mode() == CheckMode::kOff ? kUnlimited : capacity;
+  const auto check = [&](auto zero) {
+    using Offset = decltype(zero);
     const Tensor row_offsets = contiguous(offsets), column_offsets = contiguous(given_columns);
-    if (row_offsets.scalar_type() == ScalarType::Int) {
-      validate_matrix_offsets(op, argument, row_offsets.const_data_ptr<int32_t>(),
-                              column_offsets.const_data_ptr<int32_t>(), begins, num_seqs, capacity);
-    } else {
-      validate_matrix_offsets(op, argument, row_offsets.const_data_ptr<int64_t>(),
-                              column_offsets.const_data_ptr<int64_t>(), begins, num_seqs, capacity);
-    }
+    enforce(op, argument,
+            MatrixOffsetsRule<Offset>{row_offsets.const_data_ptr<Offset>(),
+                                      column_offsets.const_data_ptr<Offset>(), begins, num_seqs,
+                                      checked_capacity});
+  };
+  if (offsets.scalar_type() == ScalarType::Int) {
+    check(int32_t{0});
+  } else {
+    check(int64_t{0});
   }
   std::vector<Matrix> matrices(rows.size());
   for (size_t seq = 0; seq < rows.size(); ++seq) {
@@ -50,7 +55,7 @@ inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
   return matrices;
 }
 
-// Zeros for the elements of `out` that belong to no matrix. Comes ahead of the kernels: with wrong
+// Zeros for the elements of `out` that belong to no matrix. Runs before the kernels: with wrong
 // offsets these elements may belong to a matrix too.
 inline void zero_elements_outside(const Tensor& matrix_offsets, int64_t capacity,
                                   int64_t element_bytes, void* out) {

@@ -19,7 +19,8 @@ Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "padded_to_jagged";
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, offsets, total});
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
   x = as_contiguous(op, x, 2);
   Tensor out = allocate(op, x, with_rows_of(x, 2, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());

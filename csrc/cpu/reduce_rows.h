@@ -1,4 +1,4 @@
-// What jagged_sum and jagged_mean share on the CPU: items are up to kSumRows rows and kSumColumns
+// Shared by jagged_sum and jagged_mean on the CPU: items are up to kSumRows rows and kSumColumns
 // columns of a sequence (kernels/sum.inl). A longer sequence is summed in parts, and these in
 // order.
 #pragma once
@@ -32,7 +32,7 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets, const
   params.columns = sizes.rest;
   char* result = static_cast<char*>(out.mutable_data_ptr());
 
-  // Memory's speed, in multiply-adds.
+  // Time to read memory, in multiply-adds.
   constexpr int64_t kElementCost = 6;
   WorkList<Item> whole, parts, parted;
   int64_t num_sums = 0;

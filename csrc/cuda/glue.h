@@ -4,6 +4,7 @@
 
 #include "contract/contract.h"
 
+#include "cuda/checks.h"
 #include "cuda/kernels/jagged_flash_attention.h"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
@@ -110,41 +111,6 @@ inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
 inline HeadsView view_heads(const Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
           tensor.size(1) > 1 ? tensor.stride(1) : 0};
-}
-
-// Whether JAGGED_CUDA_CHECK=1 asks for validation. A stream that is being captured into a graph
-// can't be waited for, so nothing is validated there.
-inline bool can_validate(const char* op, const Tensor& offsets) {
-  if (!checks_enabled()) return false;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(op, cudaStreamIsCapturing(current_stream(offsets), &status));
-  return status == cudaStreamCaptureStatusNone;
-}
-
-template <typename Index>
-std::vector<Index> copy_to_host(const char* op, const Tensor& tensor) {
-  const cudaStream_t stream = current_stream(tensor);
-  std::vector<Index> host(tensor.size(0));
-  check_cuda(op, cudaMemcpyAsync(host.data(), tensor.const_data_ptr(), host.size() * sizeof(Index),
-                                 cudaMemcpyDeviceToHost, stream));
-  check_cuda(op, cudaStreamSynchronize(stream));
-  return host;
-}
-
-// visit(zero) with a value of the type of `offsets`.
-template <typename Visit>
-void with_index(const Tensor& offsets, Visit visit) {
-  offsets.scalar_type() == ScalarType::Long ? visit(int64_t{0}) : visit(int32_t{0});
-}
-
-// Waits for the stream and names the first bad index, where that is asked for.
-inline void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                                   int64_t total, std::optional<int64_t> max_len = std::nullopt) {
-  if (!can_validate(op, offsets)) return;
-  with_index(offsets, [&](auto zero) {
-    const auto host = copy_to_host<decltype(zero)>(op, offsets);
-    validate_offsets(op, argument, host.data(), offsets.size(0) - 1, total, max_len);
-  });
 }
 
 }  // namespace jagged_cuda

@@ -30,22 +30,11 @@ inline MatricesView view_matrices(const MatrixOffsets& offsets, int64_t total_ro
           static_cast<const int64_t*>(offsets.begins.const_data_ptr()), capacity};
 }
 
-// Waits for the stream and names the first bad index, or the first matrix that does not fit into
-// `capacity`, what `argument` says; where that is asked for.
 inline void maybe_validate_matrices(const char* op, const char* argument,
                                     const MatrixOffsets& offsets, bool has_y_offsets,
                                     int64_t total_rows, int64_t total_columns, int64_t capacity) {
-  maybe_validate_offsets(op, "offsets", offsets.rows, total_rows);
-  maybe_validate_offsets(op, has_y_offsets ? "y_offsets" : "offsets", offsets.columns,
-                         total_columns);
-  if (!can_validate(op, offsets.rows)) return;
-  with_index(offsets.rows, [&](auto zero) {
-    const auto rows = copy_to_host<decltype(zero)>(op, offsets.rows),
-               columns = copy_to_host<decltype(zero)>(op, offsets.columns);
-    const auto begins = copy_to_host<int64_t>(op, offsets.begins);
-    validate_matrix_offsets(op, argument, rows.data(), columns.data(), begins.data(),
-                            offsets.rows.size(0) - 1, capacity);
-  });
+  maybe_validate_matrices(op, argument, offsets.rows, offsets.columns, has_y_offsets,
+                          offsets.begins, total_rows, total_columns, capacity);
 }
 
 }  // namespace jagged_cuda

@@ -22,7 +22,8 @@ from jagged_cuda import _load
 
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _FLOAT + _INDEX, "int64": (torch.int64,)}
+_ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
@@ -140,7 +141,7 @@ class Contract:
     ) -> NoReturn:
         """Name what the relation bounds: an integer, or the first argument that has this size.
 
-        What that argument does not have stands there as a number.
+        A size that this argument does not have is given as a number.
         """
         subject = words[2] if words[0] not in sizes and words[0] not in arguments else words[0]
         owner = next((rule for rule in self.rules if subject in rule.dims), None)
@@ -159,7 +160,7 @@ class Contract:
         fail_argument(op, owner.name, expected, shape_text(arguments[owner.name].shape))
 
     def results_of(self, op: str, arguments: Mapping[str, Any]) -> Any:
-        """What a call returns, without values."""
+        """Describe what a call returns, without values."""
         known = {**arguments, **self.check(op, arguments)}
         results = tuple(
             arguments[rule.like].new_empty(rule.shape(known), dtype=rule.dtype(arguments))

@@ -1,9 +1,10 @@
-"""The way of a call from a public function to its kernel.
+"""How a call gets from a public function to its kernel.
 
 ``overridable``  is the gate of every public function: arguments that implement
-                 __torch_function__ (torch.fx's proxies, subclasses) take the call whole.
+                 __torch_function__ (torch.fx's proxies, subclasses) take the call whole; all others
+                 must be of the kind that the function's annotations name (_arguments.py).
 ``call``         leads from a public function, or a gradient, to a registered operator: the short
-                 way if nobody watches, else through the dispatcher.
+                 way if nothing else wants to see the call, else through the dispatcher.
 ``register``     gives the dispatcher what an operator has beside its kernels: the fake kernel,
                  which its contract makes, autograd and autocast.
 
@@ -16,16 +17,17 @@ to see the call takes the registered way: subclasses, modes, torch.func, autocas
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from jagged_cuda.ops._contract import fail_argument, fake
+from jagged_cuda.ops._arguments import Arguments
+from jagged_cuda.ops._contract import fake
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -35,7 +37,8 @@ _Result = TypeVar("_Result")
 
 
 def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Pass calls with arguments that implement __torch_function__ to them."""
+    """Pass calls with arguments that implement __torch_function__ to them; check all others."""
+    arguments = Arguments(function)
 
     @functools.wraps(function)
     def public(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -44,23 +47,18 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             try:
                 result: _Result = handle_torch_function(public, relevant, *args, **kwargs)
             except Exception:
-                _refuse_nested(function, args, kwargs)
+                # A subclass has refused the call; nested tensors do so without a helpful message.
+                arguments.check(args, kwargs)
                 raise
             return result
-        return function(*args, **kwargs)
+        arguments.check(args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError:  # a strided nested tensor is a plain Tensor to Python
+            arguments.look_at_all(args, kwargs)
+            raise
 
     return public
-
-
-def _refuse_nested(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Raise RuntimeError if an argument is a nested tensor, whose own answer has no words."""
-    arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.is_nested:
-            expected = f"a plain tensor (of a nested one its {name}.values() and {name}.offsets())"
-            fail_argument(function.__name__, name, expected, "a nested one")
 
 
 def allow_tf32(dtype: torch.dtype) -> bool:
@@ -81,10 +79,11 @@ _OUT_OF_MEMORY = re.compile(r"^\w+: out of memory on cuda:(?P<device>\d+) alloca
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _SCALARS = frozenset((int, float, bool, type(None)))
 
-# Of PyTorch's own, without a promise: where one is missing, every call takes the registered way.
+# Private functions of PyTorch: where one is missing, every call takes the registered way.
 _PRIVATE = (
     "_AutoDispatchBelowAutograd",
     "_are_functorch_transforms_active",
+    "_functorch",
     "_get_tracing_state",
     "_is_any_autocast_enabled",
     "_len_torch_dispatch_stack",
@@ -93,7 +92,7 @@ _PRIVATE = (
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
 
-# Of each operator what applies it differentiably, and the defaults of its arguments.
+# For each operator its differentiable form, and the defaults of its arguments.
 _formulas: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
 
@@ -112,6 +111,8 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
+        _refuse_transforms(op, args)
     found = _formulas.get(op)
     if found is None or not _HAS_PRIVATE or _is_watched():
         return op(*args)
@@ -127,6 +128,25 @@ def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return apply(*args, *defaults[len(args) :])
     with _C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def _refuse_transforms(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raise RuntimeError where a transform would silently get wrong derivatives, or none."""
+    name = getattr(op, "__name__", str(op)).partition(".")[0]
+    transforms = {
+        interpreter.key().name for interpreter in _C._functorch.get_interpreter_stack() or ()
+    }
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if "Jvp" in transforms or any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not"
+            " supported; use torch.autograd.grad"
+        )
+    if "Grad" in transforms:
+        raise RuntimeError(
+            f"{name}: torch.func.grad, vjp and jacrev are not supported; use torch.autograd.grad or"
+            " torch.autograd.functional"
+        )
 
 
 def _is_watched() -> bool:

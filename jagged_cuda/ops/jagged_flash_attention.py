@@ -77,11 +77,14 @@ def jagged_flash_attention(
         >>> lse[:, 0].exp()
         tensor([4., 4., 4., 4., 1.])
     """
-    if len(window_size) != 2 or min(window_size) < -1:
+    window_left, window_right = window_size
+    if window_left < -1 or window_right < -1:
         expected = "(left, right), each -1 or more"
         fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-    window_left, window_right = window_size
     if causal:
+        if window_right > 0:
+            expected = "(left, 0) or (left, -1) with causal=True"
+            fail_argument("jagged_flash_attention", "window_size", expected, window_size)
         window_right = 0
     one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
     if one_head:

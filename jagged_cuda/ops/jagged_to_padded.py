@@ -1,4 +1,4 @@
-"""jagged_to_padded: the rows of each sequence side by side with the others', filled up."""
+"""jagged_to_padded: jagged rows as a padded tensor."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 
     from there to max_len.
 
     Args:
-        x: `[T, ...]` jagged; float32, float64, float16, bfloat16, int32 or int64.
+        x: `[T, ...]` jagged; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]``.
         max_len: M, the padded length; rows of a sequence beyond it are cut.
-        fill: what stands where a sequence has no row; an integer for integer dtypes.
+        fill: the value where a sequence has no row; an integer for integer dtypes.
 
     Returns:
         `[B, max_len, ...]` of x's dtype, contiguous.
@@ -47,12 +47,17 @@ def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 
                 [ 2,  3]])
     """
     op = "jagged_to_padded"
-    if x.dtype in (torch.int32, torch.int64):
-        info = torch.iinfo(x.dtype)
-        if not (info.min <= fill <= info.max and math.floor(fill) == fill):
+    if not x.dtype.is_floating_point:
+        low, high = (0, 1) if x.dtype is torch.bool else _integers(x.dtype)
+        if not (low <= fill <= high and math.floor(fill) == fill):
             expected = f"an integer that fits into {_contract.dtype_name(x.dtype)}"
             _contract.fail_argument(op, "fill", expected, str(fill))
     return call(torch.ops.jagged_cuda.jagged_to_padded.default, x, offsets, max_len, fill)
+
+
+def _integers(dtype: torch.dtype) -> tuple[int, int]:
+    info = torch.iinfo(dtype)
+    return info.min, info.max
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

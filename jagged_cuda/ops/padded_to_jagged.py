@@ -18,7 +18,7 @@ def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
     For each sequence b of length L: ``z_b[i] = x[b, i]`` for i < min(L, M), and 0 from there to L.
 
     Args:
-        x: `[B, M, ...]` padded; float32, float64, float16, bfloat16, int32 or int64.
+        x: `[B, M, ...]` padded; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]`` of the result.
         total: T, rows of the result: at least the last of offsets. None reads that number, which
@@ -33,7 +33,7 @@ def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
         torch.OutOfMemoryError: the GPU has no room for the result.
 
     Notes:
-        Empty sequences are allowed, and what stands beyond a sequence's length in x is not read.
+        Empty sequences are allowed, and rows of x beyond a sequence's length are not read.
         Values are copied. With total nothing synchronises; torch.compile without graph breaks
         needs it too. The gradient is jagged_to_padded, so that derivatives of any order exist;
         integers have none. Autocast leaves the dtype alone. Deterministic. x is read in place if

@@ -25,7 +25,7 @@ from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
 
 BACKENDS = ("cpu", "cuda", "triton")
 
-# What makes a backend take other kernels, or validate, and must change no result.
+# Settings that make a backend take other kernels, or check offsets, and must change no result.
 ENVIRONMENT: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "JAGGED_CUDA_CPU_ISA": ("baseline", "avx2", "avx512"),
@@ -48,7 +48,7 @@ class Draw:
         device: where the tensors lie.
         backward: judge the gradients too.
         outputs: those that gradients flow from; None means all.
-        gradient_storage: how the gradients that come in lie in memory, by output.
+        gradient_storage: how incoming gradients lie in memory, by output.
         tf32: float32 products may round their operands.
         deterministic: under torch.use_deterministic_algorithms.
         threads: of PyTorch on the CPU.
@@ -83,7 +83,7 @@ class Draw:
         return Draw(spec=Spec(**spec), **{name: _tuples(v) for name, v in fields.items()})
 
     def command(self) -> str:
-        """The command line that judges this draw alone."""
+        """The command line that judges only this draw."""
         return f"python -m jagged_cuda.fuzz --case {shlex.quote(self.to_json())}"
 
 
@@ -166,7 +166,7 @@ FILE_LIMITS = {"cpu": (256, 8), "cuda": (2048, 32), "triton": (256, 8), "interpr
 
 @dataclass(frozen=True)
 class Drawn:
-    """A draw, and what it was drawn from, which it does not depend on."""
+    """A draw, and what it was drawn from; the draw does not depend on that."""
 
     draw: Draw
     size: str
@@ -347,7 +347,7 @@ def operators(backend: str) -> Any:
 
 @dataclass(frozen=True)
 class Results:
-    """What a draw gave, and the gradients that were passed in; none without a backward pass."""
+    """Results of a draw, and the gradients that were passed in; none without a backward pass."""
 
     sample: Sample
     found: Tensors

@@ -1,4 +1,4 @@
-"""Inputs drawn from a seed: values with outliers, garbage in foreign rows, every storage layout."""
+"""Inputs drawn from a seed: values with outliers, NaN outside the sequences, every storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jagged_cuda.testing.lengths import Layout, matrices
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that decides a sample but its dtype and device.
+    """Everything that decides a sample except its dtype and device.
 
     Args:
         seed: of the values.
@@ -41,7 +41,7 @@ class Spec:
 
     @property
     def capacity(self) -> int:
-        """Elements of a vector with one matrix `[L, Lk]` a sequence, by the choice "capacity".
+        """Elements of a vector with one matrix `[L, Lk]` per sequence, by the choice "capacity".
 
         "exact" is as many as there are, "spare" some more, "short" too few for the last ones.
         """
@@ -53,8 +53,8 @@ class Spec:
     def rows_layout(self, rows: str) -> Layout:
         """The layout of a tensor by what its rows are.
 
-        Rows of "q", of "kv", one a sequence ("seq"), or elements of its matrix ("matrix"); "total"
-        are those of "q" in a tensor of so many rows as the choice "total" says.
+        Rows of "q", of "kv", one per sequence ("seq"), or elements of its matrix ("matrix");
+        "total" are those of "q" in a tensor with as many rows as the choice "total" says.
         """
         if rows == "total":
             room = self.choices["total"]

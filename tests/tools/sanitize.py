@@ -26,7 +26,7 @@ from jagged_cuda.testing.draws import Draw, Wanted, run_draw
 from tests.tools.covering import covering_draws
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-FOUND = 77  # the exit status that stands for a report of the tool
+FOUND = 77  # the exit status of a tool that reports something
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a tool said."""
+    """The verdict of a tool."""
 
     status: int
     summary: str

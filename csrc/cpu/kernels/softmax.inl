@@ -81,7 +81,7 @@ void finish_softmax_block(const SoftmaxLayout<T>& layout, const SoftmaxParams& p
   }
 }
 
-// The value to take from logits ahead of exp: no NaN where nothing but -inf was seen.
+// The value to subtract from logits before exp: no NaN where nothing but -inf was seen.
 template <class T>
 JAGGED_INLINE Vector<T> finite_max(Vector<T> max) {
   return max == -std::numeric_limits<T>::infinity() ? broadcast<T>(0) : max;

@@ -1,4 +1,4 @@
-// Copying rows in units of 2, 4, 8 or 16 bytes, whatever their elements are.
+// Copying rows in units of 1, 2, 4, 8 or 16 bytes, whatever their elements are.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,6 +32,8 @@ cudaError_t with_unit(int unit_bytes, Launch launch) {
       return launch(uint32_t{});
     case 2:
       return launch(uint16_t{});
+    case 1:
+      return launch(uint8_t{});
   }
   return cudaErrorInvalidValue;
 }
