@@ -711,15 +711,3 @@ def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> N
     assert session.rows and not session.failed
     table = report.tables(session, report.environment(timer))
     assert "MiB" in table and "TFLOP/s" in table
-
-
-def test_a_peer_off_the_record_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "is_reference_machine", True)
-    session = Session(CpuTimer(1), Options(quick=True, against=("padded",)))
-    session.calibrate()
-    # A record that no machine comes near, so that the note does not hang on this one's speed.
-    records = {precision: {"padded": 1e-3} for precision in ("fp32", "bf16")}
-    operator = dataclasses.replace(table1.OPERATORS[-1], recorded_us=records)
-    monkeypatch.setattr(table1, "OPERATORS", (operator,))
-    table1.COMMAND.run(session)
-    assert any(note.startswith("padded took ") and "on record" in note for note in session.notes)
