@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -316,21 +315,6 @@ def test_a_compiler_of_several_words_and_a_foreign_cc(toy: Toy) -> None:
     toy.env |= {"CXX": f"env A=1 {toy.root / 'c++'}", "CC": "/nonexistent/cc"}
     assert toy.load()[0]["answer"] == 42
     assert len(toy.compiled()) == 2
-
-
-def test_the_environment_in_which_torch_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", "gcc")
-    monkeypatch.delenv("MAX_JOBS", raising=False)
-    before = dict(os.environ)
-    with Build("_C_cpu", tmp_path, (), torch, ("g++", "-m64")).cpp_extension(tmp_path):
-        # ninja of an environment that is not activated, and as many compilers as memory takes.
-        assert os.environ["PATH"].startswith(str(Path(sys.executable).parent))
-        assert 1 <= int(os.environ["MAX_JOBS"]) <= len(os.sched_getaffinity(0))
-        assert "CC" not in os.environ
-        assert Path(os.environ["CXX"]).read_text() == '#!/bin/sh\nexec g++ -m64 "$@"\n'
-    assert dict(os.environ) == before
 
 
 def test_no_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,19 +690,3 @@ def test_the_import_opens_no_cuda_context_and_survives_fork() -> None:
         assert os.waitpid(child, 0)[1] == 0
     """
     _run(script)
-
-
-def test_a_cuda_problem_is_warned_of_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        monkeypatch.setattr(_load, "loaded", {})
-        monkeypatch.setattr(_load, "cuda_unavailable_reason", None)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        old = _load.Driver("550.54", (12, 4), (_load.Gpu("NVIDIA H100", (9, 0)),))
-        monkeypatch.setattr(_load, "find_driver", lambda: old)
-        monkeypatch.setattr(_load, "_explain_cuda_calls", lambda reason: None)
-        monkeypatch.setattr(_load, "_load", lambda name, *_: _load.loaded.setdefault(name, _))
-        _load.load_libraries()
-    (warning,) = caught
-    assert warning.category is RuntimeWarning
-    assert str(warning.message).startswith("jagged_cuda cannot use CUDA: the NVIDIA driver 550.54")

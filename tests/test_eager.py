@@ -120,15 +120,6 @@ def test_a_trace_has_the_operator() -> None:
     assert "jagged_cuda::jagged_softmax" in str(traced.graph)
 
 
-def test_autocast_still_casts() -> None:
-    x, y = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = jagged_cuda.jagged_dense_bmm(x, y, OFFSETS)
-    assert out.dtype is torch.bfloat16
-    (grad,) = torch.autograd.grad(out.sum(), x)
-    assert grad.dtype is torch.float32
-
-
 def test_without_pytorchs_private_functions_all_works() -> None:
     code = (
         "import torch; del torch._C._is_any_autocast_enabled\n"

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import jagged_cuda
 from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
-from tests.tools import corrupt, sanitize
+from tests.tools import corrupt
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -329,16 +328,3 @@ def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(jagged_cuda, "jagged_sum", function)
         with pytest.raises(AssertionError, match=f"jagged_sum, .*: {what}"):
             list(corrupt.run_batches(numbers, "cpu", guarded=True))
-
-
-@pytest.mark.parametrize(
-    ("script", "is_clean"),
-    [("echo '= ERROR SUMMARY: 0 errors'", True), ("exit 77", False), ("true", False)],
-    ids=["clean", "an error", "silent"],
-)
-def test_what_the_sanitizer_says_counts(script: str, is_clean: bool, tmp_path: Path) -> None:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    check = sanitize.Check("memcheck", "wrong offsets", ("tests.tools.corrupt",))
-    assert (sanitize.run_check(str(tool), check, limit=60.0).status == 0) == is_clean

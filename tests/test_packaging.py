@@ -226,29 +226,6 @@ def test_the_wheel_passes_what_ci_checks(
     assert len(check_wheel.problems_of_file(other)) == 2
 
 
-def test_an_architecture_that_is_missing_is_found(
-    check_wheel: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def listing(*code: str) -> str:
-        pieces = (text.split() for text in code)
-        return "".join(
-            f"\nFatbin {kind} code:\n================\narch = {arch}\ncode version = [1,8]\n"
-            for kind, arch in pieces
-        )
-
-    def problems(archs: str, *code: str) -> list[str]:
-        monkeypatch.setattr(check_wheel, "output_of", lambda *_: listing(*code))
-        return check_wheel.problems_of_archs(Path("_C_cuda.abi3.so"), archs)
-
-    monkeypatch.setattr(check_wheel, "find_cuobjdump", lambda: Path("cuobjdump"))
-    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90a", "elf sm_90a", "elf sm_80") == []
-    assert problems("8.0;10.0+PTX", "elf sm_80", "elf sm_100", "ptx sm_100") == []
-    assert problems("8.0;10.0+PTX", "elf sm_80", "elf sm_100")
-    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90")
-    assert problems("8.0", "elf sm_80", "elf sm_90a")
-    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90a", "elf sm_80")
-
-
 # --- docs/building.md
 
 

@@ -82,15 +82,6 @@ def test_nothing_to_attend_to(
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("spec", [SPEC, CROSS], ids=["self", "cross"])
-@pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.2])
-def test_means_what_flash_attention_means(
-    spec: Spec, scale: float | None, device: torch.device
-) -> None:
-    """Its definition is the flash form's, to the last bits of float64."""
-    judge(CASE, with_choices(spec, scale=scale), torch.float64, device)
-
-
 def test_features_are_not_needed(device: torch.device) -> None:
     """Without any, all scores are 0, and each row is the mean of its keys' values."""
     sample = CASE.sample(with_choices(SPEC, dims=(0, 6)), torch.float64, device)
