@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from plain import run_python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,14 +119,11 @@ def test_a_trace_has_the_operator() -> None:
 
 
 def test_without_pytorchs_private_functions_all_works() -> None:
-    code = (
-        "import torch; del torch._C._is_any_autocast_enabled\n"
-        "import jagged_cuda\n"
-        "x = torch.ones(5, requires_grad=True)\n"
-        "out = jagged_cuda.jagged_softmax(x, torch.tensor([0, 2, 5]))\n"
-        "out[0].backward(); print(x.grad.tolist()[:2])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
-    )
-    assert done.stdout == "[0.25, -0.25]\n", done.stderr
+    code = """
+        import torch; del torch._C._is_any_autocast_enabled
+        import jagged_cuda
+        x = torch.ones(5, requires_grad=True)
+        out = jagged_cuda.jagged_softmax(x, torch.tensor([0, 2, 5]))
+        out[0].backward(); print(x.grad.tolist()[:2])
+    """
+    assert run_python("-c", code).stdout == "[0.25, -0.25]\n"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from plain import run_python
 
 import jagged_cuda
 from jagged_cuda.testing.cases import CASES, EVERY, Case
@@ -284,11 +283,8 @@ def test_set_checks_takes_nothing_else() -> None:
 @pytest.mark.parametrize("device_name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_wrong_offsets_stay_in_bounds(device_name: str) -> None:
     """In a process of its own, which a write or read out of bounds may kill."""
-    command = [sys.executable, "-m", "tests.tools.corrupt"]
-    done = subprocess.run(
-        [*command, "--device", device_name, "--batches", "630"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("-m", "tests.tools.corrupt", "--device", device_name, "--batches", "630")
+    done = run_python(*command)
     assert "630 batches, forward and backward" in done.stdout
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import run_python
 from torch import Tensor
 
 import jagged_cuda
@@ -86,9 +86,7 @@ def test_other_operators_do_not_change_a_draws_line() -> None:
 
 def test_the_line_runs() -> None:
     words = shlex.split(draw(SMALL, 1, "cpu", "cpu", 4).draw.command())
-    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "right; kernels cpu." in done.stdout
+    assert "right; kernels cpu." in run_python(*words[1:], cwd=ROOT).stdout
 
 
 @pytest.mark.parametrize("text", ["{}", "[", '{"op": "x", "spec": {"length": 3}}'])

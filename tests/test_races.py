@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.dummy
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import run_python
 
 import jagged_cuda
 from jagged_cuda.testing import kernel_paths
@@ -84,11 +83,8 @@ def test_covering_draws_take_every_path_that_is_found() -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    module = [sys.executable, "-m", "tests.tools.sanitize"]
     root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(module, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0
+    done = run_python("-m", "tests.tools.sanitize", cwd=root, CUDA_VISIBLE_DEVICES="")
     assert done.stdout == "sanitize: there is no NVIDIA GPU here, so nothing was checked\n"
 
 

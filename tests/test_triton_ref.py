@@ -6,7 +6,6 @@ On a GPU they run there; without one in Triton's CPU interpreter, in the types t
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from plain import spec_of  # noqa: E402
+from plain import run_python, spec_of  # noqa: E402
 
 import jagged_cuda  # noqa: E402
 import triton_ref  # noqa: E402
@@ -221,17 +220,7 @@ def test_errors():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_kernel_compiles_for_hopper(dtype: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, dtype],
-        env=environment,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_python(__file__, dtype, cwd=ROOT, TRITON_INTERPRET="0")
 
 
 def compile_for_hopper(dtype: torch.dtype) -> None:
