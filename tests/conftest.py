@@ -91,6 +91,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels that the device takes by itself, "best", or those of all GPUs, "mma_sync"."""
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "" if request.param == "best" else request.param)
+    return request.param
+
+
+@pytest.fixture
 def tf32():
     """float32 products may round their operands to TF32."""
     before = torch.backends.cuda.matmul.fp32_precision

@@ -56,6 +56,15 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
 
+def sentence(function: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """What a call raises, or nothing."""
+    try:
+        function(*arguments, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def run_python(
     *arguments: str, cwd: Path | None = None, status: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
