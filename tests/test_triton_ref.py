@@ -268,22 +268,8 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
         operands = (x, values(2, 16, 8), offsets)
         triton_ref.jagged_dense_bmm(*operands, bias=values(2, 8), activation=activation)
-    expected = {
-        "jagged_jagged_bmm_jagged_out_kernel",
-        "array_jagged_bmm_jagged_out_kernel",
-        "jagged_dense_bmm_kernel",
-        "jagged_jagged_bmm_kernel",
-        "jagged2_softmax_kernel",
-        "jagged2_softmax_backward_kernel",
-        "jagged_to_padded_kernel",
-        "padded_to_jagged_kernel",
-        "jagged_sum_kernel",
-        "jagged_softmax_kernel",
-        "jagged_softmax_backward_kernel",
-        "jagged_flash_attention_kernel",
-        "jagged_flash_attention_backward_dq_kernel",
-        "jagged_flash_attention_backward_dkdv_kernel",
-    }
+    modules = [module for name, module in sys.modules.items() if name.startswith("triton_ref.")]
+    expected = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == expected, compiled
 
 
