@@ -83,11 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device in turn."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if request.param == "cuda"
-        else (torch.device("cpu"))
-    )
+    if request.param == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

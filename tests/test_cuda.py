@@ -41,6 +41,14 @@ def _on_hopper(path: str) -> str:
     return re.sub(r"mma_sync(?=\.b?f16)", "wgmma", path) if HOPPER else path
 
 
+# Of a product, whatever its kind: dtype, TF32 allowed, path.
+_PRODUCT_PATHS = (
+    (torch.float32, False, "mma_sync.f32"),
+    (torch.float32, True, "mma_sync.tf32"),
+    (torch.float64, False, "fma.f64"),
+    (torch.float16, True, "mma_sync.f16"),
+    (torch.bfloat16, False, "mma_sync.bf16"),
+)
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
@@ -61,13 +69,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
                 _WEIGHTED,
             ),
         )
-        for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.f32"),
-            (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.f64"),
-            (torch.float16, True, "mma_sync.f16"),
-            (torch.bfloat16, False, "mma_sync.bf16"),
-        )
+        for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
         (name, dtype, tf32, {}, f"{first}.{path}", f"{_JAGGED if dense else _DENSE}.{path}")
@@ -75,13 +77,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_dense_bmm", _DENSE, True),
             ("jagged_jagged_bmm", _JAGGED, False),
         )
-        for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.f32"),
-            (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.f64"),
-            (torch.float16, True, "mma_sync.f16"),
-            (torch.bfloat16, False, "mma_sync.bf16"),
-        )
+        for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
         (
