@@ -83,11 +83,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device in turn."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if request.param == "cuda"
-        else (torch.device("cpu"))
-    )
+    if request.param == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels that the device takes by itself, "best", or those of all GPUs, "mma_sync"."""
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "" if request.param == "best" else request.param)
+    return request.param
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from plain import sentence
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
@@ -158,15 +159,6 @@ def call(op: str, arguments: dict[str, Any], device: torch.device) -> Any:
     return getattr(torch.ops.jagged_cuda, op)(*made)
 
 
-def sentence(function: Callable[[], object]) -> str:
-    """The error that a call raises, or nothing."""
-    try:
-        function()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 OPS = pytest.mark.parametrize("op", operators())
 
 
@@ -190,11 +182,11 @@ def test_wrong_calls_are_refused_in_the_same_words(op: str, device: torch.device
     for wrong in wrong_calls(op):
         with FakeTensorMode():
             gpu = torch.device("cuda", 0) if wrong.needs_gpu else device
-            text = sentence(lambda: call(op, wrong.arguments, gpu))  # noqa: B023
+            text = sentence(call, op, wrong.arguments, gpu)
         assert text.startswith(f"{op}: {wrong.named} must be "), (wrong, text)
         assert re.fullmatch(r".*, got \S.*", text) and wrong.words in text, (wrong, text)
         if not wrong.needs_gpu or device.type == "cuda":
-            kernels = sentence(lambda: call(op, wrong.arguments, device))  # noqa: B023
+            kernels = sentence(call, op, wrong.arguments, device)
             assert kernels == text, wrong
 
 
@@ -215,9 +207,9 @@ def test_whatever_is_changed_both_say_the_same(op: str, device: torch.device) ->
                     others += [dataclasses.replace(value, shape=shape) for shape in shapes]
             for other in others:
                 arguments = right | {name: other}
-                text = sentence(lambda: call(op, arguments, device))  # noqa: B023
+                text = sentence(call, op, arguments, device)
                 with FakeTensorMode():
-                    assert sentence(lambda: call(op, arguments, device)) == text  # noqa: B023
+                    assert sentence(call, op, arguments, device) == text
                 assert re.fullmatch(rf"({op}: \w+ must be .+, got .+)?", text), text
 
 
@@ -310,4 +302,4 @@ GOLDEN: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 def test_golden_sentences(
     op: str, args: tuple[Any, ...], options: dict[str, Any], text: str
 ) -> None:
-    assert sentence(lambda: getattr(jagged_cuda, op)(*args, **options)) == f"{op}: {text}"
+    assert sentence(getattr(jagged_cuda, op), *args, **options) == f"{op}: {text}"

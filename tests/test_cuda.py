@@ -41,6 +41,14 @@ def _on_hopper(path: str) -> str:
     return re.sub(r"mma_sync(?=\.b?f16)", "wgmma", path) if HOPPER else path
 
 
+# Of a product, whatever its kind: dtype, TF32 allowed, path.
+_PRODUCT_PATHS = (
+    (torch.float32, False, "mma_sync.f32"),
+    (torch.float32, True, "mma_sync.tf32"),
+    (torch.float64, False, "fma.f64"),
+    (torch.float16, True, "mma_sync.f16"),
+    (torch.bfloat16, False, "mma_sync.bf16"),
+)
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
@@ -61,13 +69,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
                 _WEIGHTED,
             ),
         )
-        for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.f32"),
-            (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.f64"),
-            (torch.float16, True, "mma_sync.f16"),
-            (torch.bfloat16, False, "mma_sync.bf16"),
-        )
+        for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
         (name, dtype, tf32, {}, f"{first}.{path}", f"{_JAGGED if dense else _DENSE}.{path}")
@@ -75,13 +77,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_dense_bmm", _DENSE, True),
             ("jagged_jagged_bmm", _JAGGED, False),
         )
-        for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.f32"),
-            (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.f64"),
-            (torch.float16, True, "mma_sync.f16"),
-            (torch.bfloat16, False, "mma_sync.bf16"),
-        )
+        for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
         (
@@ -209,6 +205,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
 ]
 
 
+PATH = pytest.mark.parametrize("path", ["best", "mma_sync"], indirect=True)
 LAYOUT = Layout((70, 0, 33, 1, 128, 15), base=5, tail=9)
 KEYS = Layout((3, 20, 0, 64, 1, 100), base=2, tail=4)
 
@@ -286,18 +283,16 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@PATH
 @pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_array_products(
-    dtype: torch.dtype, columns: int, path: str, transpose: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, columns: int, path: str, transpose: bool
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
     32 columns or fewer go without wgmma.
     """
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["array_jagged_bmm_jagged_out"]
     layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
@@ -310,15 +305,11 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[not transpose]
 
 
-@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_matrices(
-    dtype: torch.dtype, inner: int, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_of_matrices(dtype: torch.dtype, inner: int, path: str) -> None:
     """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_jagged_bmm_jagged_out"]
     spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
     kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
@@ -365,15 +356,11 @@ def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@PATH
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_long_sequences(
-    dtype: torch.dtype, dim: int, path: str, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal: bool) -> None:
     """Long on average, sequences are cut into larger tiles, or walked in larger steps."""
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
     layout = Layout((1300, 129, 1100), base=5, tail=9)
     spec = spec_of(layout, dims=(dim, dim), causal=causal)
@@ -836,17 +823,14 @@ HUGE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype", "path", "choices"), HUGE)
+@pytest.mark.parametrize(("case", "dtype", "path", "choices"), HUGE, indirect=["path"])
 @pytest.mark.usefixtures("room_on_gpu")
 def test_more_than_2_to_the_31_elements(
     case: Case,
     dtype: torch.dtype,
     path: str,
     choices: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
     run_huge(case, spec_of(layout, poisoned=False, **choices), dtype)
 
@@ -874,33 +858,12 @@ MATRICES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "choices", "path"), MATRICES)
+@pytest.mark.parametrize(("case", "choices", "path"), MATRICES, indirect=["path"])
 @pytest.mark.usefixtures("room_on_gpu")
 def test_more_than_2_to_the_31_elements_of_matrices(
-    case: Case, choices: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, choices: dict[str, Any], path: str
 ) -> None:
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
     spec = spec_of(layout, poisoned=False, **choices)
     assert spec.capacity > 2**31
     run_huge(case, spec, torch.bfloat16)
-
-
-# --- determinism
-
-
-@CASE
-@DTYPE
-def test_same_bits_again(case: Case, dtype: torch.dtype) -> None:
-    """The fast path repeats bit for bit too, under other work on the GPU."""
-    sample = case.sample(case.spec("large", 1), dtype, CUDA)
-    first = run(case, sample, calls(case), cotangents_of(case, sample))
-    busy = torch.ones(2048, 2048, device=CUDA)
-    stream = torch.cuda.Stream()
-    for _ in range(3):
-        with torch.cuda.stream(stream):
-            for _ in range(5):
-                busy @ busy
-        assert_same_bits(run(case, sample, calls(case), cotangents_of(case, sample)), first)
-    torch.cuda.synchronize()

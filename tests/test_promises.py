@@ -42,12 +42,6 @@ NAMES = ("case", "device", "path")
 CHOSEN = pytest.mark.parametrize(NAMES, CASE_AND_PATH, indirect=["path"])
 
 
-@pytest.fixture
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "" if request.param == "best" else request.param)
-    return request.param
-
-
 # --- sizes
 
 # By their names in the table: each of these may be zero.

@@ -91,8 +91,11 @@ def run_check(sanitizer: str, check: Check, limit: float) -> Verdict:
         output = stopped.stdout.decode(errors="replace") if stopped.stdout else ""
         return Verdict(124, f"stopped after {limit:.0f} s", output, limit)
     summary = re.findall(r"=+ (?:[A-Z]+ SUMMARY: .*)", done.stdout)
-    text = summary[-1].lstrip("= ") if summary else f"no summary, status {done.returncode}"
-    return Verdict(done.returncode, text, done.stdout, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    if not summary:  # a sanitizer that says nothing has watched nothing
+        text = f"no summary, status {done.returncode}"
+        return Verdict(done.returncode or 1, text, done.stdout, seconds)
+    return Verdict(done.returncode, summary[-1].lstrip("= "), done.stdout, seconds)
 
 
 def _run_draws(path: Path) -> None:
