@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import EXACT_PRODUCTS, accumulator, find_tile, load_block, load_rows
+from .common import (
+    EXACT_PRODUCTS,
+    accumulator,
+    find_tile,
+    load_block,
+    load_rows,
+    store_block,
+)
 
 
 @triton.jit
@@ -31,10 +38,18 @@ def visible_range(first, len_rows, len_others, before, after, TILE):
 
 
 @triton.jit
-def load_head(p_x, strides, i_head, o_row, o_dim, m_row, m_dim):
-    """Rows of one head of x [T, H, D], zeros where masked: [rows, dims]."""
+def load_head(p_x, strides, i_head, o_row, m_row, D, BLOCK_D: tl.constexpr):
+    """Rows of one head of x [T, H, D], zeros where masked: [rows, BLOCK_D]."""
+    o_d = tl.arange(0, BLOCK_D)
     strides_of_head = (strides[0], strides[2])
-    return load_block(p_x + i_head * strides[1], strides_of_head, o_row, o_dim, m_row, m_dim)
+    return load_block(p_x + i_head * strides[1], strides_of_head, o_row, o_d, m_row, o_d < D)
+
+
+@triton.jit
+def store_head(p_z, b_z, o_row, m_row, D, BLOCK_D: tl.constexpr):
+    """Rows of z [T * H, D], contiguous."""
+    o_d = tl.arange(0, BLOCK_D)
+    store_block(p_z, b_z, o_row, o_d, m_row, o_d < D, D)
 
 
 @triton.jit

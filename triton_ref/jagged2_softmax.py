@@ -24,16 +24,16 @@ UNBOUNDED = tl.constexpr(1 << 62)
 
 @triton.jit
 def load_lines(p_offsets, p_y_offsets, p_matrix_offsets, i_seq, num_seqs, capacity, DIM):
-    """Where a matrix begins; length, number and strides of its lines, along and across."""
+    """Where a matrix begins; length, number and two strides of its lines, along and across."""
     begin_x, end_x = load_rows(p_offsets, i_seq, num_seqs, UNBOUNDED)
     begin_y, end_y = load_rows(p_y_offsets, i_seq, num_seqs, UNBOUNDED)
     rows, columns = end_x - begin_x, end_y - begin_y
     begin, fits = load_matrix(p_matrix_offsets, i_seq, num_seqs, rows * columns, capacity)
     if DIM == -1:
-        length, lines, strides = columns, rows, (1, columns)
+        length, lines, stride, line_stride = columns, rows, 1, columns
     else:
-        length, lines, strides = rows, columns, (columns, 1)
-    return begin, tl.where(fits, length, 0), lines, strides
+        length, lines, stride, line_stride = rows, columns, columns, 1
+    return begin, tl.where(fits, length, 0), lines, stride, line_stride
 
 
 @triton.jit(do_not_specialize=["num_seqs", "capacity"])
@@ -52,24 +52,15 @@ def jagged2_softmax_kernel(
     TILE_J: tl.constexpr,
 ):
     i_seq = tl.program_id(0)
-    begin, length, lines, strides = load_lines(
+    begin, length, lines, stride, line_stride = load_lines(
         p_offsets, p_y_offsets, p_matrix_offsets, i_seq, num_seqs, capacity, DIM
     )
     for first_line in range(tl.program_id(1) * TILE_J, lines, tl.num_programs(1) * TILE_J):
         o_j = first_line + tl.arange(0, TILE_J).to(tl.int64)
+        o_line = begin + o_j * line_stride
+        p_x, p_y = p_a + o_line, p_z + o_line
         softmax_lines(
-            p_a + begin,
-            strides,
-            p_z + begin,
-            strides,
-            length,
-            o_j,
-            o_j < lines,
-            True,
-            scale,
-            ACCUMULATOR,
-            TILE_I,
-            TILE_J,
+            p_x, stride, p_y, stride, length, o_j < lines, True, scale, ACCUMULATOR, TILE_I
         )
 
 
@@ -90,25 +81,16 @@ def jagged2_softmax_backward_kernel(
     TILE_J: tl.constexpr,
 ):
     i_seq = tl.program_id(0)
-    begin, length, lines, strides = load_lines(
+    begin, length, lines, stride, line_stride = load_lines(
         p_offsets, p_y_offsets, p_matrix_offsets, i_seq, num_seqs, capacity, DIM
     )
     for first_line in range(tl.program_id(1) * TILE_J, lines, tl.num_programs(1) * TILE_J):
         o_j = first_line + tl.arange(0, TILE_J).to(tl.int64)
+        o_line = begin + o_j * line_stride
+        p_y, p_grad_y, p_grad_x = p_z + o_line, p_grad_z + o_line, p_grad_a + o_line
+        m_j = o_j < lines
         softmax_lines_backward(
-            p_grad_z + begin,
-            strides,
-            p_z + begin,
-            strides,
-            p_grad_a + begin,
-            length,
-            o_j,
-            o_j < lines,
-            True,
-            scale,
-            ACCUMULATOR,
-            TILE_I,
-            TILE_J,
+            p_grad_y, stride, p_y, p_grad_x, stride, length, m_j, True, scale, ACCUMULATOR, TILE_I
         )
 
 

@@ -24,17 +24,10 @@ from .attention import (
     load_head,
     plan,
     probs_and_grad_logits,
+    store_head,
     visible_range,
 )
-from .common import (
-    accumulator_type,
-    check,
-    input_precision,
-    launch,
-    load_block,
-    num_tiles,
-    store_block,
-)
+from .common import accumulator_type, check, input_precision, launch, num_tiles
 
 RUN_TIME_SIZES = ["num_seqs", "total_q", "total_k", "group_size", "left", "right"]
 
@@ -82,13 +75,9 @@ def jagged_flash_attention_kernel(
     i_kv_head = i_head // group_size
 
     o_m = first_row + tl.arange(0, TILE)
-    o_d = tl.arange(0, BLOCK_D)
-    o_dv = tl.arange(0, BLOCK_DV)
     m_m = o_m < len_q
-    m_d = o_d < D
-    m_dv = o_dv < DV
     # [TILE, BLOCK_D]
-    b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, o_d, m_m, m_d)
+    b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, m_m, D, BLOCK_D)
 
     b_max = tl.full([TILE], float("-inf"), dtype=ACCUMULATOR)
     b_sum = tl.zeros([TILE], dtype=ACCUMULATOR)
@@ -99,9 +88,9 @@ def jagged_flash_attention_kernel(
         o_n = start_n + tl.arange(0, TILE)
         m_n = o_n < len_k
         # [TILE, BLOCK_D]
-        b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, o_d, m_n, m_d)
+        b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, m_n, D, BLOCK_D)
         # [TILE, BLOCK_DV]
-        b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, o_dv, m_n, m_dv)
+        b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
         b_s = tl.where(sees(o_m, o_n, len_q, len_k, left, right), b_s, float("-inf"))
         b_max, b_sum, b_out = add_keys(b_s, b_v, b_max, b_sum, b_out, INPUT_PRECISION)
@@ -109,7 +98,7 @@ def jagged_flash_attention_kernel(
     b_out, b_lse = end_rows(b_max, b_sum, b_out)
     o_out = (begin_q + o_m) * num_heads + i_head
     tl.store(p_lse + o_out, b_lse, mask=m_m)
-    store_block(p_out, b_out, o_out, o_dv, m_m, m_dv, DV)
+    store_head(p_out, b_out, o_out, m_m, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
@@ -152,18 +141,14 @@ def jagged_flash_attention_backward_dq_kernel(
     i_kv_head = i_head // group_size
 
     o_m = first_row + tl.arange(0, TILE)
-    o_d = tl.arange(0, BLOCK_D)
-    o_dv = tl.arange(0, BLOCK_DV)
     m_m = o_m < len_q
-    m_d = o_d < D
-    m_dv = o_dv < DV
     o_out = (begin_q + o_m) * num_heads + i_head
     # [TILE, BLOCK_D]
-    b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, o_d, m_m, m_d)
+    b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, m_m, D, BLOCK_D)
     # [TILE, BLOCK_DV]
-    b_grad_out = load_head(p_grad_out, grad_strides, i_head, begin_q + o_m, o_dv, m_m, m_dv)
+    b_grad_out = load_head(p_grad_out, grad_strides, i_head, begin_q + o_m, m_m, DV, BLOCK_DV)
     # [TILE, BLOCK_DV]
-    b_out = load_block(p_out, (DV, 1), o_out, o_dv, m_m, m_dv)
+    b_out = load_head(p_out, (DV, 0, 1), 0, o_out, m_m, DV, BLOCK_DV)
     # [TILE]
     b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
 
@@ -179,16 +164,16 @@ def jagged_flash_attention_backward_dq_kernel(
         o_n = start_n + tl.arange(0, TILE)
         m_n = o_n < len_k
         # [TILE, BLOCK_D]
-        b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, o_d, m_n, m_d)
+        b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, m_n, D, BLOCK_D)
         # [TILE, BLOCK_DV]
-        b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, o_dv, m_n, m_dv)
+        b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
         m_s = sees(o_m, o_n, len_q, len_k, left, right)
         _, b_grad_s = probs_and_grad_logits(
             b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
         )
         b_grad_q += tl.dot(b_grad_s.to(b_k.dtype), b_k, input_precision=INPUT_PRECISION)
 
-    store_block(p_grad_q, b_grad_q * scale, o_out, o_d, m_m, m_d, D)
+    store_head(p_grad_q, b_grad_q * scale, o_out, m_m, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
@@ -229,15 +214,11 @@ def jagged_flash_attention_backward_dkdv_kernel(
     num_heads = tl.num_programs(1) * group_size
 
     o_n = first_key + tl.arange(0, TILE)
-    o_d = tl.arange(0, BLOCK_D)
-    o_dv = tl.arange(0, BLOCK_DV)
     m_n = o_n < len_k
-    m_d = o_d < D
-    m_dv = o_dv < DV
     # [TILE, BLOCK_D]
-    b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, o_d, m_n, m_d)
+    b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, m_n, D, BLOCK_D)
     # [TILE, BLOCK_DV]
-    b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, o_dv, m_n, m_dv)
+    b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
 
     b_grad_k = tl.zeros([TILE, BLOCK_D], dtype=ACCUMULATOR)
     b_grad_v = tl.zeros([TILE, BLOCK_DV], dtype=ACCUMULATOR)
@@ -249,9 +230,11 @@ def jagged_flash_attention_backward_dkdv_kernel(
             m_m = o_m < len_q
             o_out = (begin_q + o_m) * num_heads + i_head
             # [TILE, BLOCK_D]
-            b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, o_d, m_m, m_d)
+            b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, m_m, D, BLOCK_D)
             # [TILE, BLOCK_DV]
-            b_grad_out = load_head(p_grad_out, grad_strides, i_head, begin_q + o_m, o_dv, m_m, m_dv)
+            b_grad_out = load_head(
+                p_grad_out, grad_strides, i_head, begin_q + o_m, m_m, DV, BLOCK_DV
+            )
             # [TILE]
             b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
             # [TILE]
@@ -269,8 +252,8 @@ def jagged_flash_attention_backward_dkdv_kernel(
             )
 
     o_key = (begin_k + o_n) * tl.num_programs(1) + i_kv_head
-    store_block(p_grad_k, b_grad_k * scale, o_key, o_d, m_n, m_d, D)
-    store_block(p_grad_v, b_grad_v, o_key, o_dv, m_n, m_dv, DV)
+    store_head(p_grad_k, b_grad_k * scale, o_key, m_n, D, BLOCK_D)
+    store_head(p_grad_v, b_grad_v, o_key, m_n, DV, BLOCK_DV)
 
 
 class JaggedFlashAttention(torch.autograd.Function):

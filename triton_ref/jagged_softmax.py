@@ -27,19 +27,11 @@ def jagged_softmax_kernel(
     in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
     begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
     o_c = (tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
+    length, m_c = end - begin, o_c < C
+    p_first = p_x + begin * x_strides[0] + o_c * x_strides[1]
+    p_z = p_y + begin * C + o_c
     softmax_lines(
-        p_x + begin * x_strides[0],
-        x_strides,
-        p_y + begin * C,
-        (C, 1),
-        end - begin,
-        o_c,
-        o_c < C,
-        in_sequence,
-        scale,
-        ACCUMULATOR,
-        TILE_T,
-        TILE_C,
+        p_first, x_strides[0], p_z, C, length, m_c, in_sequence, scale, ACCUMULATOR, TILE_T
     )
 
 
@@ -62,20 +54,20 @@ def jagged_softmax_backward_kernel(
     in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
     begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
     o_c = (tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
+    p_g = p_grad_y + begin * grad_strides[0] + o_c * grad_strides[1]
+    p_z, p_grad_z = p_y + begin * C + o_c, p_grad_x + begin * C + o_c
     softmax_lines_backward(
-        p_grad_y + begin * grad_strides[0],
-        grad_strides,
-        p_y + begin * C,
-        (C, 1),
-        p_grad_x + begin * C,
+        p_g,
+        grad_strides[0],
+        p_z,
+        p_grad_z,
+        C,
         end - begin,
-        o_c,
         o_c < C,
         in_sequence,
         scale,
         ACCUMULATOR,
         TILE_T,
-        TILE_C,
     )
 
 

@@ -1,34 +1,36 @@
-"""What the softmax kernels share: softmax over lines of a matrix, beside each other, and back.
+"""What the softmax kernels share: softmax along lines of a matrix, beside each other, and back.
 
-Element i of line j is at i * strides[0] + j * strides[1]. Where `keeps` is false, results are 0.
+p_x points to the first element of each line, [J], and stride_x to the next ones; so do the others.
+Lines outside the mask m_j are left alone; those of no sequence get 0, and so does their gradient.
 """
 
 import triton
 import triton.language as tl
 
-from .common import load_block
+
+@triton.jit
+def load_tile(p_x, stride, o_i, m_tile, ACCUMULATOR):
+    """[I, J]"""
+    return tl.load(p_x[None, :] + o_i[:, None] * stride, mask=m_tile, other=0.0).to(ACCUMULATOR)
 
 
 @triton.jit
-def store_elements(p_z, strides, b_z, o_i, o_j, m_i, m_j, keeps):
-    b_z = tl.where(keeps, b_z, 0.0).to(p_z.dtype.element_ty)
-    o_z = o_i[:, None] * strides[0] + o_j[None, :] * strides[1]
-    tl.store(p_z + o_z, b_z, mask=m_i[:, None] & m_j[None, :])
+def store_tile(p_z, stride, o_i, m_tile, b_z):
+    tl.store(p_z[None, :] + o_i[:, None] * stride, b_z.to(p_z.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit
 def softmax_lines(
-    p_x, x_strides, p_z, z_strides, length, o_j, m_j, keeps, scale, ACCUMULATOR, TILE_I, TILE_J
+    p_x, stride_x, p_z, stride_z, length, m_j, in_sequence, scale, ACCUMULATOR, TILE_I
 ):
-    """z = softmax(scale * x) along i, in two passes."""
-    b_max = tl.full([TILE_J], float("-inf"), dtype=ACCUMULATOR)
-    b_sum = tl.zeros([TILE_J], dtype=ACCUMULATOR)
+    """z = softmax(scale * x), in two passes."""
+    b_max = tl.full(m_j.shape, float("-inf"), dtype=ACCUMULATOR)
+    b_sum = tl.zeros(m_j.shape, dtype=ACCUMULATOR)
     for first in range(0, length, TILE_I):
         o_i = first + tl.arange(0, TILE_I).to(tl.int64)
         m_x = (o_i < length)[:, None] & m_j[None, :]
-        # [TILE_I, TILE_J]
-        b_x = load_block(p_x, x_strides, o_i, o_j, o_i < length, m_j)
-        b_x = tl.where(m_x, b_x.to(ACCUMULATOR) * scale, float("-inf"))
+        b_x = load_tile(p_x, stride_x, o_i, m_x, ACCUMULATOR) * scale
+        b_x = tl.where(m_x, b_x, float("-inf"))
         b_max_new = tl.maximum(b_max, tl.max(b_x, 0))
         # While a line has seen only -inf, -inf - -inf would be NaN.
         b_shift = tl.where(b_max_new == float("-inf"), 0.0, b_max_new)
@@ -38,40 +40,37 @@ def softmax_lines(
     b_sum = tl.where(m_j, b_sum, 1.0)
     for first in range(0, length, TILE_I):
         o_i = first + tl.arange(0, TILE_I).to(tl.int64)
-        # [TILE_I, TILE_J]
-        b_x = load_block(p_x, x_strides, o_i, o_j, o_i < length, m_j).to(ACCUMULATOR)
-        b_z = tl.exp(b_x * scale - b_shift[None, :]) / b_sum[None, :]
-        store_elements(p_z, z_strides, b_z, o_i, o_j, o_i < length, m_j, keeps)
+        m_x = (o_i < length)[:, None] & m_j[None, :]
+        b_x = load_tile(p_x, stride_x, o_i, m_x, ACCUMULATOR) * scale
+        b_z = tl.exp(b_x - b_shift[None, :]) / b_sum[None, :]
+        store_tile(p_z, stride_z, o_i, m_x, tl.where(in_sequence, b_z, 0.0))
 
 
 @triton.jit
 def softmax_lines_backward(
     p_grad_z,
-    grad_strides,
-    p_z,  # its strides are those of grad_x too
-    z_strides,
+    stride_g,
+    p_z,
     p_grad_x,
+    stride_z,
     length,
-    o_j,
     m_j,
-    keeps,
+    in_sequence,
     scale,
     ACCUMULATOR,
     TILE_I,
-    TILE_J,
 ):
-    """grad_x = scale z (grad_z - sum z grad_z) along i."""
-    b_sum = tl.zeros([TILE_J], dtype=ACCUMULATOR)  # of z * grad_z
+    """grad_x = scale z (grad_z - sum z grad_z); z and grad_x share a stride."""
+    b_sum = tl.zeros(m_j.shape, dtype=ACCUMULATOR)  # of z * grad_z
     for first in range(0, length, TILE_I):
         o_i = first + tl.arange(0, TILE_I).to(tl.int64)
-        # [TILE_I, TILE_J] both
-        b_z = load_block(p_z, z_strides, o_i, o_j, o_i < length, m_j).to(ACCUMULATOR)
-        b_grad_z = load_block(p_grad_z, grad_strides, o_i, o_j, o_i < length, m_j)
-        b_sum += tl.sum(b_z * b_grad_z.to(ACCUMULATOR), 0)
+        m_z = (o_i < length)[:, None] & m_j[None, :]
+        b_z = load_tile(p_z, stride_z, o_i, m_z, ACCUMULATOR)
+        b_sum += tl.sum(b_z * load_tile(p_grad_z, stride_g, o_i, m_z, ACCUMULATOR), 0)
     for first in range(0, length, TILE_I):
         o_i = first + tl.arange(0, TILE_I).to(tl.int64)
-        # [TILE_I, TILE_J] both
-        b_z = load_block(p_z, z_strides, o_i, o_j, o_i < length, m_j).to(ACCUMULATOR)
-        b_grad_z = load_block(p_grad_z, grad_strides, o_i, o_j, o_i < length, m_j)
-        b_grad_x = b_z * (b_grad_z.to(ACCUMULATOR) - b_sum[None, :]) * scale
-        store_elements(p_grad_x, z_strides, b_grad_x, o_i, o_j, o_i < length, m_j, keeps)
+        m_z = (o_i < length)[:, None] & m_j[None, :]
+        b_z = load_tile(p_z, stride_z, o_i, m_z, ACCUMULATOR)
+        b_grad_z = load_tile(p_grad_z, stride_g, o_i, m_z, ACCUMULATOR)
+        b_grad_x = b_z * (b_grad_z - b_sum[None, :]) * scale
+        store_tile(p_grad_x, stride_z, o_i, m_z, tl.where(in_sequence, b_grad_x, 0.0))
