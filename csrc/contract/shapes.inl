@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cctype>
 #include <limits>
-#include <utility>
 
 namespace jagged_cuda {
 
@@ -89,6 +88,12 @@ struct Call {
   int64_t rest_dims = 0;
 
   bool knows(int64_t size) const { return known >> size & 1; }
+
+  // Of a number, a size, or an integer, which may be None.
+  std::optional<int64_t> value_of(const Word& word) const {
+    if (word.kind == Word::kArgument) return arguments[word.value].value;
+    return word.kind == Word::kSize ? sizes.*kSizes[word.value] : word.value;
+  }
 };
 
 struct Contract::Line {
@@ -106,7 +111,7 @@ struct Contract::Line {
     if (index_of({"...", "<=", ">=", "==", "*", "%"}, text) < 0) {
       fail("jagged_cuda: in the line of " + op + " " + text + " is nothing that is known");
     }
-    return {Word::kSign, text[0], 0, text};
+    return {Word::kSign, 0, 0, text};
   }
 
   // name: class [dims]
@@ -200,37 +205,29 @@ struct Contract::Line {
                 std::equal(shape.begin() + leading, shape.end(), rest.end() - call.rest_dims));
   }
 
-  // Products of what the words say, compared from left to right.
+  // Compares products and remainders of what the words say, from left to right.
   static bool holds(const Relation& relation, const Call& call) {
     if (relation.unless && call.arguments[*relation.unless].tensor != nullptr) return true;
-    int64_t last = 0, product = 1;
-    char comparison = 0, sign = '*';
-    const auto compare = [&] {
-      return comparison == '<'   ? last <= product
-             : comparison == '>' ? last >= product
-                                 : comparison == 0 || last == product;
-    };
-    for (const Word& word : relation.words) {
-      int64_t value = word.value;
-      if (word.kind == Word::kSign) {
-        sign = static_cast<char>(value);
-        if (sign == '*' || sign == '%') continue;
-        if (!compare()) return false;
-        last = std::exchange(product, 1);
-        comparison = std::exchange(sign, '*');
-        continue;
+    const std::vector<Word>& words = relation.words;
+    int64_t last = 0;
+    for (size_t i = 0; i < words.size(); i += 2) {
+      const char comparison = i > 0 ? words[i - 1].text[0] : 0;
+      std::optional<int64_t> side = call.value_of(words[i]);
+      if (!side) return true;
+      const char sign = i + 1 < words.size() ? words[i + 1].text[0] : 0;
+      if (sign == '*' || sign == '%') {
+        const int64_t other = *call.value_of(words[i += 2]);
+        if (sign == '*' && __builtin_mul_overflow(*side, other, &*side)) {
+          side = std::numeric_limits<int64_t>::max();
+        }
+        if (sign == '%' && other != 0) *side %= other;  // of 0, only 0 is a multiple
       }
-      if (word.kind == Word::kSize) value = call.sizes.*kSizes[value];
-      if (word.kind == Word::kArgument) {
-        if (!call.arguments[value].value) return true;
-        value = *call.arguments[value].value;
-      }
-      if (sign == '*' && __builtin_mul_overflow(product, value, &product)) {
-        product = std::numeric_limits<int64_t>::max();
-      }
-      if (sign == '%' && value != 0) product %= value;  // of 0, only 0 is a multiple
+      if (comparison == '<' && last > *side) return false;
+      if (comparison == '>' && last < *side) return false;
+      if (comparison == '=' && last != *side) return false;
+      last = *side;
     }
-    return compare();
+    return true;
   }
 
   // Names what the relation bounds: an integer, or the first argument that has this size. What that
