@@ -92,9 +92,7 @@ inline void run_attention_forward(const AttentionParams& params,
       for (item.head = 0; item.head < params.heads; ++item.head) items.add(item, cost);
     }
   }
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<AttentionForwardBuffers<double>>(params)
-                           : scratch_bytes<AttentionForwardBuffers<float>>(params);
+  const size_t bytes = scratch_bytes<AttentionForwardBuffers>(params.element, params);
   const auto compute = table.of(params.element).attention_forward;
   items.run(bytes,
             [&](const AttentionItem& item, void* scratch) { compute(params, item, scratch); });
@@ -171,9 +169,7 @@ inline void run_attention_backward(const AttentionParams& params,
     }
   }
   const AttentionBackwardSize size{params, max_rows, max_keys};
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<AttentionBackwardBuffers<double>>(size)
-                           : scratch_bytes<AttentionBackwardBuffers<float>>(size);
+  const size_t bytes = scratch_bytes<AttentionBackwardBuffers>(params.element, size);
   const auto compute = table.of(params.element).attention_backward;
   items.run(bytes, [&](const AttentionItem& item, void* scratch) { compute(size, item, scratch); });
 }

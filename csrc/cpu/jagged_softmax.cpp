@@ -51,9 +51,7 @@ void run_softmax(const SoftmaxParams& params, const std::vector<Sequence>& seque
   }
 
   const Kernels& kernels = table.of(params.element);
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<SoftmaxBuffers<double>>(params)
-                           : scratch_bytes<SoftmaxBuffers<float>>(params);
+  const size_t bytes = scratch_bytes<SoftmaxBuffers>(params.element, params);
   const int64_t accumulator_bytes = params.element == Element::kDouble ? 8 : 4;
   const AlignedBuffer max(static_cast<size_t>(num_statistics * accumulator_bytes));
   const AlignedBuffer sum(static_cast<size_t>(num_statistics * accumulator_bytes));

@@ -65,6 +65,13 @@ size_t scratch_bytes(const Params& params) {
   return arena.used_bytes();
 }
 
+// The same for the accumulators of an element type.
+template <template <class> class Buffers, class Params>
+size_t scratch_bytes(Element element, const Params& params) {
+  return element == Element::kDouble ? scratch_bytes<Buffers<double>>(params)
+                                     : scratch_bytes<Buffers<float>>(params);
+}
+
 // ---- jagged_dense_bmm: out rows = x rows times y of their sequence
 
 struct DenseBmmParams {
