@@ -240,6 +240,8 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
                 signature[parameter.name], constants[(i,)] = "constexpr", value
             else:
                 signature[parameter.name] = mangle_type(value)
+                if isinstance(value, tuple):
+                    constants |= {(i, j): 1 for j, stride in enumerate(value) if stride == 1}
         source = ASTSource(kernel, signature, constants)
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.add(kernel.__name__)

@@ -13,8 +13,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
-
 constexpr int64_t kItemRows = 4096;
 
 struct Item {

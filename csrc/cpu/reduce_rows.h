@@ -61,8 +61,7 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets, const
   const Kernels& kernels = table.of(params.element);
   const bool is_double = params.element == Element::kDouble;
   const int64_t sum_bytes = is_double ? 8 : 4;
-  const size_t bytes = is_double ? scratch_bytes<SumBuffers<double>>(params)
-                                 : scratch_bytes<SumBuffers<float>>(params);
+  const size_t bytes = scratch_bytes<SumBuffers>(params.element, params);
   const AlignedBuffer sums(static_cast<size_t>(num_sums * sum_bytes));
   const auto sums_of = [&](const Item& item) {
     return static_cast<char*>(sums.data()) + item.sums * sum_bytes;

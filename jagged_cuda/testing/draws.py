@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -287,7 +288,10 @@ def cpu_isas() -> tuple[str, ...]:
     """The instruction sets that this machine can be asked for."""
 
     def runs(isa: str) -> bool:
-        with _environment({"JAGGED_CUDA_CPU_ISA": isa}), contextlib.suppress(RuntimeError):
+        with (
+            mock.patch.dict(os.environ, JAGGED_CUDA_CPU_ISA=isa),
+            contextlib.suppress(RuntimeError),
+        ):
             jagged_cuda.jagged_softmax(torch.zeros(1), torch.tensor([0, 1]))
             return True
         return False
@@ -296,20 +300,6 @@ def cpu_isas() -> tuple[str, ...]:
 
 
 # --- running
-
-
-@contextlib.contextmanager
-def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -326,7 +316,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 def _settings(given: Draw) -> Iterator[None]:
     """PyTorch and the environment as a draw wants them."""
     threads = torch.get_num_threads()
-    with _environment(given.environment), _tf32(given.tf32):
+    with mock.patch.dict(os.environ, given.environment), _tf32(given.tf32):
         if given.deterministic:
             torch.use_deterministic_algorithms(True)
         if given.threads != threads:

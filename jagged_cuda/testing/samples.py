@@ -109,23 +109,16 @@ def _misaligned(values: Tensor) -> Tensor:
     return buffer[1:].view(values.shape).copy_(values)
 
 
-def _transposed(values: Tensor) -> Tensor:
-    """The last dimension is the one with the largest stride."""
-    return values.transpose(0, -1).contiguous().transpose(0, -1)
+def _swapped(values: Tensor, first: int, second: int) -> Tensor:
+    """Two dimensions are swapped in memory."""
+    if values.dim() < 2:
+        return values.contiguous()
+    return values.transpose(first, second).contiguous().transpose(first, second)
 
 
 def _inner_transposed(values: Tensor) -> Tensor:
-    """The last two dimensions are swapped in memory, as y.transpose(1, 2) is."""
-    if values.dim() < 3:
-        return values.contiguous()
-    return values.transpose(-2, -1).contiguous().transpose(-2, -1)
-
-
-def _heads_first(values: Tensor) -> Tensor:
-    """The second dimension is outermost in memory."""
-    if values.dim() < 2:
-        return values.contiguous()
-    return values.transpose(0, 1).contiguous().transpose(0, 1)
+    """As y.transpose(1, 2) is."""
+    return _swapped(values, -2, -1) if values.dim() > 2 else values.contiguous()
 
 
 def _expanded(values: Tensor) -> Tensor:
@@ -140,9 +133,9 @@ STORAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "fused": _fused,
     "odd_stride": _odd_stride,
     "misaligned": _misaligned,
-    "transposed": _transposed,
+    "transposed": lambda values: _swapped(values, 0, -1),
     "inner_transposed": _inner_transposed,
-    "heads_first": _heads_first,
+    "heads_first": lambda values: _swapped(values, 0, 1),
     "expanded": _expanded,
 }
 

@@ -68,7 +68,7 @@ void load_keys(T* dst, int64_t dst_row, const Rows& src, Element element, int64_
 template <class T>
 void attention_forward(const AttentionParams& p, const AttentionItem& item, void* scratch) {
   Arena arena(scratch);
-  const AttentionForwardBuffers<T> buffers(arena, p);
+  const AttentionForwardBuffers<T> buffers{arena, p};
   const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, p.window_left, p.window_right};
   const int64_t rows = item.row_end - item.row_begin;
   const int64_t first_row = item.q.begin + item.row_begin;  // in the whole tensor
@@ -220,7 +220,7 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
                         void* scratch) {
   const AttentionParams& p = size.params;
   Arena arena(scratch);
-  const AttentionBackwardBuffers<T> buffers(arena, size);
+  const AttentionBackwardBuffers<T> buffers{arena, size};
   const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, p.window_left, p.window_right};
   const int64_t item_rows = item.row_end - item.row_begin;
   const int64_t item_keys = item.key_end - item.key_begin;
