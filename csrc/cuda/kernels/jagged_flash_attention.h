@@ -1,6 +1,7 @@
 // The kernels of jagged_flash_attention, as host code sees them.
 #pragma once
 
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
@@ -9,8 +10,6 @@
 
 namespace jagged_cuda {
 
-enum class AttentionElement { kFloat16, kBFloat16, kFloat32, kFloat64 };
-
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
 struct HeadsView {
   void* data;
@@ -18,9 +17,9 @@ struct HeadsView {
   int64_t head_stride;
 };
 
-// Sums, LSE and its gradient are fp32 (fp64 for fp64), contiguous.
+// Sums, LSE and its gradient are f32 (f64 for f64), contiguous.
 struct AttentionParams {
-  AttentionElement element;
+  ElementType type;
   OffsetsView q_offsets;   // [B + 1], rows of q
   OffsetsView kv_offsets;  // [B + 1], rows of k and v; a copy of q_offsets in self-attention
   HeadsView q;             // [Tq, H, D]
@@ -53,10 +52,8 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_v;      // [Tk, G, Dv] contiguous
 };
 
-// Both record the kernel path they take in `path`, such as "cuda.attention.forward.mma_sync.d64".
-cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
-                                          const char** path);
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
-                                                   cudaStream_t stream, const char** path);
+                                                   cudaStream_t stream);
 
 }  // namespace jagged_cuda

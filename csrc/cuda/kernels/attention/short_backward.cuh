@@ -421,7 +421,7 @@ struct ShortConsumer {
     ptx::wgmma_wait_group<1>();
     const float* lse = reinterpret_cast<const float*>(shared.ring + item.offset_bytes + layout.lse);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::pin_registers(s[block][0]);
+    for (int block = 0; block < kBlocks; ++block) ptx::fence_operands(s[block][0]);
 #pragma unroll
     for (int column = 0; column < kScoreBlocks; ++column) {
       const float2 own =
@@ -455,7 +455,7 @@ struct ShortConsumer {
     for (int i = 0; i < kScoreBlocks * 2; ++i) sums[i] = 0.0f;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      ptx::pin_registers(dp[block][0]);
+      ptx::fence_operands(dp[block][0]);
       if (has_unseen(block, query)) zero_unseen(dp[block], block, query);
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 2; ++i) {
@@ -482,7 +482,7 @@ struct ShortConsumer {
 
   __device__ __forceinline__ void start_grad_values(int query) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::pin_registers(dv[block][0]);
+    for (int block = 0; block < kBlocks; ++block) ptx::fence_operands(dv[block][0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -545,7 +545,7 @@ struct ShortConsumer {
     }
     ptx::fence_proxy_async();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::pin_registers(dk[block][0]);
+    for (int block = 0; block < kBlocks; ++block) ptx::fence_operands(dk[block][0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -560,7 +560,7 @@ struct ShortConsumer {
   __device__ __forceinline__ void grad_queries(int query, float scale) {
     Accumulator<1, kScoreBlocks> dq = {};
     const int first = both() ? 0 : warpgroup * Config::kBlocks;
-    ptx::pin_registers(dq[0]);
+    ptx::fence_operands(dq[0]);
     ptx::wgmma_fence();
     for (int key = 0; key < item.num_keys; key += 16) {
       auto& tile = shared.sGradScores[first + key / 64];
@@ -568,7 +568,7 @@ struct ShortConsumer {
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(dq[0]);
+    ptx::fence_operands(dq[0]);
 #pragma unroll
     for (int i = 0; i < kScoreBlocks * 4; ++i) dq[0][i / 4][i % 4] *= scale;
     auto& tile = shared.sGradQ[warpgroup];
@@ -610,8 +610,8 @@ struct ShortConsumer {
       ptx::wgmma_wait_group<0>();
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        ptx::pin_registers(dk[block][0]);
-        ptx::pin_registers(dv[block][0]);
+        ptx::fence_operands(dk[block][0]);
+        ptx::fence_operands(dv[block][0]);
       }
       if (!both() || step % 2 == warpgroup) grad_queries(query, scale);
     }

@@ -1,4 +1,4 @@
-// PTX, one instruction a function, named for the mnemonic. Sections are those of the PTX ISA
+// PTX, one instruction per function, named for the mnemonic. Sections are those of the PTX ISA
 // manual, chapter "Instructions".
 #pragma once
 
@@ -21,8 +21,8 @@ struct SharedAddress {
   __device__ __forceinline__ SharedAddress(uint32_t address) : value(address) {}
 };
 
-// cp.async.cg.shared.global, 16 bytes, of which the first `source_bytes` are read and the rest are
-// zeros ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
+// cp.async.cg.shared.global, 16 bytes: the first `source_bytes` are read, the rest are zeros
+// ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
 // aligned; with 0 source bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global,
                                             int source_bytes) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(const uint32_t (&r)[4], Shared
 #endif
 }
 
-// mma.sync.aligned.m16n8k16.row.col, c += a b in fp32 ("Warp-level matrix instructions: mma"). a
+// mma.sync.aligned.m16n8k16.row.col, c += a b in f32 ("Warp-level matrix instructions: mma"). a
 // [16, 16] row-major, b [16, 8] column-major; lane l holds c[l / 4 + 8 (i / 2)][2 (l % 4) + i % 2]
 // in c[i].
 template <typename Element>
@@ -122,7 +122,7 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in fp32; lane l holds a[l / 4 + 8 (i %
+// mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in f32; lane l holds a[l / 4 + 8 (i %
 // 2)][l % 4 + 4 (i / 2)] and b[l % 4 + 4 i][l / 4].
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1) {
