@@ -146,6 +146,14 @@ FAULTS = (
         "--op jagged_flash_attention",
     ),
     Fault(
+        "tail mask off by one",
+        "cuda",
+        "cuda/kernels/attention/tiny_forward.cuh",
+        "lane % 4 * 2 + i % 2 >= keys)",
+        "lane % 4 * 2 + i % 2 > keys)",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
         "swapped offset",
         "cuda",
         "cuda/kernels/attention/forward_wgmma.cuh",
@@ -183,6 +191,14 @@ FAULTS = (
         "cuda/kernels/attention/backward_wgmma.cuh",
         "    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),\n"
         "                          params.grad_q.row_stride, rows, params.dim_qk);\n",
+        "",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "dq not zeroed",
+        "cuda",
+        "cuda/kernels/attention/tiny_backward.cuh",
+        "    fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);\n",
         "",
         "--op jagged_flash_attention",
     ),

@@ -387,6 +387,61 @@ def test_path_of_long_sequences(
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
 
 
+# Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.
+TINY = Layout((*(0,) * 70, 64, 1, 63, 0, 17, 16, 33, 48, *(0,) * 70), base=5, tail=70)
+TINY_KEYS = Layout((*(0,) * 69, 3, 1, 64, 0, 5, 32, 16, 64, 49, *(0,) * 70), base=2, tail=4)
+MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
+MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize(("dims", "bucket"), [((32, 16), 32), ((8, 32), 32), ((64, 40), 64)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_tiny_sequences(
+    dtype: torch.dtype, dims: tuple[int, int], bucket: int, heads: tuple[int, int], cross: bool
+) -> None:
+    """Where the caller says that none is longer, nothing but the kernel for tiny sequences runs."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (5, 3)}):
+        spec = spec_of(TINY, dims=dims, heads=heads, max_len=True, **options)
+        spec = dataclasses.replace(spec, kv_layout=TINY_KEYS if cross else None)
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}"
+        judge(case, spec, dtype, CUDA)
+        assert last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_tiny_among_longer_sequences(
+    dim: int, path: str, cross: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels share a batch; each row is written by one of them."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    case = CASES["jagged_flash_attention"]
+    for causal in (False, True):
+        spec = spec_of(MIXED, dims=(dim, dim), causal=causal)
+        spec = dataclasses.replace(spec, kv_layout=MIXED_KEYS if cross else None)
+        judge(case, spec, torch.bfloat16, CUDA)
+
+
+def test_tiny_sequences_do_not_depend_on_neighbours() -> None:
+    """A tiny sequence alone, and with max_len, gives the bits that it gives among longer ones."""
+    case = CASES["jagged_flash_attention"]
+    sample = case.sample(spec_of(MIXED), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    for begin, end in itertools.pairwise(MIXED.offsets().tolist()):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        for max_len in (False, True):
+            spec = spec_of(Layout((end - begin,)), max_len=max_len)
+            found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
+            assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
 @pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_groups_of_heads(dim: int, max_len: bool) -> None:

@@ -24,6 +24,38 @@ bool takes_wgmma(const AttentionParams& params) {
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
 
+// Whether the kernels for tiny sequences take these operands: head dims of at most 64, rows that can
+// be moved in 16-byte pieces, and items, rows and bytes of strides that can be counted in 32 bits.
+bool takes_tiny(const AttentionParams& params) {
+  constexpr int64_t kMaxCount = int64_t{1} << 30;
+  const auto narrow = [](const HeadsView& view, int64_t heads) {
+    return view.row_stride < kMaxCount && heads * view.head_stride < kMaxCount;
+  };
+  return attention::dim_bucket(params) <= 64 && params.aligned &&
+         params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 &&
+         params.q_offsets.num_seqs * params.heads < kMaxCount && narrow(params.q, params.heads) &&
+         narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads);
+}
+
+// Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.
+bool all_tiny(const AttentionParams& params) {
+  return (params.max_len > 0 && params.max_len <= kTinyRows) ||
+         (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
+}
+
+// Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
+// operands, and not at all where no sequence can be longer. A sequence's own length decides which
+// of the two takes it, so its bits do not depend on the batch. The path is that of the last.
+template <typename Params, typename Launch>
+cudaError_t launch_by_length(Params params, cudaStream_t stream, Launch launch_longer,
+                             cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
+  if (!takes_tiny(params)) return launch_longer(params);
+  const cudaError_t error = launch_tiny(params, stream);
+  if (error != cudaSuccess || all_tiny(params)) return error;
+  params.split_by_length = true;
+  return launch_longer(params);
+}
+
 }  // namespace
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
@@ -32,11 +64,15 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
-      if (takes_wgmma(params)) {
-        const cudaError_t error = attention::launch_forward_wgmma<Element>(params, stream);
-        if (error != cudaErrorNotSupported) return error;
-      }
-      return attention::launch_forward_mma_sync<Element>(params, stream);
+      const auto launch_longer = [&](const AttentionParams& longer) {
+        if (takes_wgmma(longer)) {
+          const cudaError_t error = attention::launch_forward_wgmma<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+        }
+        return attention::launch_forward_mma_sync<Element>(longer, stream);
+      };
+      return launch_by_length(params, stream, launch_longer,
+                              attention::launch_forward_tiny<Element>);
     }
   });
 }
@@ -48,8 +84,12 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_backward_fma<Element>(params, stream);
     } else {
-      return takes_wgmma(params) ? attention::launch_backward_wgmma<Element>(params, stream)
-                                 : attention::launch_backward_mma_sync<Element>(params, stream);
+      const auto launch_longer = [&](const AttentionBackwardParams& longer) {
+        return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
+                                   : attention::launch_backward_mma_sync<Element>(longer, stream);
+      };
+      return launch_by_length(params, stream, launch_longer,
+                              attention::launch_backward_tiny<Element>);
     }
   });
 }

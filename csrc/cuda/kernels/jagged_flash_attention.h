@@ -10,6 +10,9 @@
 
 namespace jagged_cuda {
 
+// Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
+constexpr int kTinyRows = 64;
+
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
 struct HeadsView {
   void* data;
@@ -39,6 +42,9 @@ struct AttentionParams {
   // multiples of 16 bytes.
   bool aligned;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
+  // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
+  // rows outside all sequences are the latter's.
+  bool split_by_length;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };

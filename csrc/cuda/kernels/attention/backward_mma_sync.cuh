@@ -128,6 +128,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
 
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
@@ -135,10 +136,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int64_t global_row = tile.rows.begin + tile.row;
   Element* gGradQ = row_of<Element>(params.grad_q, global_row, head);
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
@@ -246,11 +249,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
   Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradK, params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(gGradV, params.grad_v.row_stride, rows, params.dim_v);
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const Window window =
       Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
@@ -361,8 +366,8 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
   return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
     using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
     using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
-    const cudaError_t error = launch<backward_dq_mma_sync<Dq>>(
-        params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+    const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
+        params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
         sizeof(DqStorage<Dq>), stream, Dq::kName);
     if (error != cudaSuccess) return error;
     return launch<backward_dkdv_mma_sync<Dkdv>>(

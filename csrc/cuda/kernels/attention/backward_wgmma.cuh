@@ -114,6 +114,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
   ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
@@ -121,11 +122,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
                           params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
@@ -243,6 +246,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(row_of<Element>(params.grad_k, global_row, kv_head),
                           params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(row_of<Element>(params.grad_v, global_row, kv_head),
@@ -250,6 +254,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window =
       WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),
@@ -362,9 +367,9 @@ template <typename Element, int kDim, int kStep>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
-  const cudaError_t error =
-      launch<backward_dq_wgmma<Dq>>(params, tile_grid(params.q_offsets, Dq::kRows, params.heads),
-                                    Dq::kThreads, sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
+  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq>>(
+      params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+      sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
   return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
       params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,

@@ -28,14 +28,12 @@
 
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/window.cuh"
 
 #include <cmath>
 
 namespace jagged_cuda::attention {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 template <typename Element>
 __device__ __forceinline__ Element* row_of(const HeadsView& view, int64_t row, int head) {
@@ -182,6 +180,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   auto& shared = *reinterpret_cast<ForwardStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
@@ -190,12 +189,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   Element* gOut = row_of<Element>(params.out, global_row, head);
   float* gLse = static_cast<float*>(params.lse) + global_row * params.heads + head;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
     for (int row = threadIdx.x; row < rows; row += kThreads)
       gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;
@@ -278,8 +279,8 @@ template <typename Element>
 cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream) {
   return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
     using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
-    return launch<forward_mma_sync<Config>>(
-        params, tile_grid(params.q_offsets, Config::kTileM, params.heads), Config::kThreads,
+    return launch_longer<forward_mma_sync<Config>>(
+        params, params, tile_grid(params.q_offsets, Config::kTileM, params.heads), Config::kThreads,
         sizeof(ForwardStorage<Config>), stream, Config::kName);
   });
 }

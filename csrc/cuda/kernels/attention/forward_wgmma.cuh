@@ -139,6 +139,8 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   tile.num_queries = static_cast<int>(found.rows.len);
   tile.rows = min(kTileM, tile.num_queries - tile.row);
   tile.num_keys = static_cast<int>(kv.len);
+  if (found.seq < 0 ? params.split_by_length : left_to_tiny(params, found.rows.len, kv.len))
+    tile.rows = 0;
   return tile;
 }
 
@@ -298,6 +300,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kConsumers / 32;
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   if (threadIdx.x == Config::kConsumers) {
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
@@ -338,8 +341,9 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     Grid grid = tile_grid(attention.q_offsets, Config::kTileM, attention.heads);
     params.heads_per_cta = heads_per_cta(attention, grid.x);
     grid.y /= params.heads_per_cta;
-    return launch<forward_wgmma<Config>>(
-        params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream, Config::kName);
+    return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,
+                                                sizeof(ForwardWgmmaStorage<Config>), stream,
+                                                Config::kName);
   });
 }
 

@@ -21,9 +21,10 @@ cudaError_t for_dim(const Params& params, Launch launch) {
     case 64:
       return launch(Constant<64>{});
     case 128:
-      return launch(Constant<128>{});
+      if constexpr (kMaxDim >= 128) return launch(Constant<128>{});
+      return cudaErrorInvalidValue;
     case 256:
-      if constexpr (kMaxDim == 256) return launch(Constant<256>{});
+      if constexpr (kMaxDim >= 256) return launch(Constant<256>{});
   }
   return cudaErrorInvalidValue;
 }
@@ -38,6 +39,16 @@ cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
 
 inline Grid tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
   return {num_tiles(offsets.total, offsets.num_seqs, tile_rows), heads};
+}
+
+// Launches the first kernel for longer sequences. Behind that for tiny ones, with which it shares
+// nothing, it may start while that one still runs.
+template <auto kKernel, typename Params>
+cudaError_t launch_longer(const AttentionParams& attention, const Params& params, const Grid& grid,
+                          int threads, int shared_bytes, cudaStream_t stream, const char* path) {
+  return attention.split_by_length
+             ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
+             : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
 }
 
 // Boxes of a tile's rows and of the columns of its blocks, of one head. A tensor without rows is

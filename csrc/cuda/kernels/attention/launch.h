@@ -40,6 +40,12 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
+// 16-bit elements, head dims up to 64, sequences of up to kTinyRows.
+template <typename Element>
+cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
+
 // f32 and f64.
 template <typename Element>
 cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream);

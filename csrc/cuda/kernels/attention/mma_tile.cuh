@@ -9,6 +9,9 @@
 
 namespace jagged_cuda {
 
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
 // A [kRows, kColumns] tile in 16-byte chunks of 8 elements. Chunks are exchanged within groups of 8
 // (of 4 in rows of 64 bytes) so that the 8 rows that ldmatrix reads at once lie in 8 different
 // groups of 4 banks.

@@ -89,15 +89,15 @@ cudaError_t launch(const Params& params, const Grid& grid, int threads, int shar
   return error;
 }
 
-// The same for a kernel that helps another and calls griddepcontrol_wait before it reads what the
-// kernel before it on the stream writes: on compute capability 9.0 its CTAs may start while that
-// kernel still runs. Its first CTA always waits, so that it does not end before that kernel.
+// The same for a kernel that calls griddepcontrol_wait before it reads what the kernel before it on
+// the stream writes: on compute capability 9.0 its CTAs may start while that kernel still runs. Its
+// first CTA always waits, so that it does not end before that kernel.
 template <auto kKernel, typename Params>
 cudaError_t launch_dependent(const Params& params, const Grid& grid, int threads, int shared_bytes,
-                             cudaStream_t stream) {
-  if (!has_wgmma()) return launch<kKernel>(params, grid, threads, shared_bytes, stream, nullptr);
+                             cudaStream_t stream, const char* path = nullptr) {
+  if (!has_wgmma()) return launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
   if (!grid.is_possible()) return cudaErrorInvalidConfiguration;
-  const cudaError_t error = allow_shared_memory<kKernel>(shared_bytes);
+  cudaError_t error = allow_shared_memory<kKernel>(shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -109,7 +109,9 @@ cudaError_t launch_dependent(const Params& params, const Grid& grid, int threads
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kKernel, params);
+  error = cudaLaunchKernelEx(&config, kKernel, params);
+  if (error == cudaSuccess && path != nullptr) record_kernel(path);
+  return error;
 }
 
 }  // namespace jagged_cuda
