@@ -36,7 +36,8 @@
 // Copies are of 16 rows and may reach into the next sequence. Rows past the end of Q, dO and K are
 // overwritten with zeros, since 0 times NaN is NaN; rows past the end of V reach only rows of dP^T
 // that are replaced by zeros. Sequences without queries or keys are no items: their gradients are
-// zeros, which the producer writes. Rows outside all sequences get zeros.
+// zeros, which the producer writes. Tiny sequences and the rows outside all sequences belong to
+// tiny_backward.cuh, longer sequences to backward_wgmma.cuh (route.cuh).
 #pragma once
 
 #include "cuda/kernels/attention/forward_wgmma.cuh"
@@ -45,6 +46,7 @@ namespace jagged_cuda::attention {
 
 template <typename Element_>
 struct ShortBackwardConfig {
+  static constexpr PathName kName = PathName("cuda.attention.backward.short.d64");
   using Element = Element_;
   static constexpr int kDim = 64;  // columns in shared memory; more than D or Dv become zeros
   static constexpr int kRowBytes = kDim * 2;
@@ -52,8 +54,9 @@ struct ShortBackwardConfig {
   static constexpr int kConsumers = kWarpgroups * 128;
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kBlockKeys = 64;
-  static constexpr int kBlocks = 2;  // of 64 keys, that a warpgroup owns: dK and dV take 128 registers
-  static constexpr int kMaxRows = kWarpgroups * kBlocks * kBlockKeys;
+  static constexpr int kBlocks =
+      2;  // of 64 keys, that a warpgroup owns: dK and dV take 128 registers
+  static_assert(kWarpgroups * kBlocks * kBlockKeys == kShortRows);
   static constexpr int kStep = 32;  // queries of an iteration: 64 would need 64 more registers
   static constexpr int kBoxRows = 16;
   // With 384 threads a kernel starts with 168 registers a thread.
@@ -76,8 +79,8 @@ struct ShortItem {
   int key_begin;    // in k and v
   int num_queries;
   int num_keys;
-  int head;   // -1: there are no more items
-  int owner;  // the warpgroup that takes it, or kBoth
+  int head;          // -1: there are no more items
+  int owner;         // the warpgroup that takes it, or kBoth
   int offset_bytes;  // in the ring
 
   static constexpr int kBoth = -1;
@@ -112,11 +115,12 @@ struct ShortBackwardStorage {
   alignas(1024) char ring[Config::kRingBytes];
   StepTile sGradScores[Config::kWarpgroups * Config::kBlocks];  // dS: [queries, keys of a block]
   StepTile sGradQ[Config::kWarpgroups];
-  float sSums[Config::kConsumers / 32][Config::kStep];  // of P * dP over a warp's keys
+  float sSums[Config::kConsumers / 32][Config::kStep];   // of P * dP over a warp's keys
   float sDelta[Config::kConsumers / 32][Config::kStep];  // a copy for each warp
   ShortItem items[Config::kSlots];
   uint64_t full[Config::kSlots], empty[Config::kSlots];
 };
+static_assert(sizeof(ShortBackwardStorage<ShortBackwardConfig<__half>>) <= 227 * 1024);
 
 // --- producer
 
@@ -285,7 +289,9 @@ struct ShortProducer {
           more = false;
           break;
         }
-        if (queries + keys == 0 || max(queries, keys) > Config::kMaxRows) continue;
+        if (max(queries, keys) > kShortRows ||
+            (attention.split_by_length && is_tiny(queries, keys)))
+          continue;
         for (int head = 0; head < heads; ++head) {
           const int64_t item = position + head * (queries + keys);
           if (item < first) continue;
@@ -308,9 +314,8 @@ __device__ __forceinline__ void store_transposed(const PackedRows<Element, kBloc
   const int matrix = lane / 8;
 #pragma unroll
   for (int k = 0; k < kBlocks / 2; ++k) {
-    ptx::stmatrix_x4_trans(
-        packed.fragments[k],
-        tile.chunk(k * 16 + matrix / 2 * 8 + lane % 8, warp * 2 + matrix % 2));
+    ptx::stmatrix_x4_trans(packed.fragments[k],
+                           tile.chunk(k * 16 + matrix / 2 * 8 + lane % 8, warp * 2 + matrix % 2));
   }
 }
 
@@ -339,8 +344,8 @@ struct ShortConsumer {
   ShortBackwardStorage<Config>& shared;
   const ShortItem item;
   const ShortLayout<Config> layout;
-  const WindowOf<int> window;  // rows are keys
-  const uint32_t base;         // of the item in shared memory
+  const WindowOf<int> window;                    // rows are keys
+  const uint32_t base;                           // of the item in shared memory
   const int first_block, warpgroup, warp, lane;  // warp of the warpgroup
 
   Accumulator<1, kOutBlocks> dk[kBlocks], dv[kBlocks];
@@ -443,7 +448,8 @@ struct ShortConsumer {
       if (has_unseen(block, query)) zero_unseen(s[block], block, query);
       const PackedRows<Element, kScoreBlocks> packed(s[block]);
 #pragma unroll
-      for (int i = 0; i < kScoreBlocks * 2; ++i) p[block][i / 4][i % 4] = packed.fragments[i / 4][i % 4];
+      for (int i = 0; i < kScoreBlocks * 2; ++i)
+        p[block][i / 4][i % 4] = packed.fragments[i / 4][i % 4];
     }
   }
 
@@ -522,7 +528,7 @@ struct ShortConsumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 probs = unpack<Element>(p[block][column / 2][column % 2 * 2 + half]);
-          float(&pair)[4] = dp[block][0][column];
+          float (&pair)[4] = dp[block][0][column];
           pair[2 * half] = probs.x * (pair[2 * half] - own.x);
           pair[2 * half + 1] = probs.y * (pair[2 * half + 1] - own.y);
         }
@@ -640,17 +646,16 @@ __device__ __forceinline__ void consume_item(const ShortBackwardParams& params,
       WindowOf<int>{item.num_keys - item.num_queries, window_rows32(attention.window_left),
                     window_rows32(attention.window_right)}
           .transposed();
-  ShortConsumer<Config, kBlocks> consumer{
-      attention,
-      shared,
-      item,
-      ShortLayout<Config>(item.num_queries, item.num_keys),
-      window,
-      ptx::shared_address(shared.ring) + item.offset_bytes,
-      first_block,
-      warpgroup,
-      static_cast<int>(threadIdx.x) / 32 % 4,
-      static_cast<int>(threadIdx.x) % 32};
+  ShortConsumer<Config, kBlocks> consumer{attention,
+                                          shared,
+                                          item,
+                                          ShortLayout<Config>(item.num_queries, item.num_keys),
+                                          window,
+                                          ptx::shared_address(shared.ring) + item.offset_bytes,
+                                          first_block,
+                                          warpgroup,
+                                          static_cast<int>(threadIdx.x) / 32 % 4,
+                                          static_cast<int>(threadIdx.x) % 32};
   consumer.run(empty);
 }
 
@@ -677,30 +682,12 @@ __device__ __forceinline__ void consume_items(const ShortBackwardParams& params,
   }
 }
 
-// Zeros for the rows of one gradient that lie before or after all sequences.
-template <typename Element>
-__device__ __forceinline__ void zero_outside(const HeadsView& view, const OffsetsView& offsets,
-                                             int heads, int columns, int threads) {
-  const int64_t begin = clamped_offset(offsets, 0), end = clamped_offset(offsets, offsets.num_seqs);
-  const int chunks = heads * (columns / 8);
-  const int64_t count = (begin + offsets.total - end) * chunks;
-  for (int64_t index = blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x; index < count;
-       index += static_cast<int64_t>(gridDim.x) * threads) {
-    const int64_t outside = index / chunks, row = outside < begin ? outside : outside - begin + end;
-    const int chunk = static_cast<int>(index % chunks);
-    if (row < offsets.total) {
-      *reinterpret_cast<uint4*>(row_of<Element>(view, row, chunk / (columns / 8)) +
-                                chunk % (columns / 8) * 8) = make_uint4(0, 0, 0, 0);
-    }
-  }
-}
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
     const __grid_constant__ ShortBackwardParams params) {
-  using Element = typename Config::Element;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<ShortBackwardStorage<Config>*>(wgmma_shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == Config::kConsumers) {
     for (int slot = 0; slot < Config::kSlots; ++slot) {
       ptx::mbarrier_init(shared.full[slot], 1 + 32);
@@ -716,20 +703,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
     return;
   }
   ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-  const AttentionBackwardParams& attention = params.attention;
-  zero_outside<Element>(attention.grad_q, attention.q_offsets, attention.heads, attention.dim_qk,
-                        Config::kConsumers);
-  zero_outside<Element>(attention.grad_k, attention.kv_offsets, attention.heads, attention.dim_qk,
-                        Config::kConsumers);
-  zero_outside<Element>(attention.grad_v, attention.kv_offsets, attention.heads, attention.dim_v,
-                        Config::kConsumers);
   consume_items<Config>(params, shared);
+  if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
 }
 
-template <typename Config>
+template <typename Element>
 cudaError_t launch_backward_short(const AttentionBackwardParams& attention, cudaStream_t stream) {
-  using Box = WarpgroupTile<typename Config::Element, Config::kBoxRows, Config::kDim>;
-  static_assert(sizeof(ShortBackwardStorage<Config>) <= 227 * 1024);
+  using Config = ShortBackwardConfig<Element>;
+  using Box = WarpgroupTile<Element, Config::kBoxRows, Config::kDim>;
   ShortBackwardParams params;
   params.attention = attention;
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
@@ -746,8 +727,9 @@ cudaError_t launch_backward_short(const AttentionBackwardParams& attention, cuda
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
-  return launch<backward_short<Config>>(params, dim3(static_cast<unsigned>(ctas)), Config::kThreads,
-                                        sizeof(ShortBackwardStorage<Config>), stream);
+  return launch_longer<backward_short<Config>>(attention, params, Grid{ctas}, Config::kThreads,
+                                               sizeof(ShortBackwardStorage<Config>), stream,
+                                               Config::kName);
 }
 
 }  // namespace jagged_cuda::attention
