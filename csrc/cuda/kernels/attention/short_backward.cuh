@@ -1,5 +1,5 @@
 // Backward of jagged_flash_attention for short sequences on wgmma and TMA (compute capability 9.0),
-// 16-bit elements, D and Dv up to 64, up to 256 queries and keys, as many kv heads as heads.
+// 16-bit elements, D and Dv up to 64, up to kShortRows queries and keys, as many kv heads as heads.
 //
 // With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(P * dP) - dlse and dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
@@ -7,11 +7,11 @@
 // the same bits at every run.
 //
 // Grid: one persistent CTA per SM. It owns the items (sequence, head) that start in its part of all
-// rows, in order: neighbours in memory are read at the same time, and CTAs own equally many rows.
-// One warp, the producer, finds the items and copies Q, K, V, dO, lse and dlse of each into a ring,
-// as far ahead as there is room. Two warpgroups compute. One owns up to 128 keys, in two blocks of
-// 64: an item of up to 128 keys goes to one of them (they take turns), a longer one to both, the
-// item's team. Each works on S^T and dP^T, so that P^T and dS^T are operands in registers:
+// rows, in order: CTAs own equally many rows. Four warps, the producers, find the items (each for
+// itself) and copy into a ring, as far ahead as there is room; each copies one of K, Q, dO and V.
+// Two warpgroups compute. One owns up to 128 keys, in two blocks of 64: an item of up to 128 keys
+// goes to one of them (they take turns), a longer one to both, the item's team. They work on S^T and
+// dP^T, so that P^T and dS^T are operands in registers:
 //
 //     for each 32 queries:
 //       S^T = K Q^T, dP^T = V dO^T
@@ -28,10 +28,11 @@
 // queries of each warpgroup: 8; sums and delta: 2.
 //
 // Barriers:         arrives                                   waits
-//     full[slot]    producer, with the bytes of an item       both warpgroups
-//     empty[slot]   8 warps, when they have read the item     producer, when it needs the room
+//     full[slot]    4 producers, with the bytes of an item    all warpgroups
+//     empty[slot]   all computing warps, when they have       producers, when they need the room
+//                   read the item or passed it over
 // and two named barriers of the team per 32 queries: the sums are written; dS is written, and the
-// sums are read.
+// sums are read. A third after the last queries: dS is read.
 //
 // Copies are of 16 rows and may reach into the next sequence. Rows past the end of Q, dO and K are
 // overwritten with zeros, since 0 times NaN is NaN; rows past the end of V reach only rows of dP^T
@@ -41,6 +42,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_wgmma.cuh"
+#include "cuda/kernels/attention/route.cuh"
 
 namespace jagged_cuda::attention {
 
