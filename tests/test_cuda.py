@@ -442,51 +442,6 @@ def test_tiny_sequences_do_not_depend_on_neighbours() -> None:
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
-# Lengths beside those of 32 queries, of a block of 64 keys, of a warpgroup's 128, of the longest
-# short sequence.
-SHORT = Layout((255, 0, 65, 256, 64, 128, 129, 1, 192, 193, 96, 97), base=5, tail=9)
-SHORT_KEYS = Layout((256, 100, 0, 65, 255, 1, 192, 200, 127, 66, 33, 129), base=2, tail=4)
-
-
-@pytest.mark.skipif(not HOPPER, reason="wgmma")
-@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
-@pytest.mark.parametrize("dims", [(64, 64), (32, 16), (40, 64)])
-@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_short_sequences(dtype: torch.dtype, dims: tuple[int, int], cross: bool) -> None:
-    """Where the caller says that none is longer, the kernel for short sequences comes last."""
-    case = CASES["jagged_flash_attention"]
-    for options in ({}, {"causal": True}, {"window_size": (70, 3)}):
-        spec = spec_of(SHORT, dims=dims, heads=(3, 3), max_len=True, **options)
-        spec = dataclasses.replace(spec, kv_layout=SHORT_KEYS if cross else None)
-        judge(case, spec, dtype, CUDA)
-        assert last_kernel("cuda") == "cuda.attention.backward.short.d64"
-
-
-@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
-def test_short_among_other_sequences(cross: bool) -> None:
-    """Three kernels share a batch; each row is written by one of them."""
-    case = CASES["jagged_flash_attention"]
-    queries = Layout((255, 256, 257, 64, 65, 0, 600, 128, 3), base=5, tail=70)
-    keys = Layout((257, 255, 256, 65, 64, 300, 100, 257, 0), base=2, tail=66)
-    spec = dataclasses.replace(spec_of(queries), kv_layout=keys if cross else None)
-    judge(case, spec, torch.bfloat16, CUDA)
-
-
-def test_short_sequences_do_not_depend_on_neighbours() -> None:
-    """A short sequence alone, and with max_len, gives the bits that it gives among others."""
-    case = CASES["jagged_flash_attention"]
-    layout = Layout((255, 256, 65, 128, 200), base=5, tail=70)
-    sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
-    whole = run(case, sample, calls(case), None)
-    for begin, end in itertools.pairwise(layout.offsets().tolist()):
-        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
-        offsets = torch.tensor([0, end - begin], device=CUDA)
-        for max_len in (False, True):
-            spec = spec_of(Layout((end - begin,)), max_len=max_len)
-            found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
-            assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
-
-
 @pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_groups_of_heads(dim: int, max_len: bool) -> None:

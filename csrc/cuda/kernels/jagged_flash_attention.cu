@@ -10,15 +10,13 @@
 namespace jagged_cuda {
 namespace {
 
-// Whether rows can be copied in boxes: they are not expanded.
-bool copyable(const HeadsView& view, int64_t rows, int64_t heads) {
-  return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
-}
-
 // Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that
 // can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
 // has the instruction.
 bool takes_wgmma(const AttentionParams& params) {
+  const auto copyable = [](const HeadsView& view, int64_t rows, int64_t heads) {
+    return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
+  };
   return attention::dim_bucket(params) <= 128 && params.aligned && !params.mma_sync_only &&
          copyable(params.q, params.q_offsets.total, params.heads) &&
          copyable(params.k, params.kv_offsets.total, params.kv_heads) &&
@@ -39,17 +37,10 @@ bool takes_tiny(const AttentionParams& params) {
          narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads);
 }
 
-// Whether the kernel for short sequences takes these operands, behind that for tiny ones.
-bool takes_short(const AttentionBackwardParams& params) {
-  return params.split_by_length && takes_wgmma(params) && attention::dim_bucket(params) <= 64 &&
-         params.heads == params.kv_heads &&
-         copyable(params.grad_out, params.q_offsets.total, params.heads);
-}
-
-// Whether no sequence can have more rows, by the caller's word or by the size of the tensors.
-bool all_within(const AttentionParams& params, int rows) {
-  return (params.max_len > 0 && params.max_len <= rows) ||
-         (params.q_offsets.total <= rows && params.kv_offsets.total <= rows);
+// Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.
+bool all_tiny(const AttentionParams& params) {
+  return (params.max_len > 0 && params.max_len <= kTinyRows) ||
+         (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
 }
 
 // Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
@@ -60,7 +51,7 @@ cudaError_t launch_by_length(Params params, cudaStream_t stream, Launch launch_l
                              cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
   if (!takes_tiny(params)) return launch_longer(params);
   const cudaError_t error = launch_tiny(params, stream);
-  if (error != cudaSuccess || all_within(params, kTinyRows)) return error;
+  if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;
   return launch_longer(params);
 }
@@ -93,13 +84,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_backward_fma<Element>(params, stream);
     } else {
-      const auto launch_longer = [&](AttentionBackwardParams longer) {
-        if (takes_short(longer)) {
-          const cudaError_t error = attention::launch_backward_short<Element>(longer, stream);
-          if (error == cudaSuccess) longer.short_rows = kShortRows;
-          const bool done = error == cudaSuccess && all_within(longer, kShortRows);
-          if (done || (error != cudaSuccess && error != cudaErrorNotSupported)) return error;
-        }
+      const auto launch_longer = [&](const AttentionBackwardParams& longer) {
         return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
                                    : attention::launch_backward_mma_sync<Element>(longer, stream);
       };

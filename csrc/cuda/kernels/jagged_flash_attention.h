@@ -12,7 +12,6 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
-constexpr int kShortRows = 256;
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
 struct HeadsView {
@@ -46,7 +45,6 @@ struct AttentionParams {
   // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
   // rows outside all sequences are the latter's.
   bool split_by_length;
-  int short_rows;  // kShortRows if a kernel for short sequences runs too, else 0
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };

@@ -1,12 +1,9 @@
 #include "cuda/kernels/attention/backward_mma_sync.cuh"
 #include "cuda/kernels/attention/backward_wgmma.cuh"
-#include "cuda/kernels/attention/short_backward.cuh"
 
 namespace jagged_cuda::attention {
 
 template cudaError_t launch_backward_wgmma<__nv_bfloat16>(const AttentionBackwardParams&,
-                                                          cudaStream_t);
-template cudaError_t launch_backward_short<__nv_bfloat16>(const AttentionBackwardParams&,
                                                           cudaStream_t);
 template cudaError_t launch_backward_mma_sync<__nv_bfloat16>(const AttentionBackwardParams&,
                                                              cudaStream_t);

@@ -1,11 +1,9 @@
 #include "cuda/kernels/attention/backward_mma_sync.cuh"
 #include "cuda/kernels/attention/backward_wgmma.cuh"
-#include "cuda/kernels/attention/short_backward.cuh"
 
 namespace jagged_cuda::attention {
 
 template cudaError_t launch_backward_wgmma<__half>(const AttentionBackwardParams&, cudaStream_t);
-template cudaError_t launch_backward_short<__half>(const AttentionBackwardParams&, cudaStream_t);
 template cudaError_t launch_backward_mma_sync<__half>(const AttentionBackwardParams&, cudaStream_t);
 
 }  // namespace jagged_cuda::attention

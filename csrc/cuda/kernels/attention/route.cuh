@@ -10,12 +10,11 @@ __device__ __forceinline__ bool is_tiny(int64_t queries, int64_t keys) {
   return queries <= kTinyRows && keys <= kTinyRows;
 }
 
-// Whether the kernels for long sequences leave one to those for tiny or short ones, as they leave to
-// the former the rows outside all sequences where params.split_by_length.
-__device__ __forceinline__ bool left_to_shorter(const AttentionParams& params, int64_t queries,
-                                                int64_t keys) {
-  return params.split_by_length &&
-         (is_tiny(queries, keys) || (queries <= params.short_rows && keys <= params.short_rows));
+// Whether another kernel leaves a sequence to those for tiny ones, as it leaves to them the rows
+// outside all sequences where params.split_by_length.
+__device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int64_t queries,
+                                             int64_t keys) {
+  return params.split_by_length && is_tiny(queries, keys);
 }
 
 }  // namespace jagged_cuda::attention

@@ -39,12 +39,16 @@
 // that are replaced by zeros. Sequences without queries or keys are no items: their gradients are
 // zeros, which the producer writes. Tiny sequences and the rows outside all sequences belong to
 // tiny_backward.cuh, longer sequences to backward_wgmma.cuh (route.cuh).
+//
+// No launch takes this kernel yet (docs/performance_log.md).
 #pragma once
 
 #include "cuda/kernels/attention/forward_wgmma.cuh"
 #include "cuda/kernels/attention/route.cuh"
 
 namespace jagged_cuda::attention {
+
+constexpr int kShortRows = 256;
 
 template <typename Element_>
 struct ShortBackwardConfig {
