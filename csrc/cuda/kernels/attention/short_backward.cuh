@@ -9,13 +9,13 @@
 // Grid: one persistent CTA per SM. It owns the items (sequence, head) that start in its part of all
 // rows, in order: CTAs own equally many rows. Four warps, the producers, find the items (each for
 // itself) and copy into a ring, as far ahead as there is room; each copies one of K, Q, dO and V.
-// Two warpgroups compute. One owns up to 128 keys, in two blocks of 64: an item of up to 128 keys
-// goes to one of them (they take turns), a longer one to both, the item's team. They work on S^T and
-// dP^T, so that P^T and dS^T are operands in registers:
+// Three warpgroups compute. Each takes 64 keys of an item, so an item of one to three blocks of 64
+// keys goes to a team of as many warpgroups; teams work side by side. They work on S^T and dP^T, so
+// that P^T and dS^T are operands in registers:
 //
 //     for each 32 queries:
-//       S^T = K Q^T, dP^T = V dO^T
-//       P^T = exp2(...), start dV += P^T dO
+//       S^T = K Q^T, P^T = exp2(...)
+//       dP^T = V dO^T, start dV += P^T dO
 //       the team exchanges the sums of P * dP over its keys: delta
 //       dS^T = P^T * (dP^T - delta), start dK += dS^T Q
 //       the team exchanges dS; one warpgroup: dQ^T = K^T dS^T over all keys, written at once
@@ -23,9 +23,9 @@
 //
 // P is rounded to the element type before it is multiplied by dP - delta, which saves registers.
 //
-// Shared memory: the ring, 200 KiB: an item takes 256 bytes for each key and query (rounded up to
-// 16 and 32 rows), and 8 for lse and dlse of a query. dS of 256 keys and 32 queries: 16 KiB; dQ of 32
-// queries of each warpgroup: 8; sums and delta: 2.
+// Shared memory: the ring, 198 KiB: an item takes 256 bytes for each key and query (rounded up to
+// 16 and 32 rows), and 8 for lse and dlse of a query. dS of 192 keys and 32 queries: 12 KiB; dQ of 32
+// queries of each warpgroup: 12; sums and delta: 3.
 //
 // Barriers:         arrives                                   waits
 //     full[slot]    4 producers, with the bytes of an item    all warpgroups
@@ -40,7 +40,7 @@
 // zeros, which the producer writes. Tiny sequences and the rows outside all sequences belong to
 // tiny_backward.cuh, longer sequences to backward_wgmma.cuh (route.cuh).
 //
-// No launch takes this kernel yet (docs/performance_log.md).
+// No launch takes this kernel yet; it has not run on a GPU.
 #pragma once
 
 #include "cuda/kernels/attention/forward_wgmma.cuh"
@@ -48,7 +48,7 @@
 
 namespace jagged_cuda::attention {
 
-constexpr int kShortRows = 256;
+constexpr int kShortRows = 192;
 
 template <typename Element_>
 struct ShortBackwardConfig {
@@ -56,19 +56,18 @@ struct ShortBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = 64;  // columns in shared memory; more than D or Dv become zeros
   static constexpr int kRowBytes = kDim * 2;
-  static constexpr int kWarpgroups = 2;
+  static constexpr int kWarpgroups = 3;
   static constexpr int kConsumers = kWarpgroups * 128;
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kBlockKeys = 64;
-  static constexpr int kBlocks =
-      2;  // of 64 keys, that a warpgroup owns: dK and dV take 128 registers
+  static constexpr int kBlocks = 1;
   static_assert(kWarpgroups * kBlocks * kBlockKeys == kShortRows);
   static constexpr int kStep = 32;  // queries of an iteration: 64 would need 64 more registers
   static constexpr int kBoxRows = 16;
   // With 384 threads a kernel starts with 168 registers a thread.
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 152, kProducerRegisters = 56;
   static constexpr int kSlots = 8;  // items in the ring at once
-  static constexpr int kRingBytes = 200 * 1024;
+  static constexpr int kRingBytes = 198 * 1024;
 };
 
 struct ShortBackwardParams {
@@ -79,29 +78,17 @@ struct ShortBackwardParams {
   AttentionBackwardParams attention;
 };
 
-// One head of one sequence.
-struct ShortItem {
-  int query_begin;  // in q
-  int key_begin;    // in k and v
-  int num_queries;
-  int num_keys;
-  int head;          // -1: there are no more items
-  int owner;         // the warpgroup that takes it, or kBoth
-  int offset_bytes;  // in the ring
-
-  static constexpr int kBoth = -1;
-};
-
 __host__ __device__ constexpr int round_up(int value, int unit) {
   return (value + unit - 1) / unit * unit;
 }
 
 // Where the parts of an item lie in the ring.
-template <typename Config>
 struct ShortLayout {
   int k, v, q, grad_out, lse, grad_lse, bytes;
 
-  __device__ __forceinline__ ShortLayout(int num_queries, int num_keys) {
+  template <typename Config>
+  __device__ __forceinline__ static ShortLayout of(int num_queries, int num_keys) {
+    int k, v, q, grad_out, lse, grad_lse;
     const int key_rows = round_up(num_keys, Config::kBoxRows),
               query_rows = round_up(num_queries, Config::kStep);
     k = 0;
@@ -110,8 +97,21 @@ struct ShortLayout {
     grad_out = q + query_rows * Config::kRowBytes;
     lse = grad_out + query_rows * Config::kRowBytes;
     grad_lse = lse + query_rows * 4;
-    bytes = round_up(grad_lse + query_rows * 4, 1024);
+    return {k, v, q, grad_out, lse, grad_lse, round_up(grad_lse + query_rows * 4, 1024)};
   }
+};
+
+// One head of one sequence.
+struct ShortItem {
+  int query_begin;  // in q
+  int key_begin;    // in k and v
+  int num_queries;
+  int num_keys;
+  int head;             // -1: there are no more items
+  int offset_bytes;     // in the ring
+  int first_warpgroup;  // of its team
+  int warpgroups;
+  ShortLayout layout;
 };
 
 template <typename Config>
@@ -172,7 +172,7 @@ struct ShortProducer {
   // start of the item in slot `lane`, and of the oldest item not released.
   int64_t tail = 0, start = 0, oldest = 0;
   int place = 0;  // tail within the ring
-  int next_owner = 0;
+  int turn = 0;   // the warpgroup after the last item's
 
   // Waits until the oldest item has been read.
   __device__ __forceinline__ void release() {
@@ -224,13 +224,12 @@ struct ShortProducer {
 
   __device__ __forceinline__ void push(ShortItem item) {
     const AttentionBackwardParams& attention = params.attention;
-    const ShortLayout<Config> layout(item.num_queries, item.num_keys);
+    item.layout = ShortLayout::of<Config>(item.num_queries, item.num_keys);
+    const ShortLayout& layout = item.layout;
     item.offset_bytes = allocate(layout.bytes);
-    item.owner = ShortItem::kBoth;
-    if (item.num_keys <= Config::kBlocks * Config::kBlockKeys) {
-      item.owner = next_owner;
-      next_owner ^= 1;
-    }
+    item.warpgroups = round_up(item.num_keys, Config::kBlockKeys) / Config::kBlockKeys;
+    item.first_warpgroup = turn + item.warpgroups <= Config::kWarpgroups ? turn : 0;
+    turn = (item.first_warpgroup + item.warpgroups) % Config::kWarpgroups;
     const int slot = pushed++ % Config::kSlots;
     uint64_t& full = shared.full[slot];
     char* base = shared.ring + item.offset_bytes;
@@ -310,8 +309,15 @@ struct ShortProducer {
           const int64_t item = position + head * (queries + keys);
           if (item < first) continue;
           if (item >= last) break;
-          visit({static_cast<int>(query_begin), static_cast<int>(key_begin),
-                 static_cast<int>(queries), static_cast<int>(keys), head, 0, 0});
+          visit({static_cast<int>(query_begin),
+                 static_cast<int>(key_begin),
+                 static_cast<int>(queries),
+                 static_cast<int>(keys),
+                 head,
+                 0,
+                 0,
+                 0,
+                 {}});
         }
       }
     }
@@ -346,7 +352,7 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
 
 // What one warpgroup does for an item, of which it owns kBlocks blocks of 64 keys from first_block
 // on.
-template <typename Config, int kBlocks>
+template <typename Config>
 struct ShortConsumer {
   using Element = typename Config::Element;
   static constexpr int kStep = Config::kStep, kScoreBlocks = kStep / 8, kOutBlocks = 8;
@@ -356,29 +362,30 @@ struct ShortConsumer {
 
   const AttentionBackwardParams& params;
   ShortBackwardStorage<Config>& shared;
-  const ShortItem item;
-  const ShortLayout<Config> layout;
-  const WindowOf<int> window;                    // rows are keys
-  const uint32_t base;                           // of the item in shared memory
-  const int first_block, warpgroup, warp, lane;  // warp of the warpgroup
+  const ShortItem& item;            // read again at each use, which saves registers
+  const int warpgroup, warp, lane;  // warp of the warpgroup
 
-  Accumulator<1, kOutBlocks> dk[kBlocks], dv[kBlocks];
-  Accumulator<1, kScoreBlocks> s[kBlocks], dp[kBlocks];
-  uint32_t p[kBlocks][kScoreBlocks / 2][4];
+  Accumulator<1, kOutBlocks> dk, dv;
+  Accumulator<1, kScoreBlocks> s;
+  uint32_t p[kScoreBlocks / 2][4];
 
-  __device__ __forceinline__ bool both() const { return item.owner == ShortItem::kBoth; }
+  __device__ __forceinline__ WindowOf<int> window() const {  // rows are keys
+    return WindowOf<int>{item.num_keys - item.num_queries, window_rows32(params.window_left),
+                         window_rows32(params.window_right)}
+        .transposed();
+  }
+  __device__ __forceinline__ int place() const { return warpgroup - item.first_warpgroup; }
   __device__ __forceinline__ void team_sync() const {
-    if (both()) {
-      ptx::bar_sync(3, Config::kConsumers);
-    } else {
-      ptx::bar_sync(1 + warpgroup, 128);
-    }
+    const int barrier = item.warpgroups == 1   ? 1 + warpgroup
+                        : item.warpgroups == 2 ? 5 + item.first_warpgroup
+                                               : 7;
+    ptx::bar_sync(barrier, item.warpgroups * 128);
   }
   __device__ __forceinline__ ptx::MatrixDescriptor rows(int part, int row) const {
-    return {base + part + row * Config::kRowBytes, 0, 8 * Config::kRowBytes,
-            ptx::Swizzle::k128Bytes};
+    return {ptx::shared_address(shared.ring) + item.offset_bytes + part + row * Config::kRowBytes,
+            0, 8 * Config::kRowBytes, ptx::Swizzle::k128Bytes};
   }
-  __device__ __forceinline__ int key_of(int block) const { return (first_block + block) * 64; }
+  __device__ __forceinline__ int first_key() const { return place() * 64; }
 
   // Rows [begin, end) of a part become zeros.
   __device__ __forceinline__ void zero_part(int part, int begin, int end) const {
@@ -389,44 +396,49 @@ struct ShortConsumer {
   }
   __device__ __forceinline__ void zero_rows_past_end() const {
     const int query_rows = round_up(item.num_queries, kStep);
-    zero_part(layout.q, item.num_queries, query_rows);
-    zero_part(layout.grad_out, item.num_queries, query_rows);
-    zero_part(layout.k, item.num_keys, round_up(item.num_keys, Config::kBoxRows));
+    zero_part(item.layout.q, item.num_queries, query_rows);
+    zero_part(item.layout.grad_out, item.num_queries, query_rows);
+    zero_part(item.layout.k, item.num_keys, round_up(item.num_keys, Config::kBoxRows));
     ptx::fence_proxy_async();
     ptx::bar_sync(1 + warpgroup, 128);
   }
 
+  // S^T of this warpgroup's keys.
   __device__ __forceinline__ void start_scores(int query) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        RowsByRows::run(s[block][0], rows(layout.k, key_of(block)) + k * 32,
-                        rows(layout.q, query) + k * 32, k > 0);
-    }
+    for (int k = 0; k < 4; ++k)
+      RowsByRows::run(s[0], rows(item.layout.k, first_key()) + k * 32,
+                      rows(item.layout.q, query) + k * 32, k > 0);
     ptx::wgmma_commit_group();
+  }
+  // dP^T, and dV += P^T dO behind it.
+  __device__ __forceinline__ void start_grad_probs(int query) {
+    ptx::wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int k = 0; k < 4; ++k)
+      RowsByRows::run(s[0], rows(item.layout.v, first_key()) + k * 32,
+                      rows(item.layout.grad_out, query) + k * 32, k > 0);
+    ptx::wgmma_commit_group();
+    ptx::fence_operands(dv[0]);
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        RowsByRows::run(dp[block][0], rows(layout.v, key_of(block)) + k * 32,
-                        rows(layout.grad_out, query) + k * 32, k > 0);
-    }
+    for (int k = 0; k < kStep / 16; ++k)
+      RowsByColumns::run(dv[0], p[k], rows(item.layout.grad_out, query + k * 16), true);
     ptx::wgmma_commit_group();
   }
 
-  __device__ __forceinline__ bool has_unseen(int block, int query) const {
-    return key_of(block) + 64 > item.num_keys ||
-           window.cuts_tile(key_of(block), 64, query, kStep, query + kStep);
+  __device__ __forceinline__ bool has_unseen(int query) const {
+    return first_key() + 64 > item.num_keys ||
+           window().cuts_tile(first_key(), 64, query, kStep, query + kStep);
   }
   // Zeros where a query does not see a key.
-  __device__ __forceinline__ void zero_unseen(Accumulator<1, kScoreBlocks>& values, int block,
+  __device__ __forceinline__ void zero_unseen(Accumulator<1, kScoreBlocks>& values,
                                               int query) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = key_of(block) + warp * 16 + half * 8 + lane / 4;
-      const VisibleColumns visible(window, key, query, kStep, query + kStep);
+      const int key = first_key() + warp * 16 + half * 8 + lane / 4;
+      const VisibleColumns visible(window(), key, query, kStep, query + kStep);
       const bool exists = key < item.num_keys;
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 2; ++i) {
@@ -437,10 +449,10 @@ struct ShortConsumer {
   }
 
   __device__ __forceinline__ void finish_probs(int query, float scale_log2) {
-    ptx::wgmma_wait_group<1>();
-    const float* lse = reinterpret_cast<const float*>(shared.ring + item.offset_bytes + layout.lse);
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::fence_operands(s[block][0]);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(s[0]);
+    const float* lse =
+        reinterpret_cast<const float*>(shared.ring + item.offset_bytes + item.layout.lse);
 #pragma unroll
     for (int column = 0; column < kScoreBlocks; ++column) {
       const float2 own =
@@ -449,39 +461,33 @@ struct ShortConsumer {
       const float lse_log2[2] = {own.x == -INFINITY ? INFINITY : own.x * kLog2E,
                                  own.y == -INFINITY ? INFINITY : own.y * kLog2E};
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& value = s[block][0][column][i];
-          value = ptx::ex2_approx(value * scale_log2 - lse_log2[i % 2]);
-        }
+      for (int i = 0; i < 4; ++i) {
+        float& value = s[0][column][i];
+        value = ptx::ex2_approx(value * scale_log2 - lse_log2[i % 2]);
       }
     }
+    if (has_unseen(query)) zero_unseen(s, query);
+    const PackedRows<Element, kScoreBlocks> packed(s);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if (has_unseen(block, query)) zero_unseen(s[block], block, query);
-      const PackedRows<Element, kScoreBlocks> packed(s[block]);
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 2; ++i)
-        p[block][i / 4][i % 4] = packed.fragments[i / 4][i % 4];
-    }
+    for (int i = 0; i < kScoreBlocks * 2; ++i) p[i / 4][i % 4] = packed.fragments[i / 4][i % 4];
   }
 
-  // Writes the sums of P * dP over the warp's keys: lane l has that of query l.
+  // P at rows 8 half + lane / 4 and two columns of a block.
+  __device__ __forceinline__ float2 probs(int column, int half) const {
+    return unpack<Element>(p[column / 2][column % 2 * 2 + half]);
+  }
+
+  // Writes the sums of P * dP over the warp's keys.
   __device__ __forceinline__ void sum_keys(int query) {
-    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    if (has_unseen(query)) zero_unseen(s, query);
     float sums[kScoreBlocks * 2];
 #pragma unroll
-    for (int i = 0; i < kScoreBlocks * 2; ++i) sums[i] = 0.0f;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      ptx::fence_operands(dp[block][0]);
-      if (has_unseen(block, query)) zero_unseen(dp[block], block, query);
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 2; ++i) {
-        sums[i] += s[block][0][i / 2][i % 2] * dp[block][0][i / 2][i % 2];
-        sums[i] += s[block][0][i / 2][2 + i % 2] * dp[block][0][i / 2][2 + i % 2];
-      }
+    for (int column = 0; column < kScoreBlocks; ++column) {
+      const float2 low = probs(column, 0), high = probs(column, 1);
+      sums[2 * column] = low.x * s[0][column][0] + high.x * s[0][column][2];
+      sums[2 * column + 1] = low.y * s[0][column][1] + high.y * s[0][column][3];
     }
     // The eight lanes that share columns halve what they hold at each exchange.
 #pragma unroll
@@ -500,32 +506,17 @@ struct ShortConsumer {
     shared.sSums[warpgroup * 4 + warp][index / 2 * 8 + 2 * (lane % 4) + index % 2] = sums[0];
   }
 
-  __device__ __forceinline__ void start_grad_values(int query) {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::fence_operands(dv[block][0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int k = 0; k < kStep / 16; ++k)
-        RowsByColumns::run(dv[block][0], p[block][k], rows(layout.grad_out, query + k * 16), true);
-    }
-    ptx::wgmma_commit_group();
-  }
-
   // delta of 32 queries, out of the team's sums, to this warp's copy.
   __device__ __forceinline__ void gather_delta(int query) {
-    const int first = both() ? 0 : warpgroup * 4;
     float delta = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) delta += shared.sSums[first + i][lane];
-    if (both()) {
-#pragma unroll
-      for (int i = 4; i < 8; ++i) delta += shared.sSums[i][lane];
+#pragma unroll 1
+    for (int member = 0; member < item.warpgroups; ++member) {
+      const auto* sums = shared.sSums + (item.first_warpgroup + member) * 4;
+      delta += (sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane]);
     }
     if (params.grad_lse != nullptr) {
       delta -= reinterpret_cast<const float*>(shared.ring + item.offset_bytes +
-                                              layout.grad_lse)[query + lane];
+                                              item.layout.grad_lse)[query + lane];
     }
     shared.sDelta[warpgroup * 4 + warp][lane] = delta;
     __syncwarp();
@@ -538,53 +529,35 @@ struct ShortConsumer {
     for (int column = 0; column < kScoreBlocks; ++column) {
       const float2 own = *reinterpret_cast<const float2*>(delta + column * 8 + 2 * (lane % 4));
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 probs = unpack<Element>(p[block][column / 2][column % 2 * 2 + half]);
-          float (&pair)[4] = dp[block][0][column];
-          pair[2 * half] = probs.x * (pair[2 * half] - own.x);
-          pair[2 * half + 1] = probs.y * (pair[2 * half + 1] - own.y);
-        }
+      for (int half = 0; half < 2; ++half) {
+        const float2 factor = probs(column, half);
+        s[0][column][2 * half] = factor.x * (s[0][column][2 * half] - own.x);
+        s[0][column][2 * half + 1] = factor.y * (s[0][column][2 * half + 1] - own.y);
       }
     }
   }
 
   // dS to shared memory, for dQ, and dK += dS^T Q.
   __device__ __forceinline__ void start_grad_keys(int query) {
-    using Packed = PackedRows<Element, kScoreBlocks>;
-    const int first_tile = (both() ? 0 : warpgroup * Config::kBlocks) + first_block;
-    uint32_t ds[kBlocks][kScoreBlocks / 2][4];
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const Packed packed(dp[block]);
-      store_transposed(packed, shared.sGradScores[first_tile + block], warp, lane);
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 2; ++i)
-        ds[block][i / 4][i % 4] = packed.fragments[i / 4][i % 4];
-    }
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    store_transposed(ds, shared.sGradScores[warpgroup], warp, lane);
     ptx::fence_proxy_async();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::fence_operands(dk[block][0]);
+    ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int k = 0; k < kStep / 16; ++k)
-        RowsByColumns::run(dk[block][0], ds[block][k], rows(layout.q, query + k * 16), true);
-    }
+    for (int k = 0; k < kStep / 16; ++k)
+      RowsByColumns::run(dk[0], ds.fragments[k], rows(item.layout.q, query + k * 16), true);
     ptx::wgmma_commit_group();
   }
 
   // dQ of 32 queries, over all keys of the item.
   __device__ __forceinline__ void grad_queries(int query, float scale) {
     Accumulator<1, kScoreBlocks> dq = {};
-    const int first = both() ? 0 : warpgroup * Config::kBlocks;
     ptx::fence_operands(dq[0]);
     ptx::wgmma_fence();
     for (int key = 0; key < item.num_keys; key += 16) {
-      auto& tile = shared.sGradScores[first + key / 64];
-      ColumnsByRows::run(dq[0], rows(layout.k, key), tile.descriptor() + key % 64 * 2, true);
+      auto& tile = shared.sGradScores[item.first_warpgroup + key / 64];
+      ColumnsByRows::run(dq[0], rows(item.layout.k, key), tile.descriptor() + key % 64 * 2, true);
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
@@ -612,65 +585,50 @@ struct ShortConsumer {
     const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
     zero_rows_past_end();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < kOutBlocks * 4; ++i)
-        dk[block][0][i / 4][i % 4] = dv[block][0][i / 4][i % 4] = 0.0f;
-    }
-    for (int query = 0, step = 0; query < item.num_queries; query += kStep, ++step) {
+    for (int i = 0; i < kOutBlocks * 4; ++i) dk[0][i / 4][i % 4] = dv[0][i / 4][i % 4] = 0.0f;
+    int turn = 0;
+    for (int query = 0; query < item.num_queries; query += kStep) {
       start_scores(query);
       finish_probs(query, scale_log2);
+      start_grad_probs(query);
       sum_keys(query);
-      start_grad_values(query);
       team_sync();  // the sums are written
       gather_delta(query);
       score_gradients();
       start_grad_keys(query);
       team_sync();  // dS is written, the sums are read
       ptx::wgmma_wait_group<0>();
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        ptx::fence_operands(dk[block][0]);
-        ptx::fence_operands(dv[block][0]);
-      }
-      if (!both() || step % 2 == warpgroup) grad_queries(query, scale);
+      ptx::fence_operands(dk[0]);
+      ptx::fence_operands(dv[0]);
+      if (turn == place()) grad_queries(query, scale);
+      if (++turn == item.warpgroups) turn = 0;
     }
-    if (both()) team_sync();  // dS is read
+    if (item.warpgroups > 1) team_sync();  // dS is read
+    const int key = first_key() + warp * 16 + lane / 4, keys = item.num_keys - key,
+              head = item.head;
+    const int64_t global_row = static_cast<int64_t>(item.key_begin) + key;
+    __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(empty);
     const float scales[2] = {scale, scale}, ones[2] = {1.0f, 1.0f};
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const int key = key_of(block) + warp * 16 + lane / 4, keys = item.num_keys - key;
-      const int64_t global_row = static_cast<int64_t>(item.key_begin) + key;
-      store_quads(dk[block], scales, row_of<Element>(params.grad_k, global_row, item.head),
-                  params.grad_k.row_stride, keys, params.dim_qk, lane);
-      store_quads(dv[block], ones, row_of<Element>(params.grad_v, global_row, item.head),
-                  params.grad_v.row_stride, keys, params.dim_v, lane);
-    }
+    store_quads(dk, scales, row_of<Element>(params.grad_k, global_row, head),
+                params.grad_k.row_stride, keys, params.dim_qk, lane);
+    store_quads(dv, ones, row_of<Element>(params.grad_v, global_row, head),
+                params.grad_v.row_stride, keys, params.dim_v, lane);
   }
 };
 
-template <typename Config, int kBlocks>
+template <typename Config>
 __device__ __forceinline__ void consume_item(const ShortBackwardParams& params,
                                              ShortBackwardStorage<Config>& shared,
-                                             const ShortItem& item, int first_block, int warpgroup,
+                                             const ShortItem& item, int warpgroup,
                                              uint64_t& empty) {
-  const AttentionBackwardParams& attention = params.attention;
-  const WindowOf<int> window =
-      WindowOf<int>{item.num_keys - item.num_queries, window_rows32(attention.window_left),
-                    window_rows32(attention.window_right)}
-          .transposed();
-  ShortConsumer<Config, kBlocks> consumer{attention,
-                                          shared,
-                                          item,
-                                          ShortLayout<Config>(item.num_queries, item.num_keys),
-                                          window,
-                                          ptx::shared_address(shared.ring) + item.offset_bytes,
-                                          first_block,
-                                          warpgroup,
-                                          static_cast<int>(threadIdx.x) / 32 % 4,
-                                          static_cast<int>(threadIdx.x) % 32};
-  consumer.run(empty);
+  ShortConsumer<Config>{params.attention,
+                        shared,
+                        item,
+                        warpgroup,
+                        static_cast<int>(threadIdx.x) / 32 % 4,
+                        static_cast<int>(threadIdx.x) % 32}
+      .run(empty);
 }
 
 template <typename Config>
@@ -680,19 +638,14 @@ __device__ __forceinline__ void consume_items(const ShortBackwardParams& params,
   for (int count = 0;; ++count) {
     const int slot = count % Config::kSlots;
     ptx::mbarrier_wait(shared.full[slot], count / Config::kSlots % 2);
-    const ShortItem item = shared.items[slot];
+    const ShortItem& item = shared.items[slot];
     if (item.head < 0) return;
-    const bool both = item.owner == ShortItem::kBoth;
-    if (!both && item.owner != warpgroup) {
+    const int place = warpgroup - item.first_warpgroup;
+    if (place < 0 || place >= item.warpgroups) {
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.empty[slot]);
       continue;
     }
-    const int first_block = both ? warpgroup * Config::kBlocks : 0;
-    if (item.num_keys > (first_block + 1) * Config::kBlockKeys) {
-      consume_item<Config, 2>(params, shared, item, first_block, warpgroup, shared.empty[slot]);
-    } else {
-      consume_item<Config, 1>(params, shared, item, first_block, warpgroup, shared.empty[slot]);
-    }
+    consume_item<Config>(params, shared, item, warpgroup, shared.empty[slot]);
   }
 }
 
