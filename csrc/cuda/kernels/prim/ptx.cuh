@@ -127,18 +127,6 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SharedAddres
                : "memory");
 }
 
-// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 ("Warp-level matrix store instruction: stmatrix";
-// compute capability 9.0, else nothing): the transpose of each 8x8 matrix; lane i names row i % 8 of
-// the stored matrix i / 8.
-__device__ __forceinline__ void stmatrix_x4_trans(const uint32_t (&r)[4], SharedAddress shared) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
-                   shared.value),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-#endif
-}
-
 // movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix of which lane l holds columns 2 (l % 4) + {0,
 // 1} of row l / 4, transposed ("Warp-level matrix transpose instruction: movmatrix").
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t matrix) {

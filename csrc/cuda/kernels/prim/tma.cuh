@@ -65,13 +65,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(void* shared, const CUte
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier)) : "memory");
 }
 
-// cp.async.mbarrier.arrive.noinc: this thread arrives when all its earlier cp.async are done
-// ("Data Movement and Conversion Instructions: cp.async.mbarrier.arrive").
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t& barrier) {
-  JAGGED_CUDA_TMA("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
-      shared_address(&barrier)) : "memory");
-}
-
 // prefetch.tensormap
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap& map) {
   JAGGED_CUDA_TMA("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
