@@ -66,6 +66,7 @@ template <typename Element, int kBlocks>
 struct PackedRows {
   uint32_t fragments[kBlocks / 2][4];
 
+  PackedRows() = default;
   __device__ __forceinline__ explicit PackedRows(const Accumulator<1, kBlocks>& p) {
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 2) {
