@@ -16,6 +16,9 @@ namespace jagged_cuda::attention {
 #ifndef LONG_D64_GROUPS
 #define LONG_D64_GROUPS 3
 #endif
+#ifndef LONG_D128_GROUPS
+#define LONG_D128_GROUPS 2
+#endif
 #ifndef LONG_ENFORCE
 #define LONG_ENFORCE 1
 #endif
@@ -26,7 +29,7 @@ namespace jagged_cuda::attention {
 #define LONG_PASS 0
 #endif
 #ifdef LONG_CLOCK
-__device__ long long g_clock[2][64][8];
+__device__ long long g_clock[3][64][8];
 #define STAMP(i) do { if (blockIdx.x == 7 && threadIdx.x % 128 == 0 && step_count < 64) { g_clock[warpgroup][step_count][i] = clock64(); } } while (0)
 #else
 #define STAMP(i)
@@ -39,7 +42,7 @@ template <typename Element_, int kDim_>
 struct LongForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
-  static constexpr int kWarpgroups = kDim == 64 ? LONG_D64_GROUPS : 2;  // that compute, 64 rows each
+  static constexpr int kWarpgroups = kDim == 64 ? LONG_D64_GROUPS : LONG_D128_GROUPS;  // that compute, 64 rows each
   static constexpr int kTileM = kWarpgroups * 64;
   static constexpr int kTileN = LONG_TILE_N;
   static constexpr int kSlots = LONG_SLOTS;
@@ -158,6 +161,9 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
 
 // --- the warpgroups that compute
 
+#ifndef LONG_SM
+#define LONG_SM 1
+#endif
 #ifndef LONG_LAG
 #define LONG_LAG 2
 #endif
@@ -186,7 +192,7 @@ __device__ __forceinline__ float ex2_fma(float x) {
 // Online softmax whose reference follows the maximum only where it has fallen behind by 2^kSlack:
 // sums stay exact, since the reference cancels, and O is seldom rescaled.
 struct LazySoftmax {
-  static constexpr float kSlack = 8.0f;
+  static constexpr float kLimit = 4096.0f;
   float row_max[2];
   float row_sum[2];
   __device__ __forceinline__ void reset() {
@@ -209,63 +215,93 @@ struct LazySoftmax {
     }
     return quad_max(fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])));
   }
-  // Moves the reference; true where O must be multiplied by `rescale`.
+  // The compiler moves the readers of an exponential right behind it, where they wait for it. They
+  // cannot leave a basic block: what is never true ends one.
+  __device__ __forceinline__ void end_block() const {
+    if (row_sum[0] < 0.0f) __nanosleep(1);
+  }
   template <int kBlocks>
-  __device__ __forceinline__ bool follow(const Accumulator<1, kBlocks>& s, float (&rescale)[1][2],
-                                         float scale_log2, float slack) {
-    bool moved = false;
-    float top[2];
+  __device__ __forceinline__ void exponentiate(Accumulator<1, kBlocks>& s, int half, int first,
+                                               int last, float shift, float scale_log2) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      top[half] = maximum(s, half);
-      moved |= top[half] > row_max[half] + slack;
-    }
-    if (!__any_sync(0xffffffffu, moved)) return false;
+    for (int block = first; block < last; ++block) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool moves = top[half] > row_max[half] + slack;
-      rescale[0][half] = moves ? ptx::ex2_approx((row_max[half] - top[half]) * scale_log2) : 1.0f;
-      if (moves) row_max[half] = top[half];
-      row_sum[half] *= rescale[0][half];
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        const float x = __fmaf_rn(s[0][block][i], scale_log2, -shift);
+        s[0][block][i] = LONG_POLY && block % 4 == 3 ? ex2_fma(x) : ptx::ex2_approx(x);
+      }
     }
-    return true;
   }
   template <typename Element, int kBlocks>
-  __device__ __forceinline__ void exponentials(Accumulator<1, kBlocks>& s,
-                                               PackedRows<Element, kBlocks>& p, float scale_log2) {
-    float shift[2], sum[2][2] = {};
+  __device__ __forceinline__ void collect(const Accumulator<1, kBlocks>& s,
+                                          PackedRows<Element, kBlocks>& p, float (&sum)[2][2],
+                                          int half, int first, int last) const {
+#pragma unroll
+    for (int block = first; block < last; ++block) {
+      const float low = s[0][block][2 * half], high = s[0][block][2 * half + 1];
+      sum[half][0] += low;
+      sum[half][1] += high;
+      uint32_t& packed = p.fragments[block / 2][block % 2 * 2 + half];
+      packed = pack<Element>(low, high);
+      asm volatile("" : "+r"(packed));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) asm volatile("" : "+f"(sum[half][i]));
+  }
+  // Turns scores into probabilities relative to `next`, rounded, in p, which may be written after
+  // finish_output().
+  template <typename Element, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ void probabilities(Accumulator<1, kBlocks>& s,
+                                                PackedRows<Element, kBlocks>& p,
+                                                float (&sum)[2][2], const float (&next)[2],
+                                                float scale_log2,
+                                                FinishOutput finish_output) const {
+    constexpr int kHalf = kBlocks / 2;
+    float shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shift[half] = row_max[half] == -INFINITY ? 0.0f : row_max[half] * scale_log2;
-    // Sums and packing lag behind by a chunk, since an exponential arrives after the time of several
-    // others. The compiler would put them back; what is never true ends its basic block.
-    constexpr int kChunk = LONG_CHUNK;
+      shift[half] = next[half] == -INFINITY ? 0.0f : next[half] * scale_log2;
+    exponentiate(s, 0, 0, kBlocks, shift[0], scale_log2);
+    end_block();
+    finish_output();
+    exponentiate(s, 1, 0, kHalf, shift[1], scale_log2);
+    collect(s, p, sum, 0, 0, kBlocks);
+    end_block();
+    exponentiate(s, 1, kHalf, kBlocks, shift[1], scale_log2);
+    collect(s, p, sum, 1, 0, kHalf);
+    end_block();
+    collect(s, p, sum, 1, kHalf, kBlocks);
+  }
+  // A step that keeps the reference. False where that cannot be: nothing has changed then but p.
+  template <typename Element, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ void keep(Accumulator<1, kBlocks>& s,
+                                       PackedRows<Element, kBlocks>& p, float (&sum)[2],
+                                       float scale_log2, FinishOutput finish_output) const {
+    float sums[2][2] = {};
+    probabilities(s, p, sums, row_max, scale_log2, finish_output);
+    sum[0] = sums[0][0] + sums[0][1];
+    sum[1] = sums[1][0] + sums[1][1];
+  }
+  __device__ __forceinline__ bool fits(const float (&sum)[2], int half) const {
+    return sum[half] < kLimit && row_max[half] != -INFINITY;
+  }
+  // A step that moves the reference of these rows to their maximum; what was summed so far is to be
+  // multiplied by `rescale`.
+  template <typename Element, int kBlocks>
+  __device__ __forceinline__ void move(Accumulator<1, kBlocks>& s,
+                                       PackedRows<Element, kBlocks>& p, const bool (&moves)[2],
+                                       float (&rescale)[1][2], float scale_log2) {
+    float sum[2][2] = {};
 #pragma unroll
-    for (int first = 0; first < kBlocks + kChunk; first += kChunk) {
-#pragma unroll
-      for (int offset = 0; offset < kChunk; ++offset) {
-        const int block = first + offset, done = block - kChunk;
-        if (block < kBlocks) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float x = __fmaf_rn(s[0][block][i], scale_log2, -shift[i / 2]);
-            s[0][block][i] = LONG_POLY && block % 4 == 3 ? ex2_fma(x) : ptx::ex2_approx(x);
-          }
-        }
-        if (done >= 0 && done < kBlocks) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float low = s[0][done][2 * half], high = s[0][done][2 * half + 1];
-            sum[half][0] += low;
-            sum[half][1] += high;
-            p.fragments[done / 2][done % 2 * 2 + half] = pack<Element>(low, high);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sum[i / 2][i % 2]));
-      if ((first == 0 ? row_sum[0] : sum[0][0]) < 0.0f) __nanosleep(1);
+    for (int half = 0; half < 2; ++half) {
+      const float next = moves[half] ? fmaxf(row_max[half], maximum(s, half)) : row_max[half];
+      rescale[0][half] = next == row_max[half]
+                             ? 1.0f
+                             : ptx::ex2_approx((row_max[half] - next) * scale_log2);
+      row_max[half] = next;
+      row_sum[half] *= rescale[0][half];
     }
+    probabilities(s, p, sum, row_max, scale_log2, [] {});
 #pragma unroll
     for (int half = 0; half < 2; ++half) row_sum[half] += sum[half][0] + sum[half][1];
   }
@@ -286,7 +322,7 @@ struct ForwardConsumer {
   const AttentionParams& attention;
   Storage& shared;
   const int warpgroup, lane, own_row;
-  const float scale, scale_log2, slack;
+  const float scale, scale_log2;
   typename Ring<Config::kSlots>::Position slot;
   typename Ring<2>::Position place;
   int q_parities = 0;  // a bit per stage
@@ -305,8 +341,7 @@ struct ForwardConsumer {
         lane(threadIdx.x % 32),
         own_row(static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
         scale(static_cast<float>(params.scale)),
-        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)),
-        slack(LazySoftmax::kSlack / scale_log2) {}
+        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
   // The warpgroups' products go to the tensor cores in turn.
   __device__ __forceinline__ void take_turn() const {
@@ -360,15 +395,6 @@ struct ForwardConsumer {
     }
     if (window.cuts_tile(row, 64, key, kTileN, num_keys))
       replace_unseen(s, -INFINITY, window, row + own_row, key, num_keys, lane);
-  }
-  __device__ __forceinline__ void update(bool has_output) {
-    const bool moved = softmax.follow(s, rescale, scale_log2, slack);
-    if (has_output) {
-      ptx::wgmma_wait_group<0>();
-      ptx::pin_registers(o[0]);
-      if (moved) rescale_rows(o, rescale);
-    }
-    softmax.exponentials(s, p, scale_log2);
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
@@ -504,7 +530,8 @@ struct ForwardConsumer {
       release_slot(first_stage);
       reset();
       finish_scores(window, row, keys.first, tile.num_keys);
-      update(false);
+      softmax.move(s, p, {true, true}, rescale, scale_log2);
+      const int own_rows = tile.rows - warpgroup * 64 - own_row;
       bool k_ready = shared.ring.test(slot);
       int key = keys.first + kTileN;
       for (; key < keys.last; key += kTileN) {
@@ -522,17 +549,35 @@ struct ForwardConsumer {
         pass_turn();
         ptx::wgmma_wait_group<1>();
         STAMP(4);
-        release_slot(score_stage);
         finish_scores(window, row, key, tile.num_keys);
-        const bool moved = softmax.follow(s, rescale, scale_log2, slack);
-        STAMP(5);
-        finish_output(value_stage);
-        STAMP(6);
-        if (moved) rescale_rows(o, rescale);
-        k_ready = shared.ring.test(slot);
-        softmax.exponentials(s, p, scale_log2);
+        float sum[2];
+        softmax.keep(s, p, sum, scale_log2, [&] {
+          STAMP(5);
+          finish_output(value_stage);
+          k_ready = shared.ring.test(slot);
+          STAMP(6);
+        });
+        bool moves[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          moves[half] = half * 8 < own_rows && !softmax.fits(sum, half);
+        if (ptx::bar_red_or(kZeroBarrier + warpgroup, 128, moves[0] || moves[1])) {
+          // Once more, relative to a higher maximum. S was overwritten.
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            moves[half] = quad_max(moves[half] ? 1.0f : 0.0f) > 0.0f;
+          start_scores(stage, score_stage);
+          ptx::wgmma_wait_group<0>();
+          finish_scores(window, row, key, tile.num_keys);
+          softmax.move(s, p, moves, rescale, scale_log2);
+          rescale_rows(o, rescale);
+        } else {
+          softmax.row_sum[0] += sum[0];
+          softmax.row_sum[1] += sum[1];
+        }
+        release_slot(score_stage);
 #ifdef LONG_CLOCK
-        if (p.fragments[0][0] == 0x12345 && p.fragments[15][3] == 0x23456) __nanosleep(1);
+        if (p.fragments[0][0] == 0x12345 && p.fragments[kTileN / 16 - 1][3] == 0x23456) __nanosleep(1);
         STAMP(7);
         ++step_count;
 #endif

@@ -154,7 +154,7 @@ class PlannedItems {
           static_cast<int64_t>(__ldcg(&plan_.sequences[probe].first_tile)) * heads_ <= item;
       const int passed = __popc(__ballot_sync(0xffffffffu, before));
       rank_ += step * passed;
-      high = min(high, rank_ + step);
+      if (passed < 32) high = min(high, rank_ + step);
     }
     const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_.sequences[rank_]));
     sequence = {found.x, found.y, found.z, found.w};
