@@ -17,7 +17,7 @@ SHELL := /bin/bash
 # With a GPU the release that the figures in benchmarks/results were measured with.
 TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch==2.11.0,torch==2.13.0)
 TEST_TOOLS := 'numpy<2.4' pytest pytest-xdist hypothesis matplotlib \
-  'setuptools>=77.0.3,<82' wheel
+  'setuptools>=77.0.3,<82' wheel ninja
 LINT_TOOLS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 
 ifeq ($(strip $(VENV)),)
@@ -54,9 +54,10 @@ $(VENV)/.lint-ready: $(READY)
 demo: $(READY) ## Train a ranking model padded and jagged, and compare (EVENTS=file.csv)
 	$(PY) examples/demo.py $(if $(EVENTS),--events '$(EVENTS)')
 
-# Two workers: most tests are short, and each operator already uses several cores.
+# As many workers as cores and memory allow: tests/conftest.py counts them.
 test: $(READY) ## Run the tests; those of the GPU where there is one
-	$(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n 2") $(PYTEST_ARGS)
+	$(PY) -m pytest $(shell $(PY) -c 'import xdist' 2>/dev/null && \
+	  echo "-n auto --dist worksteal") $(PYTEST_ARGS)
 
 fuzz: $(READY) ## Judge random calls of every operator for a minute (FUZZ_ARGS='--seconds 300')
 	$(PY) -m jagged_cuda.fuzz $(FUZZ_ARGS)
@@ -89,10 +90,10 @@ format: $(LINT_READY) ## Rewrite the files in the project's format
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 compdb: $(READY) ## Write compile_commands.json for editors and clang-tidy
-	$(PY) jagged_cuda/_build.py --compdb compile_commands.json
+	$(PY) .ci/compdb.py
 
 wheel: $(READY) ## Build the wheel in dist/ (ARCHS="8.0;9.0a;10.0"; by default with PTX)
-	rm -rf build/lib build/lib.* build/bdist.*  # what was deleted since must not get in
+	rm -rf build/lib build/lib.* build/bdist.*  # not build/temp.*, where ninja keeps its objects
 	$(if $(ARCHS),TORCH_CUDA_ARCH_LIST='$(ARCHS)' )$(PY) -c \
 	  'import setuptools.build_meta as backend; print(backend.build_wheel("dist"))'
 

@@ -1,126 +1,101 @@
-"""Builds the wheel, both libraries through jagged_cuda/_build.py, whose flags the import uses too.
-
-Environment:
-    TORCH_CUDA_ARCH_LIST: the architectures; unset, DEFAULT_WHEEL_ARCHS; empty, no CUDA library.
-    CUDA_HOME, CXX, MAX_JOBS: the toolkit, the compiler, how many compilers run at once.
-    JAGGED_CUDA_CACHE: keeps the objects of this build too, for the next build or import.
-"""
+"""Builds the wheel: both libraries by torch.utils.cpp_extension, with the flags of _build.py."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 
+# As a file alone: importing the package would load the libraries.
+sys.path.insert(0, str(ROOT / "jagged_cuda"))
+import _build  # noqa: E402
 
-def load_build_module() -> Any:
-    """Loads _build.py as a plain file: importing the package would load the libraries."""
-    spec = importlib.util.spec_from_file_location("_build", ROOT / "jagged_cuda" / "_build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["_build"] = module  # where its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+del sys.path[0]
+os.environ["PATH"] = _build.path_with_ninja()
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+except ImportError as error:
+    torch, missing, BuildExtension = None, error, build_ext
 
 
-_build = load_build_module()
-
-
-class BuildLibraries(build_ext):
+class BuildLibraries(BuildExtension):
     """Compiles the libraries, except in an editable install, where the first import does."""
 
     def run(self) -> None:
         if self.editable_mode:
             print("jagged_cuda: the first import compiles the libraries for the GPU that it finds")
             return
-        try:
-            import torch
-        except ImportError as error:
+        if torch is None:
             raise SystemExit(
                 "error: jagged_cuda is compiled against the torch that you run, and this "
-                f"environment has none ({error}): pip install 'torch>=2.10', then "
+                f"environment has none ({missing}): pip install 'torch>=2.10', then "
                 "pip install --no-build-isolation jagged_cuda (or . in a checkout)."
-            ) from error
+            )
         try:
-            self._build(torch)
+            self.build()
         except _build.BuildError as error:
             raise SystemExit(f"error: {error}") from error
+        except RuntimeError as error:  # of BuildExtension, once ninja has said why
+            raise SystemExit(f"error: {error}: the compiler's message is above.") from error
 
-    def _build(self, torch: Any) -> None:
-        _build.check_torch(torch.__version__)
-        toolchain = _build.find_toolchain(torch.version.cuda)
-        compilers = [_build.check_cxx(toolchain)]
-        archs = self._archs(toolchain)
-        libraries = _build.LIBRARIES[: 2 if archs else 1]
+    def build(self) -> None:
+        cuda_home = _build.find_cuda_home(torch.version.cuda)
+        default = _build.DEFAULT_WHEEL_ARCHS if cuda_home else ""
+        archs = _build.parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST", default))
+        if not archs:
+            print("jagged_cuda: no architectures or no CUDA toolkit, so the CPU library alone")
+        base = Path(self.build_temp).resolve()
+        for name in _build.LIBRARIES if archs else _build.LIBRARIES[:1]:
+            build = _build.Build(name, CSRC, archs if name == "_C_cuda" else (), torch)
+            listed = ";".join(build.archs) or "the CPU"
+            print(f"jagged_cuda: compiling for {listed} with {build.check()}", flush=True)
+            self.build_temp = str(base / build.key())
+            os.makedirs(self.build_temp, exist_ok=True)
+            with build.cpp_extension(Path(self.build_temp)) as cpp_extension:
+                self.distribution.ext_modules = [self.extension(cpp_extension, build)]
+                self.compiler = self.swig_opts = None  # finalized again, with the extension
+                self.finalize_options()
+                super().run()
+        record = {"source_hash": _build.source_hash(CSRC), "archs": ";".join(archs), "cuda": None}
         if archs:
-            compilers.append(_build.check_nvcc(toolchain, torch.version.cuda))
-            _build.check_archs(toolchain, archs)
-        work = (ROOT / self.build_temp / "jagged_cuda").resolve()
-        # Objects are kept by the hash of all that they depend on: a second wheel compiles only
-        # what changed since the first.
-        cache = os.environ.get("JAGGED_CUDA_CACHE")
-        objects = Path(cache).resolve() / "objects" if cache else work / "objects"
-        work.mkdir(parents=True, exist_ok=True)
-        objects.mkdir(parents=True, exist_ok=True)
-        for_what = f"the CPU and {_build.format_archs(archs)}" if archs else "the CPU"
-        results = _build.build(
-            CSRC,
-            libraries,
-            archs,
-            work,
-            toolchain=toolchain,
-            objects=objects,
-            log=work / "build.log",
-            progress=_build.ConsoleProgress(
-                f"jagged_cuda: compiling for {for_what} with {' and '.join(compilers)}"
-            ),
-        )
-        package = Path(self.build_lib) / "jagged_cuda"
-        package.mkdir(parents=True, exist_ok=True)
-        for library, result in results.items():
-            if isinstance(result, _build.BuildError):
-                raise result
-            shutil.copyfile(result, package / f"{library}.abi3.so")
-        cuda = None
-        if archs:
-            cuda = "{}.{}".format(*_build.cuda_toolkit_version(toolchain.cuda_home))
-        record = _build.prebuilt_record(CSRC, archs, cuda)
-        (package / "_prebuilt.json").write_text(json.dumps(record, indent=1) + "\n")
-        if self.inplace:
-            for name in (*(f"{library}.abi3.so" for library in libraries), "_prebuilt.json"):
-                shutil.copyfile(package / name, ROOT / "jagged_cuda" / name)
+            record["cuda"] = _build.cuda_toolkit_version(cuda_home)
+        path = Path(self.build_lib) / "jagged_cuda" / "_prebuilt.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
-    def _archs(self, toolchain: Any) -> tuple[Any, ...]:
-        listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
-        if listed is None and toolchain.cuda_home is None:
-            print(
-                "jagged_cuda: no CUDA toolkit was found, so this builds the CPU library alone; "
-                "set CUDA_HOME for both"
-            )
-            return ()
-        return _build.parse_archs(_build.DEFAULT_WHEEL_ARCHS if listed is None else listed)
+    def extension(self, cpp_extension, build: _build.Build) -> Extension:
+        work = Path(self.build_temp)
+        is_cuda = build.library == "_C_cuda"
+        kind = cpp_extension.CUDAExtension if is_cuda else cpp_extension.CppExtension
+        sources, cxx, nvcc, link = build.recipe(work)
+        extension = kind(f"jagged_cuda.{build.library}", sources, py_limited_api=True)
+        extension.include_dirs.insert(0, str(work / "csrc"))
+        extension.library_dirs.insert(0, str(work / "link"))
+        extension.libraries = ["cudart", "torch_cpu"] if is_cuda else ["torch_cpu"]
+        extension.extra_compile_args = {"cxx": cxx, "nvcc": nvcc}
+        extension.extra_link_args = link
+        return extension
 
-    def get_outputs(self) -> list[str]:
-        package = Path(self.build_lib) / "jagged_cuda"
-        return [str(path) for path in (*package.glob("_C_*.so"), package / "_prebuilt.json")]
-
-    def get_output_mapping(self) -> dict[str, str]:
-        return {}
+    def build_extensions(self) -> None:
+        """Compiles without the flags that this Python itself was compiled with."""
+        cxx = os.environ["CXX"]
+        for name in ("compiler", "compiler_cxx", "compiler_so", "compiler_so_cxx"):
+            self.compiler.set_executable(name, [cxx])
+        for name in ("linker_so", "linker_so_cxx"):
+            self.compiler.set_executable(name, [cxx, "-shared"])
+        super().build_extensions()
 
     def get_source_files(self) -> list[str]:
-        return [str(path.relative_to(ROOT)) for path in csrc_files()]
+        return []  # MANIFEST.in lists them
 
 
 class BuildPython(build_py):
@@ -128,31 +103,14 @@ class BuildPython(build_py):
 
     def run(self) -> None:
         super().run()
-        if self.editable_mode:
-            return
-        for path in csrc_files():
-            target = Path(self.build_lib) / "jagged_cuda" / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.copy_file(str(path), str(target))
-
-
-class Wheel(bdist_wheel):
-    """Tags the wheel for every Python from 3.10: the libraries hold no Python symbol."""
-
-    def finalize_options(self) -> None:
-        self.py_limited_api = "cp310"
-        super().finalize_options()
-
-
-def csrc_files() -> list[Path]:
-    """Returns the sources that the package carries."""
-    return sorted(p for p in CSRC.rglob("*") if p.suffix in _build.SOURCE_SUFFIXES)
+        if not self.editable_mode:
+            _build.mirror(CSRC, Path(self.build_lib) / "jagged_cuda" / "csrc")
 
 
 setup(
-    # Only that there are extensions counts: BuildLibraries knows which files belong to them.
-    ext_modules=[
-        Extension(f"jagged_cuda.{library}", [], py_limited_api=True) for library in _build.LIBRARIES
-    ],
-    cmdclass={"build_ext": BuildLibraries, "build_py": BuildPython, "bdist_wheel": Wheel},
+    # Only that there are extensions counts here: BuildLibraries fills them in.
+    ext_modules=[Extension(f"jagged_cuda.{name}", []) for name in _build.LIBRARIES],
+    cmdclass={"build_ext": BuildLibraries, "build_py": BuildPython},
+    # For every Python from 3.10: the libraries hold no Python symbol.
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -7,9 +7,9 @@ candidate.py  what is timed: a differentiable function and its tensors
 implementations.py    attention, ours and the peers', made ready to run
 checking.py   is the result right, sequence by sequence
 peers.py cudnn_frontend.py    other implementations, found by import
-session.py    one run: its timer, its options, what it has measured
+session.py    one run: its timer, its options, what it has measured; floors and bars
 report.py     environment, JSON and tables
 results.py    what a results file says
 plot.py table.py stamp.py    of a results file: its figures, README's table, its commit
-table1.py attention.py figure2.py target.py sweep.py host.py build.py    one command each
+table1.py attention.py sweep.py host.py build.py    the commands; attention.py has three
 """

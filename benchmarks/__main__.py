@@ -15,7 +15,6 @@ import torch
 from benchmarks import (
     attention,
     build,
-    figure2,
     host,
     peers,
     plot,
@@ -25,23 +24,20 @@ from benchmarks import (
     sweep,
     table,
     table1,
-    target,
 )
-from benchmarks.session import LostDeviceError, Options, Session
+from benchmarks.session import Command, LostDeviceError, Options, Session
 from benchmarks.timing import CpuTimer, CudaTimer, Timer
 from jagged_cuda import _load
 
-COMMANDS: dict[str, ModuleType] = {
-    "table1": table1,
-    "attention": attention,
-    "figure2": figure2,
-    "target": target,
-    "sweep": sweep,
-    "host": host,
-    "build": build,
+COMMANDS: dict[str, Command] = {
+    "table1": table1.COMMAND,
+    **attention.COMMANDS,
+    "sweep": sweep.COMMAND,
+    "host": host.COMMAND,
+    "build": build.COMMAND,
 }
 # These measure nothing: they read a results file.
-FILE_COMMANDS = {"plot": plot, "table": table, "stamp": stamp}
+FILE_COMMANDS: dict[str, ModuleType] = {"plot": plot, "table": table, "stamp": stamp}
 QUICK_REPETITIONS = 3
 
 
@@ -59,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="peers:\n"
         + "\n".join(f"  {name:14} {text}" for name, text in peers.DESCRIPTIONS.items())
         + "\n\ncases:\n"
-        + "\n".join(f"  {name:14} {', '.join(m.CASES)}" for name, m in COMMANDS.items())
+        + "\n".join(f"  {name:14} {', '.join(c.cases)}" for name, c in COMMANDS.items())
         + f"\n\nof a results file: {', '.join(FILE_COMMANDS)} (plot --help, ...)",
     )
     parser.add_argument("command", choices=[*COMMANDS, "all"])
@@ -75,39 +71,44 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(shapes.PRECISIONS)}; tf32 is float32 with TF32 products",
     )
     parser.add_argument("--repetitions", type=int, metavar="N", help="default: by the time of one")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        default=1,
+        help="time the implementations of a case in turn, A B A B, and keep each median",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was measured")
     parser.add_argument(
-        "--seconds-budget", type=float, metavar="S", help="start no case after S seconds"
+        "--seconds-budget",
+        type=float,
+        metavar="S",
+        help="start no case and no peer after S seconds",
     )
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse names that nothing has."""
-    modules = _modules(options.command).values()
-    cases = [case for module in modules for case in module.CASES]
-    for pattern in options.cases:
-        if not fnmatch.filter(cases, pattern):
-            expected = ", ".join(dict.fromkeys(cases))
-            parser.error(f"--cases must be of {expected}, got {pattern}")
-    known = [name for module in modules for name in getattr(module, "PEERS", ())]
-    for name in options.against or ():
-        if name not in (*known, "all", "none"):
-            expected = ", ".join(dict.fromkeys((*known, "all", "none")))
-            parser.error(f"--against must be of {expected}, got {name}")
-    for name in options.dtype or ():
-        if name not in shapes.PRECISIONS:
-            parser.error(f"--dtype must be of {', '.join(shapes.PRECISIONS)}, got {name}")
-    if options.repetitions is not None and options.repetitions < 1:
-        parser.error(f"--repetitions must be >= 1, got {options.repetitions}")
-    if options.plot is not None and not plot.is_possible():
-        parser.error(f"--plot: {plot.NEEDS}")
+
+    def require(option: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+        for name in names or ():
+            if not fnmatch.filter(known, name):
+                expected = ", ".join(dict.fromkeys(known))
+                parser.error(f"{option} must be of {expected}, got {name}")
+
+    commands = _commands(options.command).values()
+    require("--cases", options.cases, [case for c in commands for case in c.cases])
+    require("--against", options.against, [*(p for c in commands for p in c.peers), "all", "none"])
+    require("--dtype", options.dtype, list(shapes.PRECISIONS))
+    for option, number in (("repetitions", options.repetitions), ("rounds", options.rounds)):
+        if number is not None and number < 1:
+            parser.error(f"--{option} must be >= 1, got {number}")
 
 
-def _modules(command: str) -> dict[str, ModuleType]:
-    return COMMANDS if command == "all" else {command: COMMANDS[command]}
+def _commands(name: str) -> dict[str, Command]:
+    return COMMANDS if name == "all" else {name: COMMANDS[name]}
 
 
 def _why_no_cuda() -> str | None:
@@ -139,37 +140,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases=parsed.cases,
         precisions=parsed.dtype,
         seconds_budget=parsed.seconds_budget,
+        rounds=parsed.rounds,
     )
     session = Session(timer, options)
-    where = report.environment(timer.device)
+    where = report.environment(timer)
 
     def save() -> None:
         if parsed.out is not None:
             report.write_json(parsed.out, report.as_json(session, arguments, where))
 
     session.after_row = save
-    modules = _modules(parsed.command)
+    commands = _commands(parsed.command)
     try:
         with timer.context():
-            if list(modules) != ["build"]:
+            if list(commands) != ["build"]:
                 session.calibrate()
-            for command, module in modules.items():
+            for name, command in commands.items():
                 if session.out_of_time():
-                    session.note(f"{command}: the time was spent")
+                    session.note(f"{name}: the time was spent")
                 else:
-                    module.run(session)
+                    command.run(session)
     except LostDeviceError as error:
         session.note(str(error))
         session.failed = True
     finally:
         with contextlib.suppress(BrokenPipeError):
-            report.print_tables(session, where)
+            print(report.tables(session, where), flush=True)
         save()
-    if parsed.plot is not None:
-        try:
-            plot.draw(report.as_json(session, arguments, where), parsed.plot)
-        except ValueError as error:
-            print(error, file=sys.stderr)
     return 1 if session.failed else 0
 
 

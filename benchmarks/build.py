@@ -14,13 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.session import Session
+from benchmarks.session import Command, Session
 
 WARM_IMPORTS = 5
 LIMIT_S = 900
 GOAL_COLD_BUILD_S, GOAL_ON_FEW_CORES_S, MANY_CORES = 60, 300, 16
-GOAL_WARM_IMPORT_S, GOAL_LIBRARY_MBYTES = 0.1, 20
-CASES = ("build",)
+GOALS = {"warm_import_s": 0.1, "library_mbytes": 20}
 
 _PROBE = """
 import json, time
@@ -45,13 +44,10 @@ print(json.dumps({"torch_s": torch_s, "import_s": import_s, "libraries": librari
 
 def _import_in_a_process(cache: str | None) -> dict[str, Any]:
     """Import jagged_cuda anew, its cache in this folder; the build's progress goes to stderr."""
-    root = str(Path(__file__).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    if cache is not None:
-        environment["JAGGED_CUDA_CACHE"] = cache
+    environment = os.environ | ({} if cache is None else {"JAGGED_CUDA_CACHE": cache})
     result = subprocess.run(
         [sys.executable, "-c", _PROBE],
+        cwd=Path(__file__).resolve().parents[1],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -63,22 +59,16 @@ def _import_in_a_process(cache: str | None) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def run(session: Session) -> None:
+def _run(session: Session) -> None:
     """Quick: the warm import alone, from the cache that this process used."""
     if not session.selected("build"):
         return
     cores = len(os.sched_getaffinity(0))
-    found: dict[str, Any] = {
-        "cores": cores,
-        "goals": {
-            "cold_build_s": GOAL_COLD_BUILD_S if cores >= MANY_CORES else GOAL_ON_FEW_CORES_S,
-            "warm_import_s": GOAL_WARM_IMPORT_S,
-            "library_mbytes": GOAL_LIBRARY_MBYTES,
-        },
-    }
+    cold_build_s = GOAL_COLD_BUILD_S if cores >= MANY_CORES else GOAL_ON_FEW_CORES_S
+    found: dict[str, Any] = {"cores": cores, "goals": GOALS | {"cold_build_s": cold_build_s}}
     session.sections["build"] = found
     try:
-        _run(session, found)
+        _measure(session, found)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         found["error"] = str(error)
         session.note(f"build: {error}")
@@ -86,7 +76,7 @@ def run(session: Session) -> None:
     session.after_row()
 
 
-def _run(session: Session, found: dict[str, Any]) -> None:
+def _measure(session: Session, found: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="jagged_cuda_bench_") as folder:
         cache = None
         imports = 1
@@ -105,3 +95,6 @@ def _run(session: Session, found: dict[str, Any]) -> None:
     found["warm_import_s"] = round(statistics.median(run["import_s"] for run in warm), 4)
     found["torch_import_s"] = round(statistics.median(run["torch_s"] for run in warm), 4)
     found["libraries"] = warm[-1]["libraries"]
+
+
+COMMAND = Command(("build",), _run)

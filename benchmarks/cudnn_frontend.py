@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers import AbsentError
+from benchmarks.peers import AbsentError, Sizes
 
 TOTAL_MULTIPLE = 64  # what cuDNN wants the bounds of its workspace rounded up to
 
@@ -33,39 +33,23 @@ def _handle(device: torch.device) -> Any:
 
 
 class RaggedAttention:
-    """The two graphs of one batch. q `[Tq, H, D]`, k and v `[T, H, D]`, in bf16 or fp16.
+    """The two graphs of one batch. q `[Tq, H, D]`, k and v `[T, H, D]`, in bf16 or fp16."""
 
-    Args:
-        query_offsets, offsets: `[B + 1]`, of q's rows, and of k's and v's.
-        max_queries, max_len: the longest sequences.
-    """
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query_offsets: Tensor,
-        offsets: Tensor,
-        max_queries: int,
-        max_len: int,
-        scale: float,
-        causal: bool,
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, sizes: Sizes, scale: float, causal: bool) -> None:
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise AbsentError("cudnn_frontend has bfloat16 and float16 alone")
         self.cudnn = library()
+        query_begins, begins, max_queries, max_len = sizes
         self.sizes = {"q": (q.shape[0], max_queries), "k": (k.shape[0], max_len)}
-        self.num_seqs = offsets.shape[0] - 1
+        self.num_seqs = begins.shape[0] - 1
         self.heads, self.dim = q.shape[1:]
         self.dtype, self.device = q.dtype, q.device
-        right = 0 if causal else None
         self.options = {
             "attn_scale": scale,
             "use_padding_mask": True,
-            "diagonal_band_right_bound": right,
+            "diagonal_band_right_bound": 0 if causal else None,
         }
         # The lengths, and where sequences begin in elements: of rows, and of softmax statistics.
-        begins, query_begins = offsets.long(), query_offsets.long()
         row_elems = self.heads * self.dim
         self.operands = {
             "seq_len_q": query_begins.diff().int(),
@@ -75,13 +59,21 @@ class RaggedAttention:
             "stats_begins": query_begins * self.heads,
         }
         self.operands = {name: t.reshape(-1, 1, 1, 1) for name, t in self.operands.items()}
-        self._forward: Any = None
-        self._backward: Any = None
 
     # --- graphs
 
-    def _new_graph(self) -> tuple[Any, dict[str, Any]]:
-        """A graph, and its tensors of lengths and offsets."""
+    def _geometry(self, side: str) -> dict[str, list[int]]:
+        """Dimensions `[B, H, M, D]` and strides; or of the statistics `[B, H, M, 1]`."""
+        longest = self.sizes["q" if side == "stats" else side][1]
+        dim = 1 if side == "stats" else self.dim
+        row = self.heads * dim
+        return {
+            "dim": [self.num_seqs, self.heads, longest, dim],
+            "stride": [longest * row, dim, row, 1],
+        }
+
+    def _new_graph(self, sides: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+        """A graph, and its inputs by name: lengths, offsets, and those of `sides`."""
         types = self.cudnn.data_type
         graph = self.cudnn.pygraph(
             io_data_type=types.BFLOAT16 if self.dtype == torch.bfloat16 else types.HALF,
@@ -89,78 +81,56 @@ class RaggedAttention:
             compute_data_type=types.FLOAT,
             **({"handle": _handle(self.device)} if self.device.type == "cuda" else {}),
         )
-        tensors = {}
-        for name, operand in self.operands.items():
-            data_type = types.INT32 if operand.dtype == torch.int32 else types.INT64
-            tensors[name] = graph.tensor(
+        tensors = {
+            name: graph.tensor(
                 name=name,
                 dim=list(operand.shape),
                 stride=list(operand.stride()),
-                data_type=data_type,
+                data_type=types.INT32 if operand.dtype == torch.int32 else types.INT64,
             )
-        return graph, tensors
-
-    def _geometry(self, side: str) -> tuple[list[int], list[int]]:
-        """Dimensions `[B, H, M, D]` and strides; or of the statistics `[B, H, M, 1]`."""
-        longest = self.sizes["q" if side == "stats" else side][1]
-        dim = 1 if side == "stats" else self.dim
-        row = self.heads * dim
-        return [self.num_seqs, self.heads, longest, dim], [longest * row, dim, row, 1]
-
-    def _input(self, graph: Any, tensors: dict[str, Any], name: str, side: str) -> None:
-        dim, stride = self._geometry(side)
-        types = self.cudnn.data_type
-        options = {"data_type": types.FLOAT} if side == "stats" else {}
-        tensor = graph.tensor(name=name, dim=dim, stride=stride, **options)
-        tensors[name] = tensor.set_ragged_offset(tensors[f"{side}_begins"])
-
-    def _output(self, tensors: dict[str, Any], name: str, side: str, tensor: Any) -> None:
-        dim, stride = self._geometry(side)
-        tensor.set_output(True).set_dim(dim).set_stride(stride)
-        tensors[name] = tensor.set_ragged_offset(tensors[f"{side}_begins"])
-        if side == "stats":
-            tensor.set_data_type(self.cudnn.data_type.FLOAT)
-
-    def _lengths(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: tensors[name] for name in ("seq_len_q", "seq_len_kv")}
-
-    def describe_forward(self) -> tuple[Any, dict[str, Any]]:
-        graph, tensors = self._new_graph()
-        for name, side in (("q", "q"), ("k", "k"), ("v", "k")):
-            self._input(graph, tensors, name, side)
-        qkv = {name: tensors[name] for name in ("q", "k", "v")}
-        out, stats = graph.sdpa(
-            **qkv, generate_stats=True, **self._lengths(tensors), **self.options
-        )
-        self._output(tensors, "out", "q", out)
-        self._output(tensors, "stats", "stats", stats)
-        return graph, tensors
-
-    def describe_backward(self) -> tuple[Any, dict[str, Any]]:
-        graph, tensors = self._new_graph()
-        sides = {"q": "q", "k": "k", "v": "k", "o": "q", "dO": "q", "stats": "stats"}
-        for name, side in sides.items():
-            self._input(graph, tensors, name, side)
-        totals = {
-            f"max_total_seq_len_{name}": -(-self.sizes[side][0] // TOTAL_MULTIPLE) * TOTAL_MULTIPLE
-            for name, side in (("q", "q"), ("kv", "k"))
+            for name, operand in self.operands.items()
         }
-        inputs = {name: tensors[name] for name in sides}
-        gradients = graph.sdpa_backward(
-            **inputs, **self._lengths(tensors), **totals, **self.options
-        )
-        for name, side, tensor in zip(("dq", "dk", "dv"), ("q", "k", "k"), gradients, strict=True):
-            self._output(tensors, name, side, tensor)
+        for name, side in sides.items():
+            options = {"data_type": types.FLOAT} if side == "stats" else {}
+            tensor = graph.tensor(name=name, **self._geometry(side), **options)
+            tensors[name] = tensor.set_ragged_offset(tensors[f"{side}_begins"])
         return graph, tensors
 
-    def _build(self, described: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-        graph, _ = described
+    def _build(
+        self, graph: Any, tensors: dict[str, Any], outputs: dict[str, tuple[str, Any]]
+    ) -> tuple[Any, dict[str, Any]]:
+        for name, (side, tensor) in outputs.items():
+            geometry = self._geometry(side)
+            tensor.set_output(True).set_dim(geometry["dim"]).set_stride(geometry["stride"])
+            tensors[name] = tensor.set_ragged_offset(tensors[f"{side}_begins"])
+            if side == "stats":
+                tensor.set_data_type(self.cudnn.data_type.FLOAT)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        return described
+        return graph, tensors
+
+    @functools.cached_property
+    def _forward(self) -> tuple[Any, dict[str, Any]]:
+        names = ("q", "k", "v", "seq_len_q", "seq_len_kv")
+        graph, tensors = self._new_graph({"q": "q", "k": "k", "v": "k"})
+        inputs = {name: tensors[name] for name in names}
+        out, stats = graph.sdpa(**inputs, generate_stats=True, **self.options)
+        return self._build(graph, tensors, {"out": ("q", out), "stats": ("stats", stats)})
+
+    @functools.cached_property
+    def _backward(self) -> tuple[Any, dict[str, Any]]:
+        sides = {"q": "q", "k": "k", "v": "k", "o": "q", "dO": "q", "stats": "stats"}
+        graph, tensors = self._new_graph(sides)
+        inputs = {name: tensors[name] for name in (*sides, "seq_len_q", "seq_len_kv")}
+        totals = {
+            f"max_total_seq_len_{name}": -(-self.sizes[side][0] // TOTAL_MULTIPLE) * TOTAL_MULTIPLE
+            for name, side in (("q", "q"), ("kv", "k"))
+        }
+        dq, dk, dv = graph.sdpa_backward(**inputs, **totals, **self.options)
+        return self._build(graph, tensors, {"dq": ("q", dq), "dk": ("k", dk), "dv": ("k", dv)})
 
     # --- calls
 
@@ -175,8 +145,6 @@ class RaggedAttention:
         graph.execute(pack, workspace, handle=handle)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self._forward is None:
-            self._forward = self._build(self.describe_forward())
         out = torch.empty_like(q)
         stats = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # [Tq, H]
         self._execute(self._forward, q=q, k=k, v=v, out=out, stats=stats)
@@ -184,8 +152,6 @@ class RaggedAttention:
 
     def backward(self, *operands: Tensor) -> Sequence[Tensor]:
         """operands: q, k, v, out, grad_out, stats."""
-        if self._backward is None:
-            self._backward = self._build(self.describe_backward())
         inputs = dict(zip(("q", "k", "v", "o", "dO", "stats"), operands, strict=True))
         gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
         self._execute(self._backward, **inputs, **gradients)

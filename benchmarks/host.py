@@ -4,87 +4,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import jagged_cuda
 from benchmarks import shapes
 from benchmarks.candidate import Candidate
-from benchmarks.session import OURS, Row, Session
+from benchmarks.session import OURS, Command, Goal, Row, Session
 from jagged_cuda.testing.lengths import Layout
 
 CALLS, QUICK_CALLS = 2000, 50
 NUM_SEQS, LENGTH, DIM, COLUMNS, HEADS = 8, 16, 32, 8, 2
-GOAL_US = {"no gradient": 20.0, "gradient": 45.0}
-CASES = (
-    "torch.add",
-    "jagged_dense_bmm",
-    "jagged_jagged_bmm",
-    "jagged_softmax",
-    "jagged_flash_attention",
-)
+ADD, ATTENTION = "torch.add", "jagged_flash_attention"
+CASES = (ADD, "jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax", ATTENTION)
+GOALS_US = {"no gradient": 15.0, "gradient": 20.0}
+ATTENTION_GOALS_US = {"no gradient": 20.0, "gradient": 40.0}
+GOAL_OF_BOTH = 1.6  # forward and backward together, over torch.add's
 
 
-@dataclass(frozen=True)
-class _Tensors:
-    offsets: Tensor
-    x: Tensor  # [T, D]
-    y_dense: Tensor  # [B, D, N]
-    y_jagged: Tensor  # [T, N]
-    qkv: tuple[Tensor, Tensor, Tensor]  # each [T, H, D]
-
-
-def _draw(device: torch.device) -> _Tensors:
+def _candidate(name: str, device: torch.device) -> Candidate:
     layout = Layout((LENGTH,) * NUM_SEQS)
     torch.manual_seed(shapes.SEED)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
-
-    q, k, v = (draw(layout.total, HEADS, DIM) for _ in range(3))
-    return _Tensors(
-        layout.offsets(device),
-        draw(layout.total, DIM),
-        draw(NUM_SEQS, DIM, COLUMNS),
-        draw(layout.total, COLUMNS),
-        (q, k, v),
-    )
-
-
-def _candidates(tensors: _Tensors) -> dict[str, Candidate]:
-    offsets = tensors.offsets
-
-    def candidate(function: Callable[..., Any], *inputs: Tensor) -> Candidate:
-        return Candidate(function, inputs, torch.randn_like(function(*inputs)))
-
-    return {
-        "torch.add": candidate(torch.add, tensors.x, tensors.x),
-        "jagged_dense_bmm": candidate(
-            lambda x, y: jagged_cuda.jagged_dense_bmm(x, y, offsets), tensors.x, tensors.y_dense
-        ),
-        "jagged_jagged_bmm": candidate(
-            lambda x, y: jagged_cuda.jagged_jagged_bmm(x, y, offsets), tensors.x, tensors.y_jagged
-        ),
-        "jagged_softmax": candidate(
-            lambda x: jagged_cuda.jagged_softmax(x, offsets), tensors.y_jagged
-        ),
-        "jagged_flash_attention": candidate(
-            lambda q, k, v: jagged_cuda.jagged_flash_attention(q, k, v, offsets), *tensors.qkv
-        ),
+    rows = (layout.total, DIM)
+    shapes_of: dict[str, tuple[tuple[int, ...], ...]] = {
+        ADD: (rows, rows),
+        "jagged_dense_bmm": (rows, (NUM_SEQS, DIM, COLUMNS)),
+        "jagged_jagged_bmm": (rows, (layout.total, COLUMNS)),
+        "jagged_softmax": ((layout.total, COLUMNS),),
+        ATTENTION: ((layout.total, HEADS, DIM),) * 3,
     }
+    inputs = tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes_of[name])
+    offsets = layout.offsets(device)
+
+    function: Callable[..., Any] = torch.add
+    if name != ADD:
+        operation = getattr(jagged_cuda, name)
+        function = lambda *tensors: operation(*tensors, offsets)  # noqa: E731
+    return Candidate(function, inputs, torch.randn_like(function(*inputs)))
 
 
-def run(session: Session) -> None:
-    quick = session.options.quick
-    calls = QUICK_CALLS if quick else CALLS
-    for name, candidate in _candidates(_draw(session.device)).items():
-        if not session.selected(name):
-            continue
+def _goal(session: Session, name: str, pass_name: str) -> Goal | None:
+    if not session.is_reference_machine or name == ADD:
+        return None
+    goals = dict(ATTENTION_GOALS_US if name == ATTENTION else GOALS_US)
+    for row in session.rows:
+        if (row.case, row.pass_name) == (ADD, "forward+backward") and row.median_us(OURS):
+            goals["forward+backward"] = GOAL_OF_BOTH * row.median_us(OURS)
+    return Goal(goals[pass_name], "us") if pass_name in goals else None
+
+
+def _run(session: Session) -> None:
+    calls = QUICK_CALLS if session.options.quick else CALLS
+    for name in filter(session.selected, CASES):
         session.progress(f"host: {name}")
+        candidate = _candidate(name, session.device)
         leaves = [tensor.detach().requires_grad_() for tensor in candidate.inputs]
         passes: dict[str, Callable[[], object]] = {
             "no gradient": candidate.forward,
@@ -95,9 +70,11 @@ def run(session: Session) -> None:
             shape = {"B": NUM_SEQS, "L": LENGTH}
             dtype = str(candidate.inputs[0].dtype).removeprefix("torch.")
             row = Row("host", name, pass_name, dtype, shape, shapes.SEED)
-            if session.is_reference_machine and name != "torch.add":
-                row.goal_us = GOAL_US.get(pass_name)
+            row.goal = _goal(session, name, pass_name)
             session.add(row)
             with session.guard(OURS, row):
                 row.set_measurement(OURS, session.timer.measure_host(call, calls))
         session.after_row()
+
+
+COMMAND = Command(CASES, _run)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import jagged_cuda
 from benchmarks import cudnn_frontend, peers, shapes
@@ -19,7 +22,7 @@ from benchmarks.session import HINTED, OURS, UNFUSED, Row, Session
 from benchmarks.shapes import Precision
 from benchmarks.timing import memory_bytes
 from jagged_cuda import unfused
-from jagged_cuda.testing import reference
+from jagged_cuda.testing import padding
 
 # Padded operands, results and gradients may take this part of the memory; else padding is left out.
 PADDED_PART = 0.25
@@ -28,21 +31,15 @@ Maker = Callable[[], Candidate]
 
 
 def ours(operands: Operands, hinted: bool) -> Candidate:
-    max_len = operands.layout.max_len if hinted else None
-    offsets = operands.offsets
-
-    def self_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = jagged_cuda.jagged_flash_attention(
-            q, k, v, offsets, causal=operands.causal, max_len=max_len
-        )
-        return cast(Tensor, out)  # without its LSE
-
-    def target_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = jagged_cuda.jagged_target_attention(q, k, v, offsets, max_len=max_len)
-        return cast(Tensor, out)
-
-    function = self_attention if operands.queries is None else target_attention
-    return Candidate(function, operands.qkv, operands.grad_out)
+    options: dict[str, Any] = {"max_len": operands.layout.max_len if hinted else None}
+    operator: Callable[..., Any] = jagged_cuda.jagged_target_attention
+    if operands.queries is None:
+        operator, options["causal"] = jagged_cuda.jagged_flash_attention, operands.causal
+    return Candidate(
+        lambda q, k, v: operator(q, k, v, operands.offsets, **options),
+        operands.qkv,
+        operands.grad_out,
+    )
 
 
 def unfused_attention(operands: Operands) -> Candidate:
@@ -78,54 +75,59 @@ def _jagged(operands: Operands, function: Callable[..., Tensor], backward: bool)
     )
 
 
-def _custom_function(name: str, apply: Callable[..., Tensor], operands: Operands) -> Candidate:
-    peers.need_cuda(name, operands.q.device)
-    offsets = (operands.query_offsets.int(), operands.offsets.int())
-    longest = (operands.max_queries, operands.layout.max_len)
-    options = (operands.scale, operands.causal)
-    return _jagged(operands, lambda q, k, v: apply(q, k, v, *offsets, *longest, *options), True)
+def _sizes(operands: Operands, dtype: torch.dtype) -> peers.Sizes:
+    offsets = (operands.query_offsets.to(dtype), operands.offsets.to(dtype))
+    return (*offsets, operands.max_queries, operands.layout.max_len)
 
 
 def varlen(operands: Operands) -> Candidate:
-    return _custom_function("varlen", peers.VarlenAttention.apply, operands)
-
-
-def cudnn(operands: Operands) -> Candidate:
-    return _custom_function("cudnn", peers.CudnnAttention.apply, operands)
+    peers.need_cuda("varlen", operands.q.device)
+    options = (_sizes(operands, torch.int32), operands.scale, operands.causal)
+    return _jagged(operands, lambda q, k, v: peers.VarlenAttention.apply(q, k, v, *options), True)
 
 
 def cudnn_graph(operands: Operands) -> Candidate:
     peers.need_cuda("cudnn_frontend", operands.q.device)
-    q, k = operands.q.flatten(0, -3), operands.k
-    offsets = (operands.query_offsets, operands.offsets)
-    longest = (operands.max_queries, operands.layout.max_len)
-    ragged = cudnn_frontend.RaggedAttention(
-        q, k, *offsets, *longest, operands.scale, operands.causal
-    )
+    options = (_sizes(operands, torch.int64), operands.scale, operands.causal)
+    ragged = cudnn_frontend.RaggedAttention(operands.q.flatten(0, -3), operands.k, *options)
     return _jagged(operands, lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ragged), True)
 
 
 def fa3(operands: Operands) -> Candidate:
     peers.need_cuda("fa3", operands.q.device)
     function, has_backward = peers.flash_attention_3()
-    offsets = (operands.query_offsets.int(), operands.offsets.int())
-    longest = (operands.max_queries, operands.layout.max_len)
+    sizes = _sizes(operands, torch.int32)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = function(q, k, v, *offsets, *longest, causal=operands.causal)
+        found = function(q, k, v, *sizes, causal=operands.causal)
         return found[0] if isinstance(found, tuple) else found
 
     return _jagged(operands, attention, has_backward)
 
 
 def flex(operands: Operands) -> Candidate:
-    """Of self-attention."""
+    """Self-attention under a block mask by sequence, which is made before the clock starts."""
+    from torch.nn.attention import flex_attention
+
     peers.need_cuda("flex", operands.q.device)
-    function = peers.flex_attention(
-        operands.layout, operands.q.device, operands.scale, operands.causal
+    seq_of_row = operands.layout.seq_of_row(operands.q.device)
+
+    def mask(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        same = seq_of_row[row] == seq_of_row[key]
+        return same & (row >= key) if operands.causal else same
+
+    rows = operands.layout.total
+    block_mask = flex_attention.create_block_mask(
+        mask, None, None, rows, rows, operands.q.device, _compile=True
     )
-    inputs = tuple(tensor.transpose(0, 1)[None].contiguous() for tensor in operands.qkv)
-    return Candidate(function, inputs, None, lambda result: result[0].transpose(0, 1))
+    torch.compiler.reset()  # else it would give up after a few shapes, and run unfused
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+    return Candidate(
+        lambda q, k, v: compiled(q, k, v, block_mask=block_mask, scale=operands.scale),
+        tuple(tensor.transpose(0, 1)[None].contiguous() for tensor in operands.qkv),
+        None,
+        lambda result: result[0].transpose(0, 1),
+    )
 
 
 def sll(operands: Operands, precision: Precision) -> Candidate:
@@ -134,18 +136,18 @@ def sll(operands: Operands, precision: Precision) -> Candidate:
         return _sll_target(operands, precision)
     if operands.causal:
         raise AbsentError("sll has no causal attention")
-    peers.sll("triton_multi_head_jagged_flash_attention")
-    max_len = operands.layout.max_len
+    function = peers.sll(
+        "triton_multi_head_jagged_flash_attention"
+    ).multi_head_jagged_flash_attention
+    options = (operands.offsets, operands.layout.max_len, precision.allow_tf32)
     # It knows no scale and divides by max_len: q is scaled beforehand, and the result multiplied
     # for the check.
     scaled = (operands.q * operands.scale, operands.k, operands.v)
     return Candidate(
-        lambda q, k, v: peers.sll_attention(
-            q, k, v, operands.offsets, max_len, precision.allow_tf32
-        ),
+        lambda q, k, v: function(q, k, v, *options),
         tuple(tensor.transpose(0, 1).contiguous() for tensor in scaled),
         operands.grad_out.transpose(0, 1).contiguous(),
-        lambda result: result.transpose(0, 1).float() * max_len,
+        lambda result: result.transpose(0, 1).float() * operands.layout.max_len,
     )
 
 
@@ -185,24 +187,31 @@ def sdpa(operands: Operands) -> Candidate:
         )
 
     def pad(tensor: Tensor) -> Tensor:  # -> [B, H, M, D]
-        if tensor.dim() == 4:
-            return tensor.transpose(1, 2).contiguous()
-        return peers.pad_heads(tensor, layout)
+        padded = tensor if tensor.dim() == 4 else padding.pad(tensor, layout)
+        return padded.transpose(1, 2).contiguous()
 
     def rows(result: Tensor) -> Tensor:
-        if operands.queries is not None:
-            return result.transpose(1, 2)
-        return peers.unpad_heads(result, layout)
+        rows = result.transpose(1, 2)
+        return rows if operands.queries is not None else padding.unpad(rows, layout)
 
     mask = None
     if device.type == "cpu":
-        mask = peers.inside(layout, device)[:, None, None, :]
+        mask = padding.inside(layout, device)[:, None, None, :]
         if operands.causal:
             ones = torch.ones(layout.max_len, layout.max_len, dtype=torch.bool, device=device)
             mask = mask & ones.tril()
     exact = mask is not None or operands.causal or min(layout.lengths) == layout.max_len
+    options = {"attn_mask": mask, "scale": operands.scale}
+    options["is_causal"] = operands.causal and mask is None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # On a GPU FlashAttention, nothing else.
+        backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext()
+        with backend:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
     return Candidate(
-        lambda q, k, v: peers.sdpa(q, k, v, mask, operands.scale, operands.causal),
+        attention,
         tuple(pad(tensor) for tensor in operands.qkv),
         pad(operands.grad_out),
         rows if exact else None,
@@ -212,16 +221,21 @@ def sdpa(operands: Operands) -> Candidate:
 def dense(operands: Operands) -> Candidate:
     """Of self-attention of one head."""
     layout = operands.layout
-    outside = ~peers.inside(layout, operands.q.device)[:, None, :]
+    outside = ~padding.inside(layout, operands.q.device)[:, None, :]
 
     def pad(tensor: Tensor) -> Tensor:  # [T, 1, D] -> [B, M, D]
-        return reference.pad(tensor.squeeze(1), layout)
+        return padding.pad(tensor.squeeze(1), layout)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.bmm(q, k.transpose(1, 2)) * operands.scale
+        weights = logits.masked_fill(outside, -torch.inf).softmax(2)
+        return torch.bmm(weights, v)
 
     return Candidate(
-        lambda q, k, v: peers.dense_attention(q, k, v, outside, operands.scale),
+        attention,
         tuple(pad(tensor) for tensor in operands.qkv),
         pad(operands.grad_out),
-        lambda result: reference.unpad(result, layout).unsqueeze(1),
+        lambda result: padding.unpad(result, layout).unsqueeze(1),
     )
 
 
@@ -234,10 +248,9 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
         "dense": functools.partial(dense, operands),
         "varlen": functools.partial(varlen, operands),
         "sdpa": functools.partial(sdpa, operands),
-        "flex": functools.partial(flex, operands),
         "fa3": functools.partial(fa3, operands),
-        "cudnn": functools.partial(cudnn, operands),
         "cudnn_frontend": functools.partial(cudnn_graph, operands),
+        "flex": functools.partial(flex, operands),
         "sll": functools.partial(sll, operands, precision),
     }
 
@@ -269,7 +282,7 @@ def measure(
     """Check and time these implementations, those that have their scores in memory as such."""
     found = makers(operands, precision)
     checks = [
-        AttentionCheck(operands, precision.limit, in_memory)
+        AttentionCheck(operands, in_memory)
         for in_memory in ((False, True) if UNFUSED in names else (False,))
     ]
     for name in names:

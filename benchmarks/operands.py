@@ -79,7 +79,7 @@ class Operands:
         rows = slice(int(begins[seq]), int(begins[seq + 1]))
         name = f"sequence {seq} ({self.layout.lengths[seq]} rows)"
         if self.queries is not None:
-            yield name, (seq, slice(None), 0), (rows, 0)
+            yield name, (slice(seq, seq + 1), slice(None), 0), (rows, 0)
             return
         for head in sorted({0, self.k.shape[1] - 1}):
             yield f"{name}, head {head}", (rows, head), (rows, head)

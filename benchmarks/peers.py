@@ -13,11 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from jagged_cuda.testing import reference
-from jagged_cuda.testing.lengths import Layout
 
 DESCRIPTIONS = {
     "padded": "the operator in PyTorch on data that is already padded",
@@ -25,10 +20,9 @@ DESCRIPTIONS = {
     "sdpa": "scaled_dot_product_attention on padded data; on a GPU FlashAttention, which takes no"
     " mask, so that padding takes part",
     "varlen": "FlashAttention-2 in torch, behind torch.nn.attention.varlen",
-    "cudnn": "cuDNN's ragged attention, through torch",
     "cudnn_frontend": "cuDNN's ragged attention, through the package nvidia-cudnn-frontend",
-    "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
+    "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
 }
 
@@ -71,15 +65,10 @@ def sll(module: str) -> Any:
     return importlib.import_module(f"{name}.{module}")
 
 
-def sll_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_len: int, allow_tf32: bool
-) -> Tensor:
-    """q, k, v `[H, T, D]`: softmax(q k^T) v / max_len, without a scale."""
-    module = sll("triton_multi_head_jagged_flash_attention")
-    return module.multi_head_jagged_flash_attention(q, k, v, offsets, max_len, allow_tf32)
-
-
 # --- attention on jagged data
+
+
+Sizes = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys, the longest of each
 
 
 class VarlenAttention(torch.autograd.Function):
@@ -87,124 +76,25 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_offsets: Tensor,
-        offsets: Tensor,
-        max_queries: int,
-        max_len: int,
-        scale: float,
-        causal: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, scale: float, causal: bool
     ) -> Tensor:
+        window = {"window_size_left": -1, "window_size_right": 0 if causal else -1}
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            0.0,
-            causal,
-            return_debug_mask=False,
-            scale=scale,
-            window_size_left=-1,
-            window_size_right=0 if causal else -1,
+            q, k, v, *sizes, 0.0, causal, return_debug_mask=False, scale=scale, **window
         )
-        ctx.save_for_backward(q, k, v, out, lse, query_offsets, offsets)
-        ctx.options = (max_queries, max_len, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {"scale": scale, **window}
         if any(ctx.needs_input_grad):  # dropout's state, unused: made outside the backward
-            ctx.rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-            ctx.unused = torch.empty(0, device=q.device)
+            state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            ctx.arguments = (*sizes, 0.0, causal, state, torch.empty(0, device=q.device))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, query_offsets, offsets = ctx.saved_tensors
-        max_queries, max_len, scale, causal = ctx.options
         gradients = torch.ops.aten._flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            0.0,
-            causal,
-            ctx.rng_state,
-            ctx.unused,
-            scale=scale,
-            window_size_left=-1,
-            window_size_right=0 if causal else -1,
+            grad_out, *ctx.saved_tensors, *ctx.arguments, **ctx.options
         )
-        return (*gradients, *(None,) * 6)
-
-
-class CudnnAttention(torch.autograd.Function):
-    """cuDNN's ragged attention as torch calls it. q, k, v `[rows, H, D]`, offsets int32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_offsets: Tensor,
-        offsets: Tensor,
-        max_queries: int,
-        max_len: int,
-        scale: float,
-        causal: bool,
-    ) -> Tensor:
-        result = torch.ops.aten._cudnn_attention_forward(
-            q,
-            k,
-            v,
-            None,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            True,
-            0.0,
-            causal,
-            False,
-            scale=scale,
-        )
-        out, lse, ctx.seed, ctx.offset = result[0], result[1], result[6], result[7]
-        ctx.save_for_backward(q, k, v, out, lse, query_offsets, offsets)
-        ctx.options = (max_queries, max_len, scale, causal)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, query_offsets, offsets = ctx.saved_tensors
-        max_queries, max_len, scale, causal = ctx.options
-        gradients = torch.ops.aten._cudnn_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            ctx.seed,
-            ctx.offset,
-            None,
-            query_offsets,
-            offsets,
-            max_queries,
-            max_len,
-            0.0,
-            causal,
-            scale=scale,
-        )
-        return (*gradients, *(None,) * 6)
+        return (*gradients, None, None, None)
 
 
 def flash_attention_3() -> tuple[Any, bool]:
@@ -213,59 +103,6 @@ def flash_attention_3() -> tuple[Any, bool]:
         if importlib.util.find_spec(module) is not None:
             return importlib.import_module(module).flash_attn_varlen_func, has_backward
     raise AbsentError("neither flash_attn_interface nor fa3_fwd_interface is installed")
-
-
-def flex_attention(layout: Layout, device: torch.device, scale: float, causal: bool) -> Any:
-    """FlexAttention of q, k, v `[1, H, T, D]` under a block mask by sequence."""
-    from torch.nn.attention import flex_attention as flex
-
-    seq_of_row = layout.seq_of_row(device)
-
-    def mask(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        same = seq_of_row[row] == seq_of_row[key]
-        return same & (row >= key) if causal else same
-
-    total = layout.total
-    block_mask = flex.create_block_mask(mask, None, None, total, total, device, _compile=True)
-    torch.compiler.reset()  # else it would give up after a few shapes, and run unfused
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, scale=scale)
-
-
-# --- attention on padded data
-
-
-def pad_heads(values: Tensor, layout: Layout) -> Tensor:
-    """`[T, H, D]` -> `[B, H, M, D]`"""
-    return reference.pad(values, layout).transpose(1, 2).contiguous()
-
-
-def unpad_heads(padded: Tensor, layout: Layout) -> Tensor:
-    """`[B, H, M, D]` -> `[T, H, D]`"""
-    return reference.unpad(padded.transpose(1, 2), layout)
-
-
-def inside(layout: Layout, device: torch.device) -> Tensor:
-    """`[B, M]`: True where a padded position holds a row of the sequence."""
-    lengths = torch.tensor(layout.lengths, device=device)
-    return torch.arange(layout.max_len, device=device) < lengths[:, None]
-
-
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> Tensor:
-    """q, k, v `[B, H, M, D]`; on a GPU FlashAttention, nothing else."""
-    if q.is_cuda:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, outside: Tensor, scale: float) -> Tensor:
-    """q, k, v `[B, M, D]`, outside `[B, 1, M]`: True at keys that are padding."""
-    logits = torch.bmm(q, k.transpose(1, 2)) * scale
-    weights = logits.masked_fill(outside, -torch.inf).softmax(2)
-    return torch.bmm(weights, v)
 
 
 # --- versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -9,8 +10,7 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ import torch
 
 import jagged_cuda
 from benchmarks import peers
-from benchmarks.session import HINTED, OURS, Row, Session
-from jagged_cuda import _build, _load
+from benchmarks.session import HINTED, MATMUL_SIZE, MATMULS, OURS, Row, Session
+from benchmarks.timing import Timer
+from jagged_cuda import _load
 
-SCHEMA = 1  # of the JSON file
+SCHEMA = 2  # of the JSON file
+SOURCES = ("csrc", "jagged_cuda")  # the folders of what is measured
+SUFFIXES = (".py", ".cpp", ".cu", ".h", ".cuh", ".inl")
 ROOT = Path(__file__).resolve().parents[1]
 
 TITLES = {
@@ -37,13 +40,19 @@ TITLES = {
 # --- where it ran
 
 
-def _git(*arguments: str) -> str | None:
+def git(repository: Path, *arguments: str) -> bytes:
+    """What git says.
+
+    Raises:
+        ValueError: it fails, or there is none.
+    """
+    command = ["git", "-C", str(repository), *arguments]
     try:
-        command = ["git", "-C", str(ROOT), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
+        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", b"") or str(error).encode()
+        text = f"git {arguments[0]} {arguments[-1]}: {said.decode().strip()}"
+        raise ValueError(text) from error
 
 
 def _cpu_name() -> str:
@@ -57,24 +66,26 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def package_hash(package: Path) -> str:
-    """Of the Python files of the package, wherever it lies."""
+def source_hash(root: Path) -> str:
+    """Of the sources in a checkout, wherever it lies."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).parts):
-        content = path.read_bytes()
-        name = path.relative_to(package).as_posix()
+    files = (path for folder in SOURCES for path in (root / folder).rglob("*"))
+    sources = {path.relative_to(root).as_posix(): path for path in files if path.suffix in SUFFIXES}
+    for name in sorted(sources):
+        content = sources[name].read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:20]
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(timer: Timer) -> dict[str, Any]:
     """The machine, the releases and the sources."""
+    device = timer.device
     commit, changed = None, None
     if (ROOT / ".git").exists():
-        commit = _git("rev-parse", "HEAD")
-        changed = bool(_git("status", "--porcelain", "--untracked-files=no"))
+        with contextlib.suppress(ValueError):
+            commit = git(ROOT, "rev-parse", "HEAD").decode().strip()
+            changed = bool(git(ROOT, "status", "--porcelain", "--untracked-files=no"))
     driver = _load.find_driver()
-    csrc = _load.find_csrc()
     try:
         import triton
 
@@ -84,6 +95,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "max_sm_mhz": timer.max_sm_mhz,
         "driver": driver.version if driver else None,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -97,8 +109,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "version": jagged_cuda.__version__,
         "commit": commit,
         "changed_since_commit": changed,
-        "sources": _build.source_hash(csrc) if csrc is not None else None,
-        "package": package_hash(Path(jagged_cuda.__file__).parent),
+        "sources": source_hash(ROOT),
     }
 
 
@@ -106,7 +117,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -> dict[str, Any]:
-    command = shlex.join(["python", "-m", "benchmarks", *_without_outputs(arguments)])
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
     return {
         "schema": SCHEMA,
         "command": command,
@@ -114,27 +125,25 @@ def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -
         "environment": where,
         "seconds": round(session.seconds, 1),
         **session.sections,
-        "notes": session.notes,
+        "notes": session.all_notes(),
         "rows": [row.as_json() for row in session.rows],
     }
 
 
-def _without_outputs(arguments: Sequence[str]) -> list[str]:
-    """The arguments less where results went, which is no part of what was measured."""
-    kept, skip = [], False
-    for argument in arguments:
-        is_output = argument.split("=", 1)[0] in ("--out", "--plot")
-        if not is_output and not skip:
-            kept.append(argument)
-        skip = is_output and "=" not in argument
-    return kept
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file as a whole, so that a run that is killed leaves its last state."""
+    """Replace the file as a whole, so that a run that is killed leaves its last state.
+
+    Each row and each note has a line of its own, so that two runs can be compared line by line.
+    """
+    parts = []
+    for name, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+        parts.append(f"{json.dumps(name)}: {text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text("{\n" + ",\n".join(parts) + "\n}\n")
     part.replace(path)
 
 
@@ -160,83 +169,79 @@ def _align(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def _goal(value: float | None, goal: float | None) -> str:
-    if goal is None:
-        return "-"
-    if value is None:
+    if value is None or goal is None:
         return _number(goal)
     return f"{_number(goal)} {'met' if value <= goal else 'missed'}"
 
 
-def _failure(entry: dict[str, Any]) -> str:
-    return next((word for word in ("absent", "wrong", "error") if word in entry), "-")
-
-
 def _time(row: Row, name: str) -> str:
-    """A time, and for a peer how many times ours it is."""
-    value, ours = row.median_us(name), row.median_us(OURS)
+    """A time, or those of several rounds; and for a peer how many times ours it is."""
+    entry, ours = row.results.get(name, {}), row.median_us(OURS)
+    value = row.median_us(name)
     if value is None:
-        return _failure(row.results.get(name, {}))
-    text = _number(value)
-    if name not in (OURS, HINTED) and ours:
-        text += f" ({value / ours:.2f}x)"
-    return text
+        return next((word for word in ("absent", "wrong", "error") if word in entry), "-")
+    text = "/".join(_number(median) for median in entry.get("medians_us", [value]))
+    return f"{text} ({value / ours:.2f}x)" if ours and name not in (OURS, HINTED) else text
 
 
-def _memory(row: Row, name: str) -> str:
-    return _number(row.results.get(name, {}).get("peak_mib"))
+def _peak(row: Row, name: str) -> float | None:
+    return row.results.get(name, {}).get("peak_mib")
+
+
+def _ours_over_floor(row: Row) -> str:
+    ours = row.median_us(OURS)
+    return f"{ours / row.floor_us:.2f}" if ours and row.floor_us else "-"
+
+
+def _rate(row: Row) -> str:
+    ours = row.median_us(OURS)
+    return _number(row.flops / ours / 1e6) if ours and row.flops else "-"
+
+
+def _clock(row: Row) -> str:
+    return f"{row.sm_mhz or '-'}{'*' if row.below_max_clock else ''}"
 
 
 def _rows_table(rows: Sequence[Row]) -> list[str]:
+    """Columns that no row has anything for are left out."""
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("floor", lambda row: _number(row.floor_us)),
+        ("bar", lambda row: _goal(row.median_us(OURS), row.bar_us)),
+        ("copy", lambda row: _number(row.copy_us)),
+    ]
     names = list(dict.fromkeys(name for row in rows for name in row.results))
-    has_bytes = any(row.bytes for row in rows)
-    has_rates = rows[0].command in ("attention", "figure2", "target")
-    results = [result for row in rows for result in row.results.values()]
-    has_memory = any(result.get("peak_mib") is not None for result in results)
-    header = ["case", "pass", "precision"]
-    if has_bytes:
-        header += ["floor", "copy"]
     for name in names:
-        header.append(name)
+        columns.append((name, lambda row, name=name: _time(row, name)))
         if name == OURS:
-            header += ["/ copy"] * has_bytes + ["TFLOP/s"] * has_rates
-    header.append("goal")
-    if has_memory:
-        header += [f"{name} MiB" for name in names] + ["goal MiB"]
-    lines = [header]
-    for row in rows:
-        ours = row.median_us(OURS)
-        line = [row.case, row.pass_name, row.precision]
-        if has_bytes:
-            line += [_number(row.floor_us), _number(row.copy_us)]
-        for name in names:
-            line.append(_time(row, name))
-            if name == OURS:
-                if has_bytes:
-                    line.append(f"{ours / row.copy_us:.2f}" if ours and row.copy_us else "-")
-                if has_rates:
-                    line.append(_number(row.results.get(OURS, {}).get("tflops")))
-        line.append(_goal(ours, row.goal_us))
-        if has_memory:
-            line += [_memory(row, name) for name in names]
-            line.append(_goal(row.results.get(OURS, {}).get("peak_mib"), row.goal_mib))
-        lines.append(line)
+            columns += [("/ floor", _ours_over_floor), ("TFLOP/s", _rate)]
+    columns.append(("goal", lambda row: _goal(row.median_us(OURS), row.goal_us())))
+    for name in names:
+        columns.append((f"{name} MiB", lambda row, name=name: _number(_peak(row, name))))
+    columns.append(("goal MiB", lambda row: _goal(_peak(row, OURS), row.goal_mib)))
+    columns.append(("MHz", _clock))
+    lines = [["case", "pass", "precision"], *([r.case, r.pass_name, r.precision] for r in rows)]
+    for title, cell in columns:
+        cells = [cell(row) for row in rows]
+        if any(text != "-" for text in cells):
+            for line, text in zip(lines, [title, *cells], strict=True):
+                line.append(text)
     return _align(lines, 3)
 
 
 def _build_table(found: dict[str, Any]) -> list[str]:
     goals = found["goals"]
     lines = [["", "measured", "goal"]]
-    if "cold_build_s" in found:
-        label = f"cold build on {found['cores']} cores, s"
-        lines.append([label, _number(found["cold_build_s"]), str(goals["cold_build_s"])])
-    if "warm_import_s" in found:
-        label = "warm import beyond torch's, s"
-        lines.append([label, f"{found['warm_import_s']:.3f}", str(goals["warm_import_s"])])
+    labels = {
+        "cold_build_s": f"cold build on {found['cores']} cores, s",
+        "warm_import_s": "warm import beyond torch's, s",
+    }
+    for name, label in labels.items():
+        if name in found:
+            lines.append([label, f"{found[name]:.3g}", str(goals[name])])
     for name, library in found.get("libraries", {}).items():
         archs = ";".join(library["archs"])
         label = f"{name} {archs}".strip() + f" ({library['origin']}), MB"
-        size = library["bytes"] / 1e6
-        lines.append([label, f"{size:.2f}", str(goals["library_mbytes"])])
+        lines.append([label, f"{library['bytes'] / 1e6:.2f}", str(goals["library_mbytes"])])
     return _align(lines, 1)
 
 
@@ -250,23 +255,21 @@ def tables(session: Session, where: dict[str, Any]) -> str:
     calibration = session.sections.get("calibration")
     if calibration is not None:
         text = f"copy {calibration['copy_tbytes_per_s']:.3f} TB/s (reads and writes)"
-        text += f", one-element kernel {calibration['one_element_us']['median_us']:.1f} us"
-        if "bf16_matmul_tflops" in calibration:
-            text += f", 8192^3 bf16 product {calibration['bf16_matmul_tflops']:.0f} TFLOP/s"
+        if "empty_kernel_us" in calibration:
+            text += f", empty kernel {calibration['empty_kernel_us']['median_us']:.1f} us"
+        for name in MATMULS:
+            if f"{name}_matmul_tflops" in calibration:
+                rate = calibration[f"{name}_matmul_tflops"]
+                text += f", {MATMUL_SIZE}^3 {name} product {rate:.0f} TFLOP/s"
         lines.append(text)
     for command, title in TITLES.items():
         rows = [row for row in session.rows if row.command == command]
         if rows:
             unit = "median microseconds"
             if command != "host":
-                unit += "; (x): a peer's time over ours"
+                unit += "; (x): a peer's time over ours; *: below the GPU's highest clock"
             lines += ["", f"{title}; {unit}", *_rows_table(rows)]
     if "build" in session.sections:
         lines += ["", "Build and import", *_build_table(session.sections["build"])]
-    if session.notes:
-        lines += ["", *(f"note: {note}" for note in session.notes)]
+    lines += ["", *(f"note: {note}" for note in session.all_notes())]
     return "\n".join(lines)
-
-
-def print_tables(session: Session, where: dict[str, Any]) -> None:
-    print(tables(session, where), file=sys.stdout, flush=True)

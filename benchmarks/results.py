@@ -20,7 +20,6 @@ STYLES = {
     "varlen": ("FlashAttention-2", "#1668b4"),
     "fa3": ("FlashAttention-3", "#0f9fd6"),
     "cudnn_frontend": ("cuDNN", "#7d4fa8"),
-    "cudnn": ("cuDNN by torch", "#b08fd0"),
     "flex": ("FlexAttention", "#a8832b"),
     "sll": ("FBGEMM sll", "#2f8f5b"),
 }

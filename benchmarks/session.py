@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +30,16 @@ RECORDED_PART = 0.05  # a peer whose time is further from the recorded one is no
 COPY_BYTES = (2**28, 2**29, 2**30)
 COPY_BYTES_ON_CPU = (2**27,)
 QUICK_COPY_BYTES = (2**22,)
+COPY_MULTIPLE = 4096  # a copy of any other size runs at four fifths of the speed
 MATMUL_SIZE = 8192
+MATMULS = {"bf16": ("bf16", "fp16"), "tf32": ("tf32",)}  # whose rate each product tells
+
+# The bar of an operator that is bound by memory: BAR_FACTOR times its floor, and for each kernel
+# that it must launch LAUNCH_US, or SHORT_LAUNCH_US where the floor is under SHORT_FLOOR_US.
+FLOOR_BYTES_PER_US = 3.03e6  # of a copy on the reference GPU; elsewhere the run's own copy counts
+FLOOR_MATMUL_PART = 0.75  # of the run's large product: no operator's products run faster
+BAR_FACTOR = 1.15
+LAUNCH_US, SHORT_LAUNCH_US, SHORT_FLOOR_US = 4.0, 8.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,24 @@ class Options:
     cases: tuple[str, ...] = ("*",)
     precisions: tuple[str, ...] | None = None
     seconds_budget: float | None = None
+    rounds: int = 1  # how often all implementations of a case are timed in turn
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command measures: its cases, how it runs, and the peers that it knows."""
+
+    cases: tuple[str, ...]
+    run: Callable[[Session], None]
+    peers: tuple[str, ...] = ()
+    default_peers: tuple[str, ...] = ()
+
+
+class Goal(NamedTuple):
+    """What our time must not exceed: `value` microseconds, or `value` times what `of` names."""
+
+    value: float
+    of: str  # "us", "floor" or "best peer"
 
 
 @dataclass
@@ -50,8 +79,15 @@ class Row:
         bytes: of each kernel that must be launched: its inputs read once, its outputs written once.
         flops: useful floating-point operations; None where bytes alone matter.
         has_memory: whether peak memory beyond the inputs is measured too.
-        goal_us, goal_mib: time, and peak memory, on the machine of the goals.
+        bar_scale: a factor of the bar, for products that are computed in several parts.
+        launch_us: of each kernel within the bar; None is the usual time.
+        goal, goal_mib: time, and peak memory, on the machine of the goals.
         recorded_us: what peers took on that machine.
+        floor_us: no kernel can be faster: the larger of bytes and operations over their rates.
+        bar_us: what a kernel that is bound by memory must reach; None for another.
+        copy_us: a plain copy that moves as many bytes, timed in the same run.
+        sm_mhz: the lowest SM clock after a measurement of the row.
+        below_max_clock: whether that is less than the GPU's maximum.
     """
 
     command: str
@@ -63,60 +99,70 @@ class Row:
     bytes: tuple[int, ...] = ()
     flops: float | None = None
     has_memory: bool = False
-    goal_us: float | None = None
+    bar_scale: float = 1.0
+    launch_us: float | None = None
+    goal: Goal | None = None
     goal_mib: float | None = None
     recorded_us: dict[str, float] = field(default_factory=dict)
     floor_us: float | None = None
+    bar_us: float | None = None
     copy_us: float | None = None
+    sm_mhz: int | None = None
+    below_max_clock: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def median_us(self, name: str) -> float | None:
         return self.results.get(name, {}).get("median_us")
 
-    def set_measurement(self, name: str, measurement: Measurement) -> None:
-        entry = self.results.setdefault(name, {})
-        entry.update(measurement.as_json())
-        if self.flops is not None:
-            entry["tflops"] = round(self.flops / measurement.median_us / 1e6, 2)
-        if self.bytes:
-            entry["gbytes_per_s"] = round(sum(self.bytes) / measurement.median_us / 1e3, 1)
+    def set_floor(self, bytes_per_us: float, flops_per_us: float | None) -> None:
+        """Set the floor, and the bar where bytes determine it."""
+        by_bytes = sum(self.bytes) / bytes_per_us
+        by_flops = (self.flops or 0.0) / flops_per_us if flops_per_us else 0.0
+        self.floor_us = max(by_bytes, by_flops)
+        if by_bytes >= by_flops:
+            is_short = self.floor_us < SHORT_FLOOR_US
+            launch_us = self.launch_us or (SHORT_LAUNCH_US if is_short else LAUNCH_US)
+            bar_us = BAR_FACTOR * self.floor_us + len(self.bytes) * launch_us
+            self.bar_us = self.bar_scale * bar_us
 
-    def ratios(self) -> dict[str, float]:
-        """Our time over the floor and the copy, each peer's time over ours, unfused forms apart."""
-        ours = self.median_us(OURS)
-        if ours is None:
-            return {}
-        found = {}
-        for name, base in (("floor", self.floor_us), ("copy", self.copy_us)):
-            if base:
-                found[f"{OURS} / {name}"] = round(ours / base, 3)
-        for name in self.results:
-            other = self.median_us(name)
-            if name != OURS and other is not None:
-                found[f"{name} / {OURS}"] = round(other / ours, 3)
-        for key, suffix in (("median_us", ""), ("peak_mib", " memory")):
-            dense, unfused = (self.results.get(name, {}).get(key) for name in ("dense", UNFUSED))
-            if dense and unfused:
-                found[f"dense / {UNFUSED}{suffix}"] = round(dense / unfused, 3)
-        return found
+    def set_measurement(
+        self, name: str, measurement: Measurement, max_sm_mhz: int | None = None
+    ) -> None:
+        """Of several measurements in turn, all medians are kept; the row's is their median."""
+        entry = self.results.setdefault(name, {})
+        medians = entry.get("medians_us", [entry["median_us"]] if "median_us" in entry else [])
+        entry.update(measurement.as_json())
+        if medians:
+            entry["medians_us"] = [*medians, entry["median_us"]]
+            entry["median_us"] = round(statistics.median(entry["medians_us"]), 3)
+        if measurement.sm_mhz is not None:
+            self.sm_mhz = min(self.sm_mhz or measurement.sm_mhz, measurement.sm_mhz)
+            self.below_max_clock = self.sm_mhz < (max_sm_mhz or 0)
+
+    def goal_us(self) -> float | None:
+        """The goal in microseconds, where what it refers to was measured."""
+        if self.goal is None:
+            return None
+        peers = [
+            entry["median_us"]
+            for name, entry in self.results.items()
+            if name not in ALL_OURS and "median_us" in entry
+        ]
+        base = {
+            "us": 1.0,
+            "floor": self.floor_us,
+            "best peer": min(peers, default=None),
+        }[self.goal.of]
+        return None if base is None else self.goal.value * base
 
     def as_json(self) -> dict[str, Any]:
-        names = ("command", "case", "pass_name", "precision", "shape", "seed", "flops")
-        found = {name: getattr(self, name) for name in (*names, "goal_us", "goal_mib")}
-        found["pass"] = found.pop("pass_name")
-        found["bytes"] = list(self.bytes)
-        for name in ("floor_us", "copy_us"):
-            value = getattr(self, name)
-            found[name] = None if value is None else round(value, 3)
-        return found | {"results": self.results, "ratios": self.ratios()}
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Case = TypeVar("_Case", bound=_Named)
+        names = ("command", "case", "pass_name", "precision", "shape", "seed", "flops", "bytes")
+        names += ("goal", "goal_mib", "floor_us", "bar_us", "copy_us", "sm_mhz", "below_max_clock")
+        found = {name.removesuffix("_name"): getattr(self, name) for name in names}
+        for name, value in found.items():
+            if isinstance(value, float):
+                found[name] = round(value, 3)
+        return found | {"results": self.results}
 
 
 class Session:
@@ -134,6 +180,7 @@ class Session:
         self._began = time.monotonic()
         self._copies: dict[int, float] = {}
         self._bytes_per_us = 0.0
+        self._flops_per_us: dict[str, float] = {}  # by precision, those of products in floors
 
     # --- progress
 
@@ -158,6 +205,15 @@ class Session:
     def has_attention_goals(self, precision: Precision) -> bool:
         return precision.name == "bf16" and self.is_reference_machine
 
+    def all_notes(self) -> list[str]:
+        """The notes, and what is to be said of the run as a whole."""
+        slow = [row.sm_mhz for row in self.rows if row.below_max_clock and row.sm_mhz]
+        if not slow:
+            return self.notes
+        most = self.timer.max_sm_mhz
+        text = f"the SM clock was below its maximum of {most} MHz in {len(slow)} of"
+        return [*self.notes, f"{text} {len(self.rows)} rows, {min(slow)} MHz at the lowest"]
+
     def out_of_time(self) -> bool:
         budget = self.options.seconds_budget
         return budget is not None and self.seconds > budget
@@ -167,10 +223,10 @@ class Session:
     def selected(self, case: str) -> bool:
         return any(fnmatch.fnmatchcase(case, pattern) for pattern in self.options.cases)
 
-    def peers(self, known: Sequence[str], default: Sequence[str]) -> list[str]:
-        against = self.options.against
-        wanted = default if against is None else known if "all" in against else against
-        return [name for name in known if name in wanted]
+    def peers(self, command: Command) -> list[str]:
+        known, against = command.peers, self.options.against
+        wanted = command.default_peers if against is None else against
+        return [name for name in known if name in wanted or "all" in wanted]
 
     def precisions(self, on_cuda: Sequence[str], on_cpu: Sequence[str]) -> list[Precision]:
         names = self.options.precisions
@@ -181,14 +237,15 @@ class Session:
     def each_case(
         self,
         command: str,
-        cases: Sequence[_Case],
-        run: Callable[[Session, _Case, Precision], None],
+        cases: Sequence[Any],
+        run: Callable[[Session, Any, Precision], None],
         on_cuda: Sequence[str] = ("bf16",),
         on_cpu: Sequence[str] = ("fp32",),
         cases_on_cpu: Collection[str] | None = None,
     ) -> None:
         """Run the cases that were asked for in each precision, until the time is spent.
 
+        cases: each has a name.
         cases_on_cpu: those that a CPU finishes in seconds: there others must be named. None: all.
         """
         for precision in self.precisions(on_cuda, on_cpu):
@@ -217,27 +274,42 @@ class Session:
         if self.options.quick:
             sizes = QUICK_COPY_BYTES
         rates = {size: size / self._copy_us(size) for size in sizes}
-        self._bytes_per_us = max(rates.values())
+        copied = self._bytes_per_us = max(rates.values())
         found: dict[str, Any] = {
-            "copy_tbytes_per_s": round(self._bytes_per_us / 1e6, 4),
+            "copy_tbytes_per_s": round(copied / 1e6, 4),
             "copies_tbytes_per_s": {str(size): round(r / 1e6, 4) for size, r in rates.items()},
         }
-        one = torch.zeros(1, device=self.device)
-        found["one_element_us"] = self.timer.measure(lambda: one.add_(1)).as_json()
-        if self.device.type == "cuda" and not self.options.quick:
-            shape = (MATMUL_SIZE, MATMUL_SIZE)
-            a, b = (torch.randn(shape, device=self.device).bfloat16() for _ in range(2))
-            product = self.timer.measure(lambda: a @ b)
-            found["bf16_matmul_tflops"] = round(2 * MATMUL_SIZE**3 / product.median_us / 1e6, 1)
         self.sections["calibration"] = found
+        if self.device.type != "cuda":
+            return
+        # A kernel that returns at once: what every time here includes.
+        found["empty_kernel_us"] = self.timer.measure(lambda: torch.cuda._sleep(0)).as_json()
+        if self.options.quick:
+            return
+        if self.is_reference_machine:
+            self._bytes_per_us = FLOOR_BYTES_PER_US
+        for name, like in MATMULS.items():
+            rate = self._matmul_flops_per_us(PRECISIONS[name])
+            found[f"{name}_matmul_tflops"] = round(rate / 1e6, 1)
+            self._flops_per_us |= dict.fromkeys(like, FLOOR_MATMUL_PART * rate)
+
+    def _matmul_flops_per_us(self, precision: Precision) -> float:
+        shape = (MATMUL_SIZE, MATMUL_SIZE)
+        a, b = (torch.randn(shape, device=self.device).to(precision.dtype) for _ in range(2))
+        with precision.setting():
+            return 2 * MATMUL_SIZE**3 / self.timer.measure(lambda: a @ b).median_us
 
     def _copy_us(self, moved_bytes: int) -> float:
-        """The time of a plain copy that reads and writes this many bytes together."""
-        if moved_bytes not in self._copies:
-            source = torch.randn(max(1, moved_bytes // 8), device=self.device)
+        """The time of a plain copy that reads and writes this many bytes together, or a few more.
+
+        Its size is rounded up: the copy is as fast as one can be.
+        """
+        size = -(-moved_bytes // (2 * COPY_MULTIPLE)) * COPY_MULTIPLE
+        if size not in self._copies:
+            source = torch.randn(size // 4, device=self.device)
             target = torch.empty_like(source)
-            self._copies[moved_bytes] = self.timer.measure(lambda: target.copy_(source)).median_us
-        return self._copies[moved_bytes]
+            self._copies[size] = self.timer.measure(lambda: target.copy_(source)).median_us
+        return self._copies[size]
 
     # --- rows
 
@@ -245,7 +317,9 @@ class Session:
         """Put a row into the report, with its floor and the time of a copy of as many bytes."""
         self.rows.append(row)
         if row.bytes:
-            row.floor_us = sum(row.bytes) / self._bytes_per_us
+            row.set_floor(self._bytes_per_us, self._flops_per_us.get(row.precision))
+            if self.device.type != "cuda":
+                row.bar_us = None  # its time of a launch is a GPU's
             row.copy_us = sum(self._copy_us(moved) for moved in row.bytes)
         return row
 
@@ -254,28 +328,36 @@ class Session:
     ) -> None:
         """Check and time each candidate; one that fails does not end the run.
 
-        rows: one for each pass, the forward first where there is one.
+        rows: one for each pass, the forward first where there is one. With several rounds the
+        candidates are timed in turn, A B A B. Once the time is spent, peers are left out.
         """
-        for name, build in candidates.items():
-            with self.guard(name, *rows) as guard:
-                self._run_one(name, build(), guard, check)
-            self.after_row()
+        for number in range(self.options.rounds):
+            for name, build in candidates.items():
+                if number > 0 and rows[0].median_us(name) is None:
+                    continue
+                with self.guard(name, *rows) as guard:
+                    if self.out_of_time() and not guard.is_ours:
+                        raise AbsentError("the time was spent before some peers")
+                    self._run_one(build(), guard, check if number == 0 else None)
+                self.after_row()
 
-    def _run_one(self, name: str, candidate: Candidate, guard: _Guard, check: Check) -> None:
-        if candidate.rows is not None:
+    def _run_one(self, candidate: Candidate, guard: _Guarded, check: Check | None) -> None:
+        """check: None if the results are known to be right."""
+        name, rows = guard.name, guard.rows
+        if candidate.rows is not None and check is not None:
             slack = 1.0 if guard.is_ours else PEER_SLACK
             check.require_out(candidate.rows(candidate.forward()), slack)
-        rows, is_checked = guard.rows, not guard.is_ours
+        needs_check = guard.is_ours
         for index, row in enumerate(rows):
             guard.rows = rows[index:]  # what fails from here on is this pass
             if row.pass_name != "forward" and candidate.grad_out is None:
                 raise AbsentError(f"{name} has no backward here")
             call = candidate.prepare(row.pass_name)
-            if row.pass_name != "forward" and not is_checked:
+            if row.pass_name != "forward" and needs_check and check is not None:
                 check.require_gradients(call()[-len(candidate.inputs) :])
-                is_checked = True
+                needs_check = False
             peak = self.timer.peak_bytes(call) if row.has_memory else None
-            row.set_measurement(name, self.timer.measure(call))
+            row.set_measurement(name, self.timer.measure(call), self.timer.max_sm_mhz)
             if row.has_memory:
                 row.results[name]["peak_mib"] = None if peak is None else round(peak / 2**20, 1)
             self._compare_with_record(row, name)
@@ -295,56 +377,51 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def guard(self, name: str, *rows: Row) -> _Guard:
-        """Whatever fails within is one line of these rows' results."""
-        return _Guard(self, name, list(rows), name in ALL_OURS)
+    @contextlib.contextmanager
+    def guard(self, name: str, *rows: Row) -> Iterator[_Guarded]:
+        """Whatever goes wrong within is one line of these rows' results.
+
+        Raises:
+            LostDeviceError: the device no longer answers.
+        """
+        guarded = _Guarded(name, list(rows), name in ALL_OURS)
+        try:
+            yield guarded
+        except Exception as error:
+            self._record_failure(guarded, error)
+            try:
+                self.timer.synchronize()
+            except RuntimeError as lost:
+                raise LostDeviceError(f"the GPU was lost after {name}: {lost}") from lost
+            self.empty_cache()
+
+    def _record_failure(self, guarded: _Guarded, error: Exception) -> None:
+        outcome, text = "error", str(error)
+        if isinstance(error, AbsentError):
+            outcome = "absent"
+        elif isinstance(error, WrongResultError):
+            outcome = "wrong"
+        elif isinstance(error, torch.OutOfMemoryError):
+            text = "out of memory"
+        else:
+            first = next((line for line in text.splitlines() if line.strip()), "no message")
+            text = f"{type(error).__name__}: {first[:300]}"
+        for row in guarded.rows:
+            row.results.setdefault(guarded.name, {outcome: text})
+        row = guarded.rows[0]
+        where = f"{row.case} {row.pass_name} {row.precision}"
+        self.note(text if outcome == "absent" else f"{guarded.name}: {text} [{where}]")
+        self.failed = self.failed or guarded.is_ours
 
 
 class LostDeviceError(RuntimeError):
     """The GPU no longer answers: nothing more can be measured in this process."""
 
 
-class _Guard:
-    """Turns what goes wrong with one implementation into one line of its result."""
+@dataclass
+class _Guarded:
+    """What is being measured, and the rows that it still lacks."""
 
-    def __init__(self, session: Session, name: str, rows: list[Row], is_ours: bool) -> None:
-        self.session = session
-        self.name = name
-        self.rows = rows
-        self.is_ours = is_ours
-
-    def __enter__(self) -> _Guard:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        if error is None:
-            return False
-        if not isinstance(error, Exception):
-            return False
-        if isinstance(error, AbsentError):
-            outcome, text = "absent", str(error)
-        elif isinstance(error, WrongResultError):
-            outcome, text = "wrong", str(error)
-        elif isinstance(error, torch.OutOfMemoryError):
-            outcome, text = "error", "out of memory"
-        else:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            first = lines[0] if lines else "no message"
-            outcome, text = "error", f"{type(error).__name__}: {first[:300]}"
-        for row in self.rows:
-            if self.name not in row.results:
-                row.results[self.name] = {outcome: text}
-        row = self.rows[0]
-        where = f"{row.case} {row.pass_name} {row.precision}"
-        self.session.note(text if outcome == "absent" else f"{self.name}: {text} [{where}]")
-        if self.is_ours:
-            self.session.failed = True
-        self._recover()
-        return True
-
-    def _recover(self) -> None:
-        try:
-            self.session.timer.synchronize()
-        except RuntimeError as error:
-            raise LostDeviceError(f"the GPU was lost after {self.name}: {error}") from error
-        self.session.empty_cache()
+    name: str
+    rows: list[Row]
+    is_ours: bool

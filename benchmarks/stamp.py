@@ -1,4 +1,4 @@
-"""Write into a results file which commit it measured: the one whose sources have its hashes.
+"""Write into a results file which commit it measured: the one whose sources have its hash.
 
 A machine with a GPU may have the sources without their history.
 """
@@ -6,9 +6,7 @@ A machine with a GPU may have the sources without their history.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -19,14 +17,10 @@ from typing import Any
 from benchmarks import report, results
 
 
-class StampError(ValueError):
-    """The file was not measured with this commit, or that cannot be known."""
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks stamp",
-        description="Write the commit into a results file if its sources have the file's hashes.",
+        description="Write the commit into a results file if its sources have the file's hash.",
     )
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--commit", default="HEAD", help="default: %(default)s")
@@ -46,45 +40,23 @@ def stamp(content: dict[str, Any], repository: Path, revision: str) -> str:
     """Set the commit of a results file's environment, and return it.
 
     Raises:
-        StampError: the commit's sources are others, or there is no such commit.
+        ValueError: the commit's sources are others, or there is no such commit.
     """
-    commit = _git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
-    where = content["environment"]
-    found = hashes_of(repository, commit)
-    for name, expected in found.items():
-        if where.get(name) != expected:
-            raise StampError(
-                f"{name} of {commit[:12]} is {expected}, but what was measured is {where.get(name)}"
-            )
+    commit = (
+        report.git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
+    )
+    where, found = content["environment"], hash_of(repository, commit)
+    if where.get("sources") != found:
+        measured = where.get("sources")
+        raise ValueError(f"sources of {commit[:12]} are {found}, those measured are {measured}")
     where["commit"], where["changed_since_commit"] = commit, False
     return commit
 
 
-def hashes_of(repository: Path, commit: str) -> dict[str, str]:
+def hash_of(repository: Path, commit: str) -> str:
     """What report.environment says of the sources of a commit."""
-    archive = _git(repository, "archive", commit, "csrc", "jagged_cuda")
-    with tempfile.TemporaryDirectory(prefix="jagged_cuda_stamp_") as name:
-        folder = Path(name)
+    archive = report.git(repository, "archive", commit, *report.SOURCES)
+    with tempfile.TemporaryDirectory(prefix="jagged_cuda_stamp_") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
-        # The flags of the compilers are part of the hash: that commit's own.
-        path = folder / "jagged_cuda" / "_build.py"
-        spec = importlib.util.spec_from_file_location("_jagged_cuda_build_of_commit", path)
-        assert spec is not None and spec.loader is not None
-        build = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = build  # dataclasses look their module up
-        try:
-            spec.loader.exec_module(build)
-            sources = build.source_hash(folder / "csrc")
-        finally:
-            del sys.modules[spec.name]
-        return {"sources": sources, "package": report.package_hash(folder / "jagged_cuda")}
-
-
-def _git(repository: Path, *arguments: str) -> bytes:
-    command = ["git", "-C", str(repository), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", b"") or str(error).encode()
-        raise StampError(f"git {arguments[0]} {arguments[-1]}: {said.decode().strip()}") from error
+        return report.source_hash(Path(folder))

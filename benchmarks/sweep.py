@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 from benchmarks import implementations, shapes, table1
 from benchmarks.operands import Operands
-from benchmarks.session import OURS, Row, Session
+from benchmarks.session import OURS, Command, Session
 from benchmarks.shapes import Precision
-from jagged_cuda.testing.lengths import Layout
 
-ATTENTION_PEERS = ("sdpa", "varlen", "cudnn_frontend", "sll", "cudnn")
-PEERS = ("padded", *ATTENTION_PEERS)
 DEFAULT_PEERS = ("padded", "sdpa", "varlen")
+PEERS = (*DEFAULT_PEERS, "cudnn_frontend", "sll")
 ATTENTION = "attention"
 PERCENTS = (5, 10, 20, 35, 50, 75, 100)
 QUICK_PERCENTS = (10, 100)
@@ -37,58 +35,46 @@ class Case:
         return self.operator.name if self.operator else ATTENTION
 
 
-SWEEP_CASES = (
-    Case(None),
-    # The softmax over rows is no line of Table 1.
-    *(Case(op) for op in table1.OPERATORS if op.name != "jagged2_softmax_rows"),
-)
-CASES = tuple(case.name for case in SWEEP_CASES)
-
-
-def run(session: Session) -> None:
-    session.each_case("sweep", SWEEP_CASES, _run_case)
+# The softmax over rows is no line of Table 1.
+OPERATORS = tuple(op for op in table1.OPERATORS if op.name != "jagged2_softmax_rows")
+CASES = tuple(Case(operator) for operator in (None, *OPERATORS))
 
 
 def _run_case(session: Session, case: Case, precision: Precision) -> None:
     for percent in QUICK_PERCENTS if session.options.quick else PERCENTS:
-        name = f"{case.name} {percent}%"
         if session.out_of_time():
-            session.note(f"sweep: the time was spent before {name}")
+            session.note(f"sweep: the time was spent before {case.name} {percent}%")
             return
-        if case.operator is None:
-            _run_attention(session, name, percent, precision)
-        else:
-            _run_operator(session, case.operator, name, percent, precision)
+        _run_fill(session, case, percent, precision)
 
 
-def _layout(session: Session, percent: int, max_len: int) -> Layout:
-    is_small = session.device.type == "cpu"
+def _run_fill(session: Session, case: Case, percent: int, precision: Precision) -> None:
+    is_small, quick = session.device.type == "cpu", session.options.quick
+    operator, peers = case.operator, session.peers(COMMAND)
+    max_len = ATTENTION_MAX_LEN_ON_CPU if is_small else ATTENTION_MAX_LEN
     num_seqs = NUM_SEQS_ON_CPU if is_small else NUM_SEQS
-    return shapes.layout(shapes.filled(num_seqs, max_len, percent / 100), session.options.quick)
-
-
-def _add(session: Session, row: Row) -> None:
+    draw = shapes.filled(num_seqs, table1.MAX_LEN if operator else max_len, percent / 100)
+    layout = shapes.layout(draw, quick)
+    what = ("sweep", f"{case.name} {percent}%", "forward+backward")
+    if operator is None:
+        operands = Operands.draw(layout, HEADS, DIM, session.device, precision.dtype)
+        row = implementations.row(*what, operands, precision)
+    else:
+        batch = table1.Batch.draw(layout, session.device, precision, quick)
+        row = table1.row(*what, operator, batch, precision)
     row.has_memory = True
-    row.shape["fill"] = round(row.shape["T"] / (row.shape["B"] * row.shape["max_len"]), 4)
+    row.shape["fill"] = round(layout.total / (layout.num_seqs * layout.max_len), 4)
     session.add(row)
+    if operator is None:
+        names = (OURS, *(name for name in peers if name != "padded"))
+        implementations.measure(session, (row,), operands, precision, names)
+    else:
+        names = (OURS, *(name for name in peers if name in table1.PEERS))
+        table1.measure(session, (row,), operator, batch, precision, names)
 
 
-def _run_attention(session: Session, name: str, percent: int, precision: Precision) -> None:
-    is_small = session.device.type == "cpu"
-    layout = _layout(session, percent, ATTENTION_MAX_LEN_ON_CPU if is_small else ATTENTION_MAX_LEN)
-    operands = Operands.draw(layout, HEADS, DIM, session.device, precision.dtype)
-    row = implementations.row("sweep", name, "forward+backward", operands, precision)
-    _add(session, row)
-    names = (OURS, *session.peers(ATTENTION_PEERS, DEFAULT_PEERS))
-    implementations.measure(session, (row,), operands, precision, names)
+def _run(session: Session) -> None:
+    session.each_case("sweep", CASES, _run_case)
 
 
-def _run_operator(
-    session: Session, operator: table1.Operator, name: str, percent: int, precision: Precision
-) -> None:
-    layout = _layout(session, percent, table1.MAX_LEN)
-    batch = table1.draw_batch(layout, session.device, precision.dtype, session.options.quick)
-    row = table1.row("sweep", name, "forward+backward", operator, batch, precision)
-    _add(session, row)
-    names = (OURS, *session.peers(table1.PEERS, DEFAULT_PEERS))
-    table1.measure(session, (row,), operator, batch, precision, names)
+COMMAND = Command(tuple(case.name for case in CASES), _run, PEERS, DEFAULT_PEERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,97 +74,78 @@ def updated(document: str, name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of one command: what they have in common, and what each is called."""
+    """Rows of one command: their title, what each is called, and their padded peer."""
 
-    command: str
-    title: Callable[[Row], str]
-    padded: str
-    passes: tuple[str, str]
-    name: Callable[[Row], str]
     summary: str
+    title: str
+    name: str
+    padded: str
+    second_pass: str = "backward"
 
 
-def _histories(shape: dict[str, Any]) -> str:
+# Filled in from a row's case and shape.
+GROUPS = {
+    "attention": _Group(
+        "self-attention",
+        "self-attention over histories",
+        "{histories}; {H} heads of {D}{causal}",
+        "sdpa",
+    ),
+    "target": _Group(
+        "target attention",
+        "target attention (forward / forward + backward)",
+        "{N} item{s} per history, {histories}; {D} features",
+        "sdpa",
+        "forward+backward",
+    ),
+    "table1": _Group(
+        "Table 1",
+        "Table 1 of the paper: {histories}; {D} features, {N} columns",
+        "`{operator}`{over_rows}",
+        "padded",
+    ),
+}
+
+
+def _fill(text: str, row: Row) -> str:
+    shape = row["shape"]
     count, total, longest = shape["B"], shape["T"], shape["max_len"]
-    if total == count * longest:
-        return f"{count:,} of {longest:,}"
-    return f"{count:,} of {total / count:,.0f} on average, {longest:,} at most"
-
-
-def _attention_name(row: Row) -> str:
-    shape = row["shape"]
-    causal = ", causal" if shape["causal"] else ""
-    return f"{_histories(shape)}; {shape['H']} heads of {shape['D']}{causal}"
-
-
-def _target_name(row: Row) -> str:
-    shape = row["shape"]
-    items = "1 item" if shape["N"] == 1 else f"{shape['N']} items"
-    return f"{items} a history, {_histories(shape)}; {shape['D']} features"
-
-
-def _table1_title(row: Row) -> str:
-    shape = row["shape"]
-    return f"Table 1 of the paper: {_histories(shape)}; {shape['D']} features, {shape['N']} columns"
-
-
-def _table1_name(row: Row) -> str:
-    name, over_rows, _ = row["case"].partition("_rows")
-    return f"`{name}`{', over rows' if over_rows else ''}"
-
-
-GROUPS = (
-    _Group(
-        command="attention",
-        title=lambda row: "self-attention over histories",
-        padded="sdpa",
-        passes=("forward", "backward"),
-        name=_attention_name,
-        summary="self-attention",
-    ),
-    _Group(
-        command="target",
-        title=lambda row: "target attention (forward / forward + backward)",
-        padded="sdpa",
-        passes=("forward", "forward+backward"),
-        name=_target_name,
-        summary="target attention",
-    ),
-    _Group(
-        command="table1",
-        title=_table1_title,
-        padded="padded",
-        passes=("forward", "backward"),
-        name=_table1_name,
-        summary="Table 1",
-    ),
-)
+    histories = f"{count:,} of {total / count:,.0f} on average, {longest:,} at most"
+    operator, over_rows, _ = row["case"].partition("_rows")
+    words = {
+        "histories": f"{count:,} of {longest:,}" if total == count * longest else histories,
+        "causal": ", causal" if shape.get("causal") else "",
+        "s": "" if shape.get("N") == 1 else "s",
+        "operator": operator,
+        "over_rows": ", over rows" if over_rows else "",
+    }
+    return text.format(**shape | words)
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _pairs(content: dict[str, Any], group: _Group) -> Iterator[list[Row]]:
+def _pairs(content: dict[str, Any], command: str) -> list[list[Row]]:
     """The rows of each case's two passes."""
-    rows = results.rows_of(content, group.command, PRECISION)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        found = {row["pass"]: row for row in rows if row["case"] == case}
-        if all(name in found for name in group.passes):
-            yield [found[name] for name in group.passes]
-
-
-def _best_other(row: Row, padded: str) -> tuple[str, float] | None:
-    return min(results.others(row, (padded,)), key=lambda item: item[1], default=None)
+    rows = results.rows_of(content, command, PRECISION)
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["pass"]] = row
+    passes = ("forward", GROUPS[command].second_pass)
+    return [[of[name] for name in passes] for of in cases.values() if of.keys() >= set(passes)]
 
 
 def _cells(content: dict[str, Any], pair: Sequence[Row], padded: str) -> list[str]:
     """Ours, padded and best other, each of both passes; the fastest of a pass is bold."""
-    best = [_best_other(row, padded) for row in pair]
+    best = [
+        min(results.others(row, (padded,)), key=lambda item: item[1], default=("", None))
+        for row in pair
+    ]
     columns = [
         [results.value(row, OURS) for row in pair],
         [results.value(row, padded) for row in pair],
-        [other[1] if other else None for other in best],
+        [time for _, time in best],
     ]
     fastest = [min((t for t in times if t), default=None) for times in zip(*columns, strict=True)]
     cells = []
@@ -174,7 +155,7 @@ def _cells(content: dict[str, Any], pair: Sequence[Row], padded: str) -> list[st
             for time, least in zip(times, fastest, strict=True)
         ]
         cells.append(" / ".join(texts) if any(times) else ABSENT)
-    names = dict.fromkeys(results.label(content, other[0]) for other in best if other)
+    names = dict.fromkeys(results.label(content, name) for name, _ in best if name)
     if names:
         cells[-1] += f" ({' / '.join(names)})"
     return cells
@@ -183,34 +164,34 @@ def _cells(content: dict[str, Any], pair: Sequence[Row], padded: str) -> list[st
 def _table(content: dict[str, Any]) -> Iterator[str]:
     yield "| microseconds, forward / backward | jagged_cuda | padded PyTorch | best other |"
     yield "| --- | --- | --- | --- |"
-    for group in GROUPS:
-        pairs = list(_pairs(content, group))
+    reasons: dict[str, None] = {}  # why padded implementations are left out
+    for command, group in GROUPS.items():
+        pairs = _pairs(content, command)
         if pairs:
-            yield f"| *{group.title(pairs[0][0])}* | | | |"
+            yield f"| *{_fill(group.title, pairs[0][0])}* | | | |"
         for pair in pairs:
-            yield (
-                " | ".join(["| " + group.name(pair[0]), *_cells(content, pair, group.padded)])
-                + " |"
-            )
+            cells = [_fill(group.name, pair[0]), *_cells(content, pair, group.padded)]
+            yield f"| {' | '.join(cells)} |"
+            for row in pair:
+                if reason := row["results"].get(group.padded, {}).get("absent"):
+                    reasons[reason.partition(": ")[2] or reason] = None
+    yield from (f"\n`{ABSENT}`: {reason}." for reason in reasons)
 
 
 def _summary(content: dict[str, Any]) -> Iterator[str]:
     """For each implementation and group, the range of its time over ours."""
-    pairs = {group: list(_pairs(content, group)) for group in GROUPS}
-    groups = [group for group in GROUPS if pairs[group]]
+    columns: list[str] = []
     ranges: dict[str, dict[str, list[float]]] = {}
-    for group in groups:
-        for row in (row for pair in pairs[group] for row in pair):
-            ours = results.value(row, OURS)
-            padded = results.value(row, group.padded)
+    for command, group in GROUPS.items():
+        rows = [row for pair in _pairs(content, command) for row in pair]
+        columns += [group.summary] if rows else []
+        for row in rows:
+            ours, padded = results.value(row, OURS), results.value(row, group.padded)
             found = list(results.others(row, (group.padded,)))
-            if padded:
-                found.append(("padded", padded))
-            for name, time in found:
+            for name, time in [*found, ("padded", padded)] if padded else found:
                 if ours:
-                    label = results.label(content, name)
-                    ranges.setdefault(label, {}).setdefault(group.summary, []).append(time / ours)
-    columns = [group.summary for group in groups]
+                    by_group = ranges.setdefault(results.label(content, name), {})
+                    by_group.setdefault(group.summary, []).append(time / ours)
     yield f"| | {' | '.join(columns)} |"
     yield "| --- |" + " --- |" * len(columns)
     for label, by_group in sorted(ranges.items(), key=lambda item: len(item[1]), reverse=True):
@@ -223,17 +204,6 @@ def _range(ratios: Sequence[float]) -> str:
         f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for ratio in (min(ratios), max(ratios))
     )
     return low if low == high else f"{low} to {high}"
-
-
-def _reasons(content: dict[str, Any]) -> list[str]:
-    """Why padded implementations are left out."""
-    found = [
-        row["results"].get(group.padded, {}).get("absent")
-        for group in GROUPS
-        for pair in _pairs(content, group)
-        for row in pair
-    ]
-    return list(dict.fromkeys(reason.partition(": ")[2] or reason for reason in found if reason))
 
 
 def _unfused(content: dict[str, Any]) -> str | None:
@@ -273,10 +243,13 @@ def markdown(content: dict[str, Any]) -> dict[str, str]:
         content["command"],
         "```",
     ]
+    slow = [row for row in content["rows"] if row.get("below_max_clock")]
+    if slow:
+        rows = f"{len(slow)} of {len(content['rows'])} rows"
+        summary += ["", f"The SM clock was below its maximum in {rows}."]
     speed = [
         "In bold the fastest of a pass:",
         "",
         *_table(content),
-        *(f"\n`{ABSENT}`: {reason}." for reason in _reasons(content)),
     ]
     return dict(zip(PARTS, ("\n".join(summary), "\n".join(speed)), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +13,20 @@ from torch import Tensor
 import jagged_cuda
 from benchmarks import checking, peers, shapes
 from benchmarks.candidate import Candidate
-from benchmarks.session import OURS, Row, Session
+from benchmarks.session import OURS, Command, Row, Session
 from benchmarks.shapes import Precision
-from jagged_cuda.testing import reference
-from jagged_cuda.testing.lengths import Layout, matrices
+from jagged_cuda.testing import cases as testing
+from jagged_cuda.testing import padding
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Spec
 
 PEERS = ("padded", "sll")
-DEFAULT_PEERS = PEERS
 NUM_SEQS, MAX_LEN, DIM, COLUMNS = 1024, 200, 256, 8
 QUICK_DIM = 32
+
+# With "highest" float32 a product is computed in parts: its bar is this many times as high; the
+# larger factor is of the products with sum(L^2) elements.
+EXACT_PRODUCT, EXACT_MATRIX_PRODUCT = 1.5, 1.9
 
 
 @dataclass(frozen=True)
@@ -28,41 +34,58 @@ class Batch:
     """The operands of the operators, drawn from a seed."""
 
     layout: Layout
-    dim: int
-    columns: int
-    offsets: Tensor
     x: Tensor  # [T, D]
     y_dense: Tensor  # [B, D, N]
     y_jagged: Tensor  # [T, N]
     y_wide: Tensor  # [T, D]
     a: Tensor  # [sum L*L]
+    offsets: Tensor
     matrix_offsets: Tensor
+    outside: Tensor  # [B, M], True at padding
+    allow_tf32: bool
+
+    @classmethod
+    def draw(cls, layout: Layout, device: torch.device, precision: Precision, quick: bool) -> Batch:
+        dim = QUICK_DIM if quick else DIM
+        torch.manual_seed(shapes.SEED)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(precision.dtype)
+
+        offsets = layout.offsets(device)
+        return cls(
+            layout,
+            draw(layout.total, dim),
+            draw(layout.num_seqs, dim, COLUMNS),
+            draw(layout.total, COLUMNS),
+            draw(layout.total, dim),
+            draw(sum(length**2 for length in layout.lengths)),
+            offsets,
+            jagged_cuda.matrix_offsets(offsets),
+            ~padding.inside(layout, device),
+            precision.allow_tf32,
+        )
 
     def shape(self) -> dict[str, int]:
         sizes = {"B": self.layout.num_seqs, "T": self.layout.total, "max_len": self.layout.max_len}
-        return sizes | {"D": self.dim, "N": self.columns}
+        return sizes | {"D": self.x.shape[1], "N": COLUMNS}
 
+    @property
+    def product_elems(self) -> int:
+        return self.x.numel() + self.y_jagged.numel() + self.y_dense.numel()
 
-def draw_batch(layout: Layout, device: torch.device, dtype: torch.dtype, quick: bool) -> Batch:
-    dim, columns = (QUICK_DIM if quick else DIM), COLUMNS
-    torch.manual_seed(shapes.SEED)
+    @property
+    def matrix_elems(self) -> int:
+        return 2 * self.x.numel() + self.a.numel()
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
+    @functools.cached_property
+    def sll_sizes(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Lengths and offsets of rows, and of matrices, as FBGEMM takes them.
 
-    offsets = layout.offsets(device)
-    return Batch(
-        layout,
-        dim,
-        columns,
-        offsets,
-        draw(layout.total, dim),
-        draw(layout.num_seqs, dim, columns),
-        draw(layout.total, columns),
-        draw(layout.total, dim),
-        draw(sum(length**2 for length in layout.lengths)),
-        jagged_cuda.matrix_offsets(offsets),
-    )
+        It sums the lengths: they lie on the CPU, so that nothing waits for the GPU.
+        """
+        lengths = torch.tensor(self.layout.lengths)
+        return (lengths, self.offsets), (lengths**2, self.matrix_offsets)
 
 
 @dataclass(frozen=True)
@@ -71,308 +94,183 @@ class Operator:
 
     Args:
         inputs: what it is differentiated by.
-        jagged_inputs: which of them are jagged, or matrices of sequences in one vector: the padded
-            form takes those padded.
-        jagged_result: whether the result is: the padded form's is padded then.
-        ours, definition, padded, sll: take a batch, return the function of the inputs.
-        backward_elems: the elements that each kernel of the backward must move.
-        goal_us: of the forward by precision, on one H100.
-        recorded_us: by precision and peer, where the goals come from.
+        ours, padded, sll: take a batch and the inputs, return the result.
+        forward_elems, backward_elems: the elements that each kernel of a pass must move.
+        flops: of the forward.
+        exact_factor: of the bar with "highest" float32.
+        recorded_us: by precision and peer, on one H100.
+        dim: of jagged2_softmax.
     """
 
     name: str
     inputs: Callable[[Batch], tuple[Tensor, ...]]
-    jagged_inputs: tuple[bool, ...]
-    jagged_result: bool
-    ours: Callable[[Batch], Callable[..., Tensor]]
-    definition: Callable[[Batch], Callable[..., Tensor]]
-    padded: Callable[[Batch], Callable[..., Tensor]]
-    sll: Callable[[Batch, bool], Callable[..., Tensor]]
+    ours: Callable[..., Tensor]
+    padded: Callable[..., Tensor]
+    sll: Callable[..., Tensor]
     forward_elems: Callable[[Batch], int]
     backward_elems: Callable[[Batch], tuple[int, ...]]
     flops: Callable[[Batch], float] | None
-    goal_us: dict[str, float]
+    exact_factor: float
     recorded_us: dict[str, dict[str, float]]
+    dim: int = -1
+
+    @property
+    def case(self) -> testing.Case:
+        return testing.CASES[self.name.removesuffix("_rows")]
+
+    def check(self, batch: Batch) -> checking.Batch:
+        """What judges it on a batch, with the gradient that its backward is given."""
+        choices = {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
+        inputs = dict(zip(self.case.inputs, self.inputs(batch), strict=True))
+        out = self.case.reference(Spec(0, batch.layout, choices), inputs)["out"]
+        grad_out = torch.randn_like(out)
+        values = tuple(inputs.values())
+        return checking.Batch.of(self.name, self.case, batch.layout, values, grad_out, **choices)
 
 
-def _product_elems(batch: Batch) -> int:
-    sizes = batch.shape()
-    total, dim, columns = sizes["T"], sizes["D"], sizes["N"]
-    return total * dim + total * columns + sizes["B"] * dim * columns
+# What operators have in common: x with y, few columns wide; one matrix for each sequence, as the
+# result or the first input; softmaxes, of a tensor or of the matrices.
+PRODUCT: dict[str, Any] = {
+    "forward_elems": lambda b: b.product_elems,
+    "backward_elems": lambda b: (b.product_elems,) * 2,
+    "flops": lambda b: 2.0 * b.x.numel() * COLUMNS,
+    "exact_factor": EXACT_PRODUCT,
+}
+MATRIX_PRODUCT: dict[str, Any] = {
+    "forward_elems": lambda b: b.matrix_elems,
+    "backward_elems": lambda b: (b.matrix_elems,) * 2,
+    "flops": lambda b: 2.0 * b.a.numel() * b.x.shape[1],
+    "exact_factor": EXACT_MATRIX_PRODUCT,
+}
 
 
-def _product_flops(batch: Batch) -> float:
-    return 2.0 * batch.layout.total * batch.dim * batch.columns
-
-
-def _matrix_elems(batch: Batch) -> int:
-    return 2 * batch.x.numel() + batch.a.numel()
-
-
-def _matrix_flops(batch: Batch) -> float:
-    return 2.0 * batch.a.numel() * batch.dim
-
-
-def _softmax_elems(batch: Batch, tensors: int) -> int:
-    return tensors * batch.layout.total * batch.columns
-
-
-def _ours_dense(batch: Batch) -> Callable[..., Tensor]:
-    return lambda x, y: jagged_cuda.jagged_dense_bmm(x, y, batch.offsets)
-
-
-def _ours_jagged(batch: Batch) -> Callable[..., Tensor]:
-    return lambda x, y: jagged_cuda.jagged_jagged_bmm(x, y, batch.offsets)
-
-
-def _ours_matrices(batch: Batch) -> Callable[..., Tensor]:
-    return lambda x, y: jagged_cuda.jagged_jagged_bmm_jagged_out(
-        x, y, batch.offsets, matrix_offsets=batch.matrix_offsets, total_out=batch.a.numel()
-    )
-
-
-def _ours_weighted(batch: Batch) -> Callable[..., Tensor]:
-    return lambda a, y: jagged_cuda.array_jagged_bmm_jagged_out(
-        a, y, batch.offsets, matrix_offsets=batch.matrix_offsets
-    )
-
-
-def _ours_softmax(batch: Batch) -> Callable[..., Tensor]:
-    return lambda x: jagged_cuda.jagged_softmax(x, batch.offsets)
-
-
-def _padded_softmax(batch: Batch) -> Callable[..., Tensor]:
-    outside = ~peers.inside(batch.layout, batch.x.device)[:, :, None]
-    return lambda x: x.masked_fill(outside, -torch.inf).softmax(1)
-
-
-def _ours_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
-    return lambda a: jagged_cuda.jagged2_softmax(
-        a, batch.offsets, matrix_offsets=batch.matrix_offsets, dim=dim
-    )
-
-
-def _jagged2_definition(batch: Batch, dim: int) -> Callable[..., Tensor]:
-    return lambda a: reference.jagged2_softmax(a, batch.layout, batch.layout, dim, 1.0)
-
-
-def _padded_jagged2(batch: Batch, dim: int) -> Callable[..., Tensor]:
-    # Columns [B, 1, N] or rows [B, M, 1] that are not there.
-    outside = ~peers.inside(batch.layout, batch.x.device).unsqueeze(1 if dim == -1 else 2)
-    return lambda a: a.masked_fill(outside, -torch.inf).softmax(dim)
-
-
-def _sll_dense(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
-    function = peers.sll("triton_jagged_bmm").jagged_dense_bmm
-    max_len = batch.layout.max_len
-    return lambda x, y: function(x, y, batch.offsets, max_len, allow_tf32, use_fbgemm_kernel=False)
-
-
-def _sll_jagged(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
-    function = peers.sll("triton_jagged_bmm").jagged_jagged_bmm
-    max_len = batch.layout.max_len
-    return lambda x, y: function(x, y, batch.offsets, max_len, allow_tf32, use_fbgemm_kernel=False)
-
-
-def _sll_offsets(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Lengths and offsets of rows, and of matrices. It sums lengths: on the CPU, without a wait."""
-    lengths = torch.tensor(batch.layout.lengths)
-    return (lengths, batch.offsets), (lengths**2, batch.matrix_offsets)
-
-
-def _sll_matrices(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
-    function = peers.sll("triton_jagged_bmm_jagged_out").jagged_jagged_bmm_jagged_out
-    rows, matrices = _sll_offsets(batch)
-    max_len = batch.layout.max_len
-    return lambda x, y: function(x, y, *rows, *rows, *matrices, max_len, allow_tf32)
-
-
-def _sll_weighted(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
-    function = peers.sll("triton_jagged_bmm_jagged_out").array_jagged_bmm_jagged_out
-    rows, matrices = _sll_offsets(batch)
-    max_len = batch.layout.max_len
-    return lambda a, y: function(a, y, *matrices, *rows, *rows, max_len, allow_tf32)
-
-
-def _sll_softmax(batch: Batch, allow_tf32: bool) -> Callable[..., Tensor]:
-    function = peers.sll("triton_jagged_softmax").jagged_softmax
-    return lambda x: function(x, batch.offsets, batch.layout.max_len, use_fbgemm_kernel=False)
-
-
-def _sll_jagged2(batch: Batch, allow_tf32: bool, dim: int) -> Callable[..., Tensor]:
-    function = peers.sll("triton_jagged_softmax").jagged2_softmax
-    options = (batch.offsets, batch.matrix_offsets, batch.layout.max_len, dim == -2)
-    return lambda a: function(a, *options)
-
-
-def _jagged2(name: str, dim: int) -> Operator:
+def _softmax(name: str, x: Callable[[Batch], Tensor], **forms: Any) -> Operator:
     return Operator(
         name=name,
-        inputs=lambda batch: (batch.a,),
-        jagged_inputs=(True,),
-        jagged_result=True,
-        ours=lambda batch: _ours_jagged2(batch, dim),
-        definition=lambda batch: _jagged2_definition(batch, dim),
-        padded=lambda batch: _padded_jagged2(batch, dim),
-        sll=lambda batch, allow_tf32: _sll_jagged2(batch, allow_tf32, dim),
-        forward_elems=lambda batch: 2 * batch.a.numel(),
-        backward_elems=lambda batch: (3 * batch.a.numel(),),
+        inputs=lambda b: (x(b),),
+        forward_elems=lambda b: 2 * x(b).numel(),
+        backward_elems=lambda b: (3 * x(b).numel(),),
         flops=None,
-        goal_us={"fp32": 44, "bf16": 24},
-        recorded_us={"fp32": {"padded": 110, "sll": 152}, "bf16": {"padded": 91, "sll": 144}}
-        if dim == -1
-        else {},
+        exact_factor=1.0,
+        **forms,
+    )
+
+
+def _softmax_of_matrices(name: str, dim: int, recorded_us: dict[str, dict[str, float]]) -> Operator:
+    return _softmax(
+        name,
+        lambda b: b.a,
+        recorded_us=recorded_us,
+        dim=dim,
+        ours=lambda b, a: jagged_cuda.jagged2_softmax(
+            a, b.offsets, matrix_offsets=b.matrix_offsets, dim=dim
+        ),
+        # Columns [B, 1, N] or rows [B, M, 1] that are padding.
+        padded=lambda b, a: a.masked_fill(
+            b.outside.unsqueeze(1 if dim == -1 else 2), -torch.inf
+        ).softmax(dim),
+        sll=lambda b, a: peers.sll("triton_jagged_softmax").jagged2_softmax(
+            a, b.offsets, b.matrix_offsets, b.layout.max_len, dim == -2
+        ),
     )
 
 
 OPERATORS = (
     Operator(
+        **PRODUCT,
         name="jagged_dense_bmm",
-        inputs=lambda batch: (batch.x, batch.y_dense),
-        jagged_inputs=(True, False),
-        jagged_result=True,
-        ours=_ours_dense,
-        definition=lambda batch: lambda x, y: reference.jagged_dense_bmm(x, y, batch.layout),
-        padded=lambda batch: torch.bmm,
-        sll=_sll_dense,
-        forward_elems=_product_elems,
-        backward_elems=lambda batch: (_product_elems(batch),) * 2,
-        flops=_product_flops,
-        goal_us={"tf32": 46, "fp32": 1.4 * 46, "bf16": 25},
+        inputs=lambda b: (b.x, b.y_dense),
         recorded_us={"tf32": {"padded": 90, "sll": 53}, "bf16": {"padded": 44, "sll": 33}},
+        ours=lambda b, x, y: jagged_cuda.jagged_dense_bmm(x, y, b.offsets),
+        padded=lambda b, x, y: torch.bmm(x, y),
+        sll=lambda b, x, y: peers.sll("triton_jagged_bmm").jagged_dense_bmm(
+            x, y, b.offsets, b.layout.max_len, b.allow_tf32, use_fbgemm_kernel=False
+        ),
     ),
     Operator(
+        **PRODUCT,
         name="jagged_jagged_bmm",
-        inputs=lambda batch: (batch.x, batch.y_jagged),
-        jagged_inputs=(True, True),
-        jagged_result=False,
-        ours=_ours_jagged,
-        definition=lambda batch: lambda x, y: reference.jagged_jagged_bmm(x, y, batch.layout),
-        padded=lambda batch: lambda x, y: torch.bmm(x.transpose(1, 2), y),
-        sll=_sll_jagged,
-        forward_elems=_product_elems,
-        backward_elems=lambda batch: (_product_elems(batch),) * 2,
-        flops=_product_flops,
-        goal_us={"tf32": 46, "fp32": 1.4 * 46, "bf16": 25},
+        inputs=lambda b: (b.x, b.y_jagged),
         recorded_us={"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
+        ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm(x, y, b.offsets),
+        padded=lambda b, x, y: torch.bmm(x.transpose(1, 2), y),
+        sll=lambda b, x, y: peers.sll("triton_jagged_bmm").jagged_jagged_bmm(
+            x, y, b.offsets, b.layout.max_len, b.allow_tf32, use_fbgemm_kernel=False
+        ),
     ),
     Operator(
+        **MATRIX_PRODUCT,
         name="jagged_jagged_bmm_jagged_out",
-        inputs=lambda batch: (batch.x, batch.y_wide),
-        jagged_inputs=(True, True),
-        jagged_result=True,
-        ours=_ours_matrices,
-        definition=lambda batch: (
-            lambda x, y: reference.jagged_jagged_bmm_jagged_out(
-                x, y, batch.layout, batch.layout, batch.a.numel()
-            )
-        ),
-        padded=lambda batch: lambda x, y: torch.bmm(x, y.transpose(1, 2)),
-        sll=_sll_matrices,
-        forward_elems=_matrix_elems,
-        backward_elems=lambda batch: (_matrix_elems(batch),) * 2,
-        flops=_matrix_flops,
-        goal_us={"tf32": 101, "fp32": 1.8 * 101, "bf16": 52},
+        inputs=lambda b: (b.x, b.y_wide),
         recorded_us={"tf32": {"padded": 202, "sll": 227}, "bf16": {"padded": 101, "sll": 154}},
-    ),
-    Operator(
-        name="array_jagged_bmm_jagged_out",
-        inputs=lambda batch: (batch.a, batch.y_wide),
-        jagged_inputs=(True, True),
-        jagged_result=True,
-        ours=_ours_weighted,
-        definition=lambda batch: (
-            lambda a, y: reference.array_jagged_bmm_jagged_out(
-                a, y, batch.layout, batch.layout, False
-            )
+        ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm_jagged_out(
+            x, y, b.offsets, matrix_offsets=b.matrix_offsets, total_out=b.a.numel()
         ),
-        padded=lambda batch: torch.bmm,
-        sll=_sll_weighted,
-        forward_elems=_matrix_elems,
-        backward_elems=lambda batch: (_matrix_elems(batch),) * 2,
-        flops=_matrix_flops,
-        goal_us={"tf32": 101, "fp32": 1.8 * 101, "bf16": 52},
-        recorded_us={"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
+        padded=lambda b, x, y: torch.bmm(x, y.transpose(1, 2)),
+        sll=lambda b, x, y: peers.sll("triton_jagged_bmm_jagged_out").jagged_jagged_bmm_jagged_out(
+            x, y, *b.sll_sizes[0] * 2, *b.sll_sizes[1], b.layout.max_len, b.allow_tf32
+        ),
     ),
-    _jagged2("jagged2_softmax", -1),
-    _jagged2("jagged2_softmax_rows", -2),
     Operator(
-        name="jagged_softmax",
-        inputs=lambda batch: (batch.y_jagged,),
-        jagged_inputs=(True,),
-        jagged_result=True,
-        ours=_ours_softmax,
-        definition=lambda batch: lambda x: reference.jagged_softmax(x, batch.layout, 1.0),
-        padded=_padded_softmax,
-        sll=_sll_softmax,
-        forward_elems=lambda batch: _softmax_elems(batch, 2),
-        backward_elems=lambda batch: (_softmax_elems(batch, 3),),
-        flops=None,
-        goal_us={"fp32": 10, "bf16": 9},
-        recorded_us={"fp32": {"padded": 32, "sll": 18}, "bf16": {"padded": 30, "sll": 14}},
+        **MATRIX_PRODUCT,
+        name="array_jagged_bmm_jagged_out",
+        inputs=lambda b: (b.a, b.y_wide),
+        recorded_us={"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
+        ours=lambda b, a, y: jagged_cuda.array_jagged_bmm_jagged_out(
+            a, y, b.offsets, matrix_offsets=b.matrix_offsets
+        ),
+        padded=lambda b, a, y: torch.bmm(a, y),
+        sll=lambda b, a, y: peers.sll("triton_jagged_bmm_jagged_out").array_jagged_bmm_jagged_out(
+            a, y, *b.sll_sizes[1], *b.sll_sizes[0] * 2, b.layout.max_len, b.allow_tf32
+        ),
+    ),
+    # The record's padded softmaxes take scores that are masked already, and are not recorded here.
+    _softmax_of_matrices("jagged2_softmax", -1, {"fp32": {"sll": 152}, "bf16": {"sll": 144}}),
+    _softmax_of_matrices("jagged2_softmax_rows", -2, {}),
+    _softmax(
+        "jagged_softmax",
+        lambda b: b.y_jagged,
+        recorded_us={"fp32": {"sll": 18}, "bf16": {"sll": 14}},
+        ours=lambda b, x: jagged_cuda.jagged_softmax(x, b.offsets),
+        padded=lambda b, x: x.masked_fill(b.outside[:, :, None], -torch.inf).softmax(1),
+        sll=lambda b, x: peers.sll("triton_jagged_softmax").jagged_softmax(
+            x, b.offsets, b.layout.max_len, use_fbgemm_kernel=False
+        ),
     ),
 )
-CASES = tuple(operator.name for operator in OPERATORS)
-
-
-def run(session: Session) -> None:
-    @functools.cache
-    def batch_of(dtype: torch.dtype) -> Batch:
-        layout = shapes.layout(shapes.uniform(NUM_SEQS, MAX_LEN), session.options.quick)
-        return draw_batch(layout, session.device, dtype, session.options.quick)
-
-    def run_case(session: Session, operator: Operator, precision: Precision) -> None:
-        if operator.flops is None and precision.allow_tf32:
-            return  # without products, tf32 is fp32
-        _run_operator(session, operator, batch_of(precision.dtype), precision)
-
-    session.each_case("table1", OPERATORS, run_case, ("tf32", "fp32", "bf16"))
-
-
-def _layout_of(tensor: Tensor, layout: Layout) -> Layout:
-    """Of rows, or of the matrices of sequences, which have one dimension."""
-    return layout if tensor.dim() > 1 else matrices(layout, layout, tensor.shape[0])
 
 
 def _pad(tensor: Tensor, layout: Layout) -> Tensor:
     if tensor.dim() > 1:
-        return reference.pad(tensor, layout)
-    return reference.pad_matrices(tensor, layout, layout)
+        return padding.pad(tensor, layout)
+    return padding.pad_matrices(tensor, layout, layout)
 
 
-class OperatorCheck:
-    """Judges an operator on a batch, against its definition in float64."""
-
-    def __init__(self, operator: Operator, batch: Batch, limit: float) -> None:
-        self.layout = batch.layout
-        self.limit = limit
-        leaves = [tensor.double().requires_grad_() for tensor in operator.inputs(batch)]
-        exact = operator.definition(batch)(*leaves)
-        self.grad_out = torch.randn(exact.shape, device=exact.device).to(batch.x.dtype)
-        self.gradients = torch.autograd.grad(exact, leaves, self.grad_out.double())
-        self.out = exact.detach()
-
-    def require_out(self, out: Tensor, slack: float = 1.0) -> None:
-        rows = _layout_of(self.out, self.layout)
-        checking.require_jagged("result", out, self.out, rows, slack * self.limit)
-
-    def require_gradients(self, gradients: Sequence[Tensor]) -> None:
-        for index, (found, exact) in enumerate(zip(gradients, self.gradients, strict=True)):
-            name, min_rows = f"gradient {index}", checking.MIN_ROWS_OF_GRADIENTS
-            rows = _layout_of(exact, self.layout)
-            checking.require_jagged(name, found, exact, rows, self.limit, min_rows)
+def _unpad(padded: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    if like.dim() > 1:
+        return padding.unpad(padded, layout)
+    return padding.unpad_matrices(padded, layout, layout, like.shape[0])
 
 
-def makers(
-    operator: Operator, batch: Batch, precision: Precision, grad_out: Tensor
-) -> dict[str, Callable[[], Candidate]]:
-    """Every implementation by name; nothing is made yet."""
-    inputs = operator.inputs(batch)
-    return {
-        OURS: lambda: Candidate(operator.ours(batch), inputs, grad_out),
-        "padded": functools.partial(_padded, operator, batch, inputs, grad_out),
-        "sll": functools.partial(_sll, operator, batch, precision, inputs, grad_out),
-    }
+def candidate(name: str, operator: Operator, batch: Batch, grad_out: Tensor) -> Candidate:
+    """One implementation of an operator, made ready to run."""
+    inputs, layout = operator.inputs(batch), batch.layout
+    if name == "sll":
+        peers.need_cuda(name, batch.x.device)
+    if name != "padded":
+        function = operator.ours if name == OURS else operator.sll
+        return Candidate(functools.partial(function, batch), inputs, grad_out)
+    # What has no row of its own for each sequence is jagged, or matrices in one vector.
+    kinds = operator.case.rows
+    padded = tuple(
+        tensor if kinds[name] == "seq" else _pad(tensor, layout)
+        for name, tensor in zip(operator.case.inputs, inputs, strict=True)
+    )
+    function = functools.partial(operator.padded, batch)
+    if kinds["out"] == "seq":
+        return Candidate(function, padded, grad_out)
+    unpad = functools.partial(_unpad, like=grad_out, layout=layout)
+    return Candidate(function, padded, _pad(grad_out, layout), unpad)
 
 
 def row(
@@ -397,8 +295,9 @@ def row(
         precision=precision.name,
         shape=dict(batch.shape()),
         seed=shapes.SEED,
-        bytes=tuple(count * precision.elem_bytes for elems, _ in parts for count in elems),
+        bytes=tuple(count * precision.dtype.itemsize for elems, _ in parts for count in elems),
         flops=flops and flops * sum(times for _, times in parts),
+        bar_scale=operator.exact_factor if precision.name == "fp32" else 1.0,
     )
 
 
@@ -411,9 +310,9 @@ def measure(
     names: Sequence[str],
 ) -> None:
     """Check and time these implementations."""
-    check = OperatorCheck(operator, batch, precision.limit)
-    found = makers(operator, batch, precision, check.grad_out)
-    session.run(rows, {name: found[name] for name in names}, check)
+    check = operator.check(batch)
+    make = functools.partial(candidate, operator=operator, batch=batch, grad_out=check.grad_out)
+    session.run(rows, {name: functools.partial(make, name) for name in names}, check)
 
 
 def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
@@ -421,42 +320,28 @@ def _run_operator(session: Session, operator: Operator, batch: Batch, precision:
         row("table1", operator.name, pass_name, operator, batch, precision)
         for pass_name in ("forward", "backward")
     ]
-    if session.is_reference_machine:
-        rows[0].goal_us = operator.goal_us.get(precision.name)
-        rows[0].recorded_us = operator.recorded_us.get(precision.name, {})
     for added in rows:
         session.add(added)
-    names = (OURS, *session.peers(PEERS, DEFAULT_PEERS))
+    if session.is_reference_machine:
+        rows[0].recorded_us = operator.recorded_us.get(precision.name, {})
+    names = (OURS, *session.peers(COMMAND))
     measure(session, rows, operator, batch, precision, names)
 
 
-def _padded(
-    operator: Operator, batch: Batch, inputs: tuple[Tensor, ...], grad_out: Tensor
-) -> Candidate:
-    layout = batch.layout
-    padded = tuple(
-        _pad(tensor, layout) if jagged else tensor
-        for tensor, jagged in zip(inputs, operator.jagged_inputs, strict=True)
-    )
-    function = operator.padded(batch)
-    if not operator.jagged_result:
-        return Candidate(function, padded, grad_out)
-    if grad_out.dim() > 1:
-        unpad = functools.partial(reference.unpad, layout=layout)
-    else:
-        elems = grad_out.shape[0]
-        unpad = functools.partial(
-            reference.unpad_matrices, layout=layout, kv_layout=layout, capacity=elems
-        )
-    return Candidate(function, padded, _pad(grad_out, layout), unpad)
+def _run(session: Session) -> None:
+    layout = shapes.layout(shapes.uniform(NUM_SEQS, MAX_LEN), session.options.quick)
+
+    @functools.cache
+    def batch_of(precision: str) -> Batch:
+        wanted = shapes.PRECISIONS[precision]
+        return Batch.draw(layout, session.device, wanted, session.options.quick)
+
+    def run_case(session: Session, operator: Operator, precision: Precision) -> None:
+        if operator.flops is None and precision.allow_tf32:
+            return  # without products, tf32 is fp32
+        _run_operator(session, operator, batch_of(precision.name), precision)
+
+    session.each_case("table1", OPERATORS, run_case, ("tf32", "fp32", "bf16"))
 
 
-def _sll(
-    operator: Operator,
-    batch: Batch,
-    precision: Precision,
-    inputs: tuple[Tensor, ...],
-    grad_out: Tensor,
-) -> Candidate:
-    peers.need_cuda("sll", batch.x.device)
-    return Candidate(operator.sll(batch, precision.allow_tf32), inputs, grad_out)
+COMMAND = Command(tuple(operator.name for operator in OPERATORS), _run, PEERS, PEERS)

@@ -10,12 +10,13 @@ the clock around the call, with warm caches.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ FLUSH_US = 120.0  # about what reading them takes
 BUDGET_S = 0.08  # of one measurement
 MIN_REPETITIONS, MAX_REPETITIONS = 5, 50
 HOST_CALLS_IN_A_ROW = 64  # then the GPU catches up: a full queue would make the host wait
+NVML_CLOCK_SM = 1
 
 
 @dataclass(frozen=True)
@@ -36,62 +38,99 @@ class Measurement:
     q75_us: float
     repetitions: int
     method: str  # "graph", "eager" (a call that cannot be captured) or "clock"
+    sm_mhz: int | None = None  # the GPU's clock right after the last repetition
 
     @classmethod
-    def of(cls, times_us: list[float], method: str) -> Measurement:
+    def of(cls, times_us: list[float], method: str, sm_mhz: int | None = None) -> Measurement:
         quartiles = statistics.quantiles(times_us, n=4) if len(times_us) > 1 else times_us * 3
         median = statistics.median(times_us)
-        return cls(median, min(times_us), quartiles[0], quartiles[2], len(times_us), method)
+        return cls(median, min(times_us), quartiles[0], quartiles[2], len(times_us), method, sm_mhz)
 
     def as_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["spread"] = (self.q75_us - self.q25_us) / self.median_us if self.median_us else 0.0
+        values = {name: value for name, value in asdict(self).items() if value is not None}
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
 
 
-class Timer(Protocol):
-    """Times calls on one device."""
+class SmClock:
+    """Reads the SM clock of a GPU from NVML; None where NVML does not know it."""
 
-    device: torch.device
+    def __init__(self, device: torch.device) -> None:
+        self._nvml: ctypes.CDLL | None = None
+        self._handle = ctypes.c_void_p()
+        if device.type != "cuda":
+            return
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        try:
+            nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        is_found = nvml.nvmlInit_v2() == 0
+        if is_found and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._handle)) == 0:
+            self._nvml = nvml
 
-    def measure(self, call: Callable[[], object]) -> Measurement:
-        """The time that the device needs for the call."""
+    def now_mhz(self) -> int | None:
+        return self._ask("nvmlDeviceGetClockInfo")
 
-    def measure_host(self, call: Callable[[], object], calls: int) -> Measurement:
-        """The time after which the call returns to its caller."""
+    def max_mhz(self) -> int | None:
+        return self._ask("nvmlDeviceGetMaxClockInfo")
 
-    def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """The most memory that the call holds at any one time; None where that is unknown."""
+    def _ask(self, function: str) -> int | None:
+        mhz = ctypes.c_uint()
+        if self._nvml is None:
+            return None
+        failed = getattr(self._nvml, function)(self._handle, NVML_CLOCK_SM, ctypes.byref(mhz))
+        return None if failed else mhz.value
+
+
+class Timer:
+    """Times calls on one device.
+
+    Args:
+        repetitions: of each measurement; by default as many as a short time allows.
+    """
+
+    max_sm_mhz: int | None = None
+
+    def __init__(self, device: torch.device, repetitions: int | None) -> None:
+        self.device = device
+        self.repetitions = repetitions
+
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        """Everything that is to be timed must be made in this context."""
+        return contextlib.nullcontext()
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
-    def context(self) -> contextlib.AbstractContextManager[object]:
-        """What everything that is to be timed must be made in."""
+    def measure(self, call: Callable[[], object]) -> Measurement:
+        """The time that the device needs for the call."""
+        raise NotImplementedError
+
+    def peak_bytes(self, call: Callable[[], object]) -> int | None:
+        """The most memory that the call holds at any one time; None where that is unknown."""
+        return None
+
+    def measure_host(self, call: Callable[[], object], calls: int) -> Measurement:
+        """The time after which the call returns to its caller."""
+        times = []
+        with self.context():
+            for index in range(calls + HOST_CALLS_IN_A_ROW):
+                if index % HOST_CALLS_IN_A_ROW == 0:
+                    self.synchronize()
+                begin = time.perf_counter_ns()
+                result = call()
+                times.append((time.perf_counter_ns() - begin) / 1e3)
+                del result  # freed outside the measurement
+            self.synchronize()
+        return Measurement.of(times[HOST_CALLS_IN_A_ROW:], "clock")
+
+    def _repetitions(self, each_s: float) -> int:
+        if self.repetitions is not None:
+            return self.repetitions
+        return max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(BUDGET_S / max(each_s, 1e-9))))
 
 
-def _repetitions(wanted: int | None, each_s: float) -> int:
-    if wanted is not None:
-        return wanted
-    return max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(BUDGET_S / max(each_s, 1e-9))))
-
-
-def _host_times(
-    call: Callable[[], object], calls: int, synchronize: Callable[[], None]
-) -> list[float]:
-    times = []
-    for index in range(calls + HOST_CALLS_IN_A_ROW):
-        if index % HOST_CALLS_IN_A_ROW == 0:
-            synchronize()
-        begin = time.perf_counter_ns()
-        result = call()
-        times.append((time.perf_counter_ns() - begin) / 1e3)
-        del result  # freed outside the measurement
-    synchronize()
-    return times[HOST_CALLS_IN_A_ROW:]
-
-
-class CudaTimer:
+class CudaTimer(Timer):
     """Times calls on a GPU.
 
     Everything runs on one stream of its own: autograd runs a backward on the stream of its forward,
@@ -99,9 +138,10 @@ class CudaTimer:
     """
 
     def __init__(self, device: torch.device, repetitions: int | None = None) -> None:
-        self.device = device
-        self.repetitions = repetitions
+        super().__init__(device, repetitions)
         self.stream = torch.cuda.Stream(device)
+        self.clock = SmClock(device)
+        self.max_sm_mhz = self.clock.max_mhz()
         with self.context():
             self._flush = torch.rand(FLUSH_BYTES // 4, device=device)
             self._sum = torch.empty((), device=device)
@@ -121,9 +161,9 @@ class CudaTimer:
             graph = self._capture(call)
             run = call if graph is None else graph.replay
             trial_us = min(self._times(run, 3))
-            repetitions = _repetitions(self.repetitions, (trial_us + FLUSH_US) / 1e6)
-            times = self._times(run, repetitions)
-        return Measurement.of(times, "eager" if graph is None else "graph")
+            times = self._times(run, self._repetitions((trial_us + FLUSH_US) / 1e6))
+            sm_mhz = self.clock.now_mhz()
+        return Measurement.of(times, "eager" if graph is None else "graph", sm_mhz)
 
     def _capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
@@ -150,10 +190,6 @@ class CudaTimer:
         self.synchronize()
         return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
-    def measure_host(self, call: Callable[[], object], calls: int) -> Measurement:
-        with self.context():
-            return Measurement.of(_host_times(call, calls, self.synchronize), "clock")
-
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
         with self.context():
             call()
@@ -168,28 +204,19 @@ class CudaTimer:
         return peak
 
 
-class CpuTimer:
+class CpuTimer(Timer):
     """Times calls on the CPU."""
 
     def __init__(
         self, repetitions: int | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.device = torch.device("cpu")
-        self.repetitions = repetitions
+        super().__init__(torch.device("cpu"), repetitions)
         self._clock = clock
-
-    def context(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def synchronize(self) -> None:
-        pass
 
     def measure(self, call: Callable[[], object]) -> Measurement:
         call()
-        trial_s = self._time(call)
-        repetitions = _repetitions(self.repetitions, trial_s)
-        times = [self._time(call) * 1e6 for _ in range(repetitions)]
-        return Measurement.of(times, "clock")
+        repetitions = self._repetitions(self._time(call))
+        return Measurement.of([self._time(call) * 1e6 for _ in range(repetitions)], "clock")
 
     def _time(self, call: Callable[[], object]) -> float:
         begin = self._clock()
@@ -198,20 +225,9 @@ class CpuTimer:
         del result
         return elapsed
 
-    def measure_host(self, call: Callable[[], object], calls: int) -> Measurement:
-        return Measurement.of(_host_times(call, calls, self.synchronize), "clock")
-
-    def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        return None
-
 
 def memory_bytes(device: torch.device) -> int:
     """The memory of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if sys.platform == "linux":
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemTotal:"):
-                    return int(line.split()[1]) * 1024
-    return 8 * 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

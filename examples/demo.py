@@ -8,6 +8,15 @@ one is plain PyTorch: every layer on [B, M, D], padded behind each history to th
 batch, with scaled_dot_product_attention. The jagged one is the same layers on [T, D], with
 jagged_flash_attention within histories and jagged_target_attention of candidates to them. The exit
 status is 1 if their losses differ by more than rounding, 2 if the demo could not run.
+
+The size of the model and of its batches depends on the device, so that the computation is what
+takes the time. A step is some 150 calls, which keep Python busy for a few milliseconds. On a CPU 32
+histories of 64 features take far longer than that. A GPU would finish those before Python had asked
+for the next step: both trainings would take as long as Python does, whatever the padding. So a GPU
+gets 256 features and 1,024 histories in a step, or fewer if the padded training would not fit into
+half of its memory. The table's line "queued by Python after" tells whether that suffices: the GPU
+is the limit where it is less than the time of a step. Both trainings are float32, since in a
+shorter type rounding would hide whether the losses are equal.
 """
 
 from __future__ import annotations
@@ -39,8 +48,14 @@ from training import train
 # agree to about 1e-7 at step 1; trainings of one side from weights one rounding apart stay within
 # 1e-6.
 TOLERANCE = 1e-5
-LEARNING_RATE = 2e-3
+# Adam's, at 64 features. It falls as features are added: otherwise training is unstable, and two
+# trainings one rounding apart do not stay together.
+LEARNING_RATE, LEARNING_RATE_DIM = 2e-3, 64
 DRAWN_USERS = 4096
+DIM, DIM_ON_GPU = 64, 256
+BATCH_SIZE, BATCH_SIZE_ON_GPU = 32, 1024
+# What the padded training holds of each padded row, in vectors of --dim float32 numbers (measured).
+VECTORS_A_ROW = 37
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,24 +67,29 @@ def main(argv: list[str] | None = None) -> int:
         print(f"demo.py: {error}", file=sys.stderr)
         return 2
 
+    dim = args.dim or (DIM_ON_GPU if device.type == "cuda" else DIM)
+    heads = args.heads or max(2, dim // 64)
+    if dim % heads != 0:
+        print(f"demo.py: --dim must be a multiple of --heads {heads}, got {dim}", file=sys.stderr)
+        return 2
     batches = make_batches(
         histories,
         num_batches=args.steps,
-        batch_size=args.batch_size or default_batch_size(device),
+        batch_size=args.batch_size or default_batch_size(device, args.cap, dim),
         cap=args.cap,
         num_negatives=args.negatives,
         bucketed=args.bucketed,
         seed=args.seed,
     )
-    print_plan(histories, batches, device)
+    print_plan(histories, batches, dim, device)
 
     def run(name: str, attention: Attention, prepare: Callable[[Batch], Batch]) -> Side:
         torch.manual_seed(args.seed)
         model = Ranker(
             num_items=histories.num_items,
             max_positions=args.cap,
-            dim=args.dim,
-            num_heads=args.heads,
+            dim=dim,
+            num_heads=heads,
             num_blocks=args.blocks,
             attention=attention,
         ).to(device)
@@ -78,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         measurement = train(
             model,
             prepared,
-            learning_rate=LEARNING_RATE,
+            learning_rate=LEARNING_RATE * LEARNING_RATE_DIM / dim,
             progress=lambda step, loss: bar.update(step, f"loss {loss:.4f}"),
         )
         rows_a_step = statistics.fmean(batch.items.numel() for batch in prepared)
@@ -111,13 +131,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="batch users of like length together, the cheapest remedy against padding",
     )
-    parser.add_argument("--heads", type=positive, default=2)
+    parser.add_argument("--heads", type=positive, help="2, or more of 64 features each")
     parser.add_argument("--blocks", type=positive, default=2)
     parser.add_argument("--negatives", type=positive, default=128, help="beside each target")
-    args = parser.parse_args(argv)
-    if args.dim % args.heads != 0:
-        parser.error(f"--dim must be a multiple of --heads {args.heads}, got {args.dim}")
-    return args
+    return parser.parse_args(argv)
 
 
 def data_parser(doc: str) -> argparse.ArgumentParser:
@@ -130,8 +147,10 @@ def data_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cap", type=positive, default=512, help="events kept of a history")
-    parser.add_argument("--batch-size", type=positive, help="histories; 32, or 256 on a GPU")
-    parser.add_argument("--dim", type=positive, default=64, help="features of a state")
+    parser.add_argument("--batch-size", type=positive, help="histories; by default more on a GPU")
+    parser.add_argument(
+        "--dim", type=positive, help="features of a state; by default more on a GPU"
+    )
     return parser
 
 
@@ -150,8 +169,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def default_batch_size(device: torch.device) -> int:
-    return 256 if device.type == "cuda" else 32
+def default_batch_size(device: torch.device, cap: int, dim: int) -> int:
+    """On a GPU as many histories as the padded training fits into half of the memory, and a limit.
+
+    That training is the larger one: every history may be padded to the cap.
+    """
+    if device.type != "cuda":
+        return BATCH_SIZE
+    fit = torch.cuda.get_device_properties(device).total_memory // 2
+    fit //= VECTORS_A_ROW * cap * dim * torch.float32.itemsize
+    return min(BATCH_SIZE_ON_GPU, 2 ** max(0, fit.bit_length() - 1))
 
 
 def describe_device(device: torch.device) -> str:
@@ -171,9 +198,12 @@ def load_histories(path: Path | None, seed: int) -> Histories:
         raise DataError(f"{path}: {error}") from None
 
 
-def print_plan(histories: Histories, batches: list[Batch], device: torch.device) -> None:
+def print_plan(histories: Histories, batches: list[Batch], dim: int, device: torch.device) -> None:
     print_data(histories)
-    print(f"training  {len(batches)} steps of {len(batches[0].offsets) - 1} histories, float32")
+    histories_a_step = len(batches[0].offsets) - 1
+    print(
+        f"training  {len(batches)} steps of {histories_a_step} histories, {dim} features, float32"
+    )
     print(f"device    {describe_device(device)}, torch {torch.__version__}")
     print(flush=True)
 

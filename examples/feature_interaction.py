@@ -54,6 +54,7 @@ from jagged_cuda import (
 
 # Of the largest value: float32 rounds at 6e-8, and the forms sum in different orders.
 TOLERANCE = 1e-5
+BATCH_SIZE, BATCH_SIZE_ON_GPU, DIM = 32, 256, 64
 EVENTS, CANDIDATES, WHOLE = "events meet events", "candidates meet events", "all of it"
 EXPLANATION = """
 Where events meet events, padded computes M*M scores a history and keeps them for the gradient;
@@ -343,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     (batch,) = make_batches(
         histories,
         num_batches=1,
-        batch_size=args.batch_size or demo.default_batch_size(device),
+        batch_size=args.batch_size or (BATCH_SIZE_ON_GPU if device.type == "cuda" else BATCH_SIZE),
         cap=args.cap,
         num_negatives=args.candidates - 1,
         seed=args.seed,
@@ -353,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     jagged = make_inputs(batch, num_scores, device)
     inputs = {"padded": padded} | dict.fromkeys(JAGGED_FORMS, jagged)
     torch.manual_seed(args.seed)
-    block = FeatureInteraction(histories.num_items, args.cap, args.dim).to(device)
+    block = FeatureInteraction(histories.num_items, args.cap, args.dim or DIM).to(device)
 
     demo.print_data(histories)
     print_batch(padded, jagged)

@@ -81,6 +81,7 @@ def format_table(result: Result) -> str:
     rows = [
         ("", "padded", "jagged", "ratio"),
         ("time per step", *(f"{s * 1e3:.1f} ms" for s in seconds), _ratio(*seconds)),
+        *_queue_rows(sides),
         ("histories per second", *(f"{result.histories_a_step / s:,.0f}" for s in seconds), ""),
         ("peak memory", *(f"{peak / 2**20:,.0f} MiB" for peak in peaks), _ratio(*peaks)),
         (
@@ -93,6 +94,16 @@ def format_table(result: Result) -> str:
         ("last loss", *(f"{side.measurement.losses[-1]:.5f}" for side in sides), ""),
     ]
     return "\n".join(f"{row[0]:<28}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+
+
+def _queue_rows(sides: tuple[Side, Side]) -> list[tuple[str, ...]]:
+    """On a GPU: when Python has asked for all of a step. The GPU is the limit if that is early."""
+    queued = [side.measurement.queue_seconds for side in sides]
+    if not all(queued):
+        return []
+    return [
+        ("queued by Python after", *(f"{statistics.fmean(s) * 1e3:.1f} ms" for s in queued), "")
+    ]
 
 
 def _ratio(padded: float, jagged: float) -> str:

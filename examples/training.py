@@ -26,6 +26,7 @@ class Measurement(NamedTuple):
     losses: list[float]  # of each step
     step_seconds: list[float]
     peak_memory_bytes: int  # of PyTorch's allocator
+    queue_seconds: Sequence[float] = ()  # of each step, until a GPU has all of its work
 
 
 def train(
@@ -55,31 +56,33 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
-    def step(batch: Batch) -> float:
+    def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
         loss = model.loss(batch)
         loss.backward()
         optimizer.step()
-        return loss.item()  # waits for the device
+        return loss.detach()
 
-    losses, step_seconds = [], []
+    losses, step_seconds, queue_seconds = [], [], []
     for cpu_batch in batches:
         batch = move(cpu_batch, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        losses.append(step(batch))
+        loss = step(batch)
+        queue_seconds.append(time.perf_counter() - begin)
+        losses.append(loss.item())  # waits for the device
         step_seconds.append(time.perf_counter() - begin)
         progress(len(losses), losses[-1])
 
     if device.type == "cuda":
-        peak_memory_bytes = torch.cuda.max_memory_allocated(device)
-    else:
-        optimizer.zero_grad()
-        largest = max(batches, key=lambda batch: batch.items.numel())
-        held_bytes = _held_bytes(model, optimizer)
-        peak_memory_bytes = held_bytes + peak_allocated_bytes(lambda: step(largest))
-    return Measurement(losses, step_seconds, peak_memory_bytes)
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        return Measurement(losses, step_seconds, peak_bytes, queue_seconds)
+    optimizer.zero_grad()
+    largest = max(batches, key=lambda batch: batch.items.numel())
+    held_bytes = _held_bytes(model, optimizer)
+    peak_bytes = held_bytes + peak_allocated_bytes(lambda: step(largest))
+    return Measurement(losses, step_seconds, peak_bytes)
 
 
 def move(batch: Batch, device: torch.device) -> Batch:

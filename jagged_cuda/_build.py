@@ -1,25 +1,17 @@
-"""How the two libraries are compiled: sources, flags, toolchain and commands, in one place.
+"""How the two libraries are compiled: sources, flags, compilers, and what cpp_extension is told.
 
-The import (`_load.py`), the wheel (`setup.py`), CI and `make compdb` all build through `build()`,
-so a flag stands here once. Nothing in this file imports jagged_cuda: `setup.py` loads it as a
-plain file, and `python jagged_cuda/_build.py` is the command behind `make compdb`.
+torch.utils.cpp_extension and ninja do the work: `load` for the import (`_load.py`) and
+`BuildExtension` for wheels (`setup.py`).
 
     _C_cpu   csrc/library.cpp (every schema) and csrc/cpu/
     _C_cuda  csrc/cuda/ (glue, C++ compiler) and csrc/cuda/kernels/ (nvcc, no torch header)
-
-torch.utils.cpp_extension supplies torch's include and library folders. Its `load()` is not used: it
-links libtorch_python, names objects by base name alone, hangs after a killed build, refuses CUDA
-sources under a CPU build of torch, and takes an H100 for 9.0 where its instructions need 9.0a
-(docs/building.md has the details).
 """
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
-import errno
+import contextlib
+import functools
 import hashlib
-import json
 import logging
 import os
 import re
@@ -27,191 +19,131 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
+import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 LIBRARIES = ("_C_cpu", "_C_cuda")
 DEFAULT_WHEEL_ARCHS = "8.0;9.0a;10.0+PTX"
 MIN_TORCH = (2, 10)
 MIN_CAPABILITY = (8, 0)  # mma.sync m16n8k16 and cp.async begin with Ampere
+MIN_GCC, MIN_CLANG = 11, 14
 
 # torch 2.10 is the floor: the binary runs there and on every later release.
-DEFINES = ("-DTORCH_TARGET_VERSION=0x020a000000000000ULL",)
-COMMON_FLAGS = ("-O3", "-std=c++17", *DEFINES)
+COMMON_FLAGS = ("-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000ULL")
 # No -march: the CPU kernels choose their instruction set at run time, so that one wheel serves all.
 CXX_FLAGS = (*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas")
 CUDA_GLUE_FLAGS = (*CXX_FLAGS, "-DUSE_CUDA")
-NVCC_FLAGS = (
-    *COMMON_FLAGS,
-    "-DUSE_CUDA",
-    "--expt-relaxed-constexpr",
-    "-Xfatbin",
-    "-compress-all",
-    "-Xcompiler",
-    "-fPIC,-fvisibility=hidden",
-)
+# cpp_extension hides the conversions of 16-bit numbers, which the kernels use.
+HIDDEN = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+SHOWN = [f"-U__CUDA_NO_{name}__" for name in HIDDEN]
+NVCC_FLAGS = (*COMMON_FLAGS, *SHOWN, "-Xfatbin=-compress-all", "-Xcompiler=-fvisibility=hidden")
 # A compiler that links libstdc++ statically would let our libraries export its symbols, and an
-# exception would then cross between two copies of it.
-LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL")
-
-MIN_GCC = 11
-MIN_CLANG = 14
-PART_SUFFIX = ".part.o"  # an object that is being written
+# exception would then cross between two copies of it. libstdc++ comes first and the rest only as
+# needed, so that neither libc10 nor libtorch_python, which `load` names, becomes a dependency.
+LINK_FLAGS = ("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-lstdc++")
+LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(RuntimeError):
     """The libraries cannot be built or loaded; the message says what to do about it."""
 
 
-# ---------------------------------------------------------------------------------------------
-# Sources
+def source_files(csrc: Path) -> list[str]:
+    """Returns every source and header below `csrc`, as paths relative to it, sorted."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), csrc)
+        for folder, _, names in os.walk(csrc)
+        for name in names
+        if name.endswith(SOURCE_SUFFIXES)
+    )
 
 
 def library_sources(csrc: Path, library: str) -> list[Path]:
-    """Returns the files that are compiled into a library, sorted."""
+    """Returns the files compiled into a library: kernels first, then the shortest.
+
+    (They instantiate headers, and take longest.) `load` names objects by base names alone: no two
+    .cpp of a library, and no two .cu, may share one.
+    """
     if library == "_C_cpu":
-        return [csrc / "library.cpp", *sorted((csrc / "cpu").rglob("*.cpp"))]
-    return [
-        *sorted((csrc / "cuda").rglob("*.cpp")),
-        *sorted((csrc / "cuda" / "kernels").rglob("*.cu")),
-    ]
+        files = [csrc / "library.cpp", *(csrc / "cpu").rglob("*.cpp")]
+    else:
+        files = [*(csrc / "cuda").rglob("*.cpp"), *(csrc / "cuda" / "kernels").rglob("*.cu")]
+    return sorted(files, key=lambda path: (path.suffix != ".cu", path.stat().st_size, path))
 
 
 def source_hash(csrc: Path) -> str:
     """Returns a hash of every source and header below `csrc` and of the flags they get."""
-    digest = hashlib.sha256()
-    for flags in (CXX_FLAGS, CUDA_GLUE_FLAGS, NVCC_FLAGS, LINK_FLAGS):
-        digest.update("\0".join(flags).encode() + b"\n")
-    for name in sorted(
-        os.path.join(folder, name)
-        for folder, _, names in os.walk(csrc)
-        for name in names
-        if name.endswith(SOURCE_SUFFIXES)
-    ):
-        content = Path(name).read_bytes()
-        digest.update(f"{os.path.relpath(name, csrc)}\0{len(content)}\0".encode())
-        digest.update(content)
+    flags = (CXX_FLAGS, CUDA_GLUE_FLAGS, NVCC_FLAGS, LINK_FLAGS, LINK_CUDA)
+    digest = hashlib.sha256(repr(flags).encode())
+    for name in source_files(csrc):
+        content = (csrc / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:20]
 
 
-def _closure(source: Path, csrc: Path) -> list[Path]:
-    """Returns `source` and every file of `csrc` (an absolute path) that it includes."""
-    seen: dict[Path, None] = {}
-    pending = [source.resolve()]
-    while pending:
-        path = pending.pop()
-        if path in seen:
-            continue
-        seen[path] = None
-        for name in _INCLUDE.findall(path.read_bytes()):
-            for base in (path.parent, csrc):
-                candidate = (base / os.fsdecode(name)).resolve()
-                if candidate.is_file() and candidate.is_relative_to(csrc):
-                    pending.append(candidate)
-                    break
-    return sorted(seen)
+def short_hash(*parts: str) -> str:
+    """Returns the hash that stands for these texts in the name of a file."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------------------------
-# Architectures
+def mirror(csrc: Path, copy: Path) -> None:
+    """Makes `copy` hold what `csrc` does, by content, where ninja would go by time."""
+    names = source_files(csrc)
+    for gone in set(source_files(copy)).difference(names):
+        (copy / gone).unlink()
+    for name in names:
+        content, target = (csrc / name).read_bytes(), copy / name
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
 
 
-@dataclass(frozen=True, order=True)
-class Arch:
-    """A GPU architecture to compile for: 9.0a is Arch(9, 0, "a"), 10.0+PTX has `ptx` set."""
-
-    major: int
-    minor: int
-    feature: str = ""
-    ptx: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}{self.feature}{'+PTX' if self.ptx else ''}"
-
-    def gencode(self) -> list[str]:
-        """Returns nvcc's flags for this architecture."""
-        number = f"{self.major}{self.minor}"
-        name = number + self.feature
-        flags = ["-gencode", f"arch=compute_{name},code=sm_{name}"]
-        if self.ptx:  # only plain PTX runs on later GPUs, so a feature suffix is dropped here
-            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
-        return flags
-
-    def covers(self, major: int, minor: int) -> bool:
-        """Tells whether a GPU of this compute capability can run what is compiled for the arch."""
-        if self.ptx and (self.major, self.minor) <= (major, minor):
-            return True
-        if self.feature == "a":
-            return (self.major, self.minor) == (major, minor)
-        return self.major == major and self.minor <= minor
+# An architecture is written as in TORCH_CUDA_ARCH_LIST: "9.0a", "10.0+PTX".
+_ARCH = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
 
 
-def parse_archs(text: str) -> tuple[Arch, ...]:
+def parse_archs(text: str) -> tuple[str, ...]:
     """Parses TORCH_CUDA_ARCH_LIST ("8.0;9.0a 10.0+PTX"); 9.0 means 9.0a, which wgmma needs."""
-    archs = set()
-    for item in re.split(r"[;,\s]+", text.strip()):
-        if not item:
-            continue
-        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
-        if match is None:
+    archs = {}
+    for item in filter(None, re.split(r"[;,\s]+", text)):
+        match = _ARCH.fullmatch(item)
+        capability = (int(match[1]), int(match[2])) if match else (0, 0)
+        if capability < MIN_CAPABILITY:
             raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST must list architectures like 8.0, 9.0a or 10.0+PTX, "
-                f"got {item!r} in {text!r}."
+                f"TORCH_CUDA_ARCH_LIST must list architectures from 8.0 (Ampere) on, like 8.0, "
+                f"9.0a or 10.0+PTX, got {item!r} in {text!r}."
             )
-        major, minor, feature = int(match[1]), int(match[2]), match[3]
-        if (major, minor) < MIN_CAPABILITY:
-            raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST must list architectures from 8.0 (Ampere) on, "
-                f"got {item!r} in {text!r}."
-            )
-        archs.add(Arch(major, minor, "a" if (major, minor) == (9, 0) else feature, bool(match[4])))
-    return tuple(sorted(archs))
+        archs[re.sub(r"^9\.0f?(?!a)", "9.0a", item)] = capability
+    return tuple(sorted(archs, key=lambda arch: (archs[arch], arch)))
 
 
-def format_archs(archs: Iterable[Arch]) -> str:
-    """Returns the architectures as TORCH_CUDA_ARCH_LIST would hold them."""
-    return ";".join(str(arch) for arch in archs)
+def gencode(arch: str) -> list[str]:
+    """Returns nvcc's flags for an architecture."""
+    number, _, ptx = arch.replace(".", "").partition("+")
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    if ptx:  # only plain PTX runs on later GPUs, so a feature's letter is dropped here
+        number = number.rstrip("af")
+        flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
 
 
-# ---------------------------------------------------------------------------------------------
-# Toolchain: found by looking at files alone, so that a warm import starts no process
-
-
-@dataclass(frozen=True)
-class Toolchain:
-    """The compilers of this machine: the C++ command, and the CUDA toolkit's folder."""
-
-    cxx: tuple[str, ...] | None
-    cuda_home: Path | None
-
-    @property
-    def nvcc(self) -> Path:
-        assert self.cuda_home is not None
-        return self.cuda_home / "bin" / "nvcc"
-
-    def fingerprint(self, library: str) -> str | None:
-        """Returns what identifies the compilers of a library, or None where one is missing."""
-        if self.cxx is None or (library == "_C_cuda" and self.cuda_home is None):
-            return None
-        files = [Path(shutil.which(self.cxx[0]) or self.cxx[0])]
-        if library == "_C_cuda":
-            files.append(self.nvcc)
-        parts = [*self.cxx]
-        for path in files:
-            real = path.resolve()
-            stat = real.stat()
-            parts.append(f"{real} {stat.st_size} {stat.st_mtime_ns}")
-        return "\n".join(parts)
+def covers(arch: str, capability: tuple[int, int]) -> bool:
+    """Tells whether a GPU of this compute capability can run what is compiled for `arch`."""
+    major, minor, feature, ptx = _ARCH.fullmatch(arch).groups()  # type: ignore[union-attr]
+    own = (int(major), int(minor))
+    if feature == "a":
+        return own == capability or (bool(ptx) and own < capability)
+    return own <= capability and (bool(ptx) or own[0] == capability[0])
 
 
 def find_cxx() -> tuple[str, ...] | None:
-    """Returns the C++ compiler's command: $CXX, else c++, g++ or clang++; None if none is there."""
+    """Returns the C++ compiler's command: $CXX, else c++, g++ or clang++; starts no process."""
     named = os.environ.get("CXX")
     for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
         if command and shutil.which(command[0]):
@@ -229,561 +161,250 @@ def cuda_home_candidates() -> list[Path]:
     return [Path(folder) for folder in dict.fromkeys(f for f in folders if f)]
 
 
-def cuda_toolkit_version(cuda_home: Path) -> tuple[int, int] | None:
-    """Returns (major, minor) of a CUDA toolkit, read from its header."""
+def cuda_toolkit_version(cuda_home: Path) -> str | None:
+    """Returns the version of a CUDA toolkit, such as "13.0", read from its header."""
     try:
         with open(cuda_home / "include" / "cuda_runtime_api.h", "rb") as header:
             match = re.search(rb"#define\s+CUDART_VERSION\s+(\d+)", header.read(65536))
     except OSError:
         return None
-    return divmod(int(match[1]) // 10, 100) if match else None
+    return "{}.{}".format(*divmod(int(match[1]) // 10, 100)) if match else None
 
 
 def find_cuda_home(cuda: str | None) -> Path | None:
     """Returns the CUDA toolkit to use, preferring one of the same major version as `cuda`.
 
-    torch's own search takes the folder above whichever nvcc is on PATH, which is wrong where
-    that is a wrapper script; a folder counts here only if it has both the compiler and the headers.
+    torch's own search takes the folder above any nvcc on PATH, which may be a wrapper script; here
+    a folder counts only if it has both the compiler and the headers.
     """
-    major = int(cuda.split(".")[0]) if cuda else None
-    fit = []
-    for folder in cuda_home_candidates():
-        if (folder / "bin" / "nvcc").is_file():
-            version = cuda_toolkit_version(folder)
-            if version is not None:
-                if major is None or version[0] == major:
-                    return folder
-                fit.append(folder)
-    return fit[0] if fit else None
+    found = [f for f in cuda_home_candidates() if (f / "bin" / "nvcc").is_file()]
+    versions = [(cuda_toolkit_version(folder), folder) for folder in found]
+    usable = [(version, folder) for version, folder in versions if version]
+    fit = [item for item in usable if cuda and item[0].split(".")[0] == cuda.split(".")[0]]
+    return (fit or usable)[0][1] if usable else None
 
 
-def find_toolchain(cuda: str | None) -> Toolchain:
-    """Finds the compilers; `cuda` is torch.version.cuda."""
-    return Toolchain(find_cxx(), find_cuda_home(cuda))
-
-
-def _first_line(command: Sequence[str]) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return (result.stdout or result.stderr).strip().split("\n")[0]
-
-
-def check_cxx(toolchain: Toolchain) -> str:
+def check_cxx(cxx: tuple[str, ...] | None) -> str:
     """Raises BuildError unless the C++ compiler will do; returns its name and version."""
-    if toolchain.cxx is None:
-        named = os.environ.get("CXX")
-        found = f"CXX={named} was not found" if named else "no c++, g++ or clang++ is on PATH"
-        raise BuildError(
-            f"jagged_cuda needs a C++ compiler and {found}: install g++ {MIN_GCC} or newer "
-            f"(Debian, Ubuntu: apt-get install g++), or set CXX to one."
-        )
-    words = " ".join(toolchain.cxx)
-    banner = _first_line([*toolchain.cxx, "--version"])
-    number = _first_line([*toolchain.cxx, "-dumpfullversion", "-dumpversion"])
-    match = re.match(r"\d+", number)
-    if match is None:
-        raise BuildError(
-            f"jagged_cuda needs a C++ compiler and {words} does not run: install g++ {MIN_GCC} or "
-            f"newer, or set CXX to one."
-        )
-    is_clang = "clang" in banner.lower()
-    name, least = ("clang++", MIN_CLANG) if is_clang else ("g++", MIN_GCC)
-    if int(match[0]) < least:
-        raise BuildError(
-            f"jagged_cuda needs {name} {least} or newer and {words} is {number}: install a newer "
-            f"one, or set CXX to one."
-        )
-    return f"{name} {number}"
-
-
-def check_nvcc(toolchain: Toolchain, cuda: str | None) -> str:
-    """Raises BuildError unless nvcc is there and fits torch; returns its name and version."""
-    if toolchain.cuda_home is None:
-        major = cuda.split(".")[0] if cuda else "13"
-        raise BuildError(
-            f"nvcc was not found in CUDA_HOME, /usr/local/cuda, PATH or an installed wheel: "
-            f"install the CUDA {major} toolkit and set CUDA_HOME to its folder."
-        )
-    version = cuda_toolkit_version(toolchain.cuda_home) or (0, 0)
-    if cuda and version[0] != int(cuda.split(".")[0]):
-        raise BuildError(
-            f"torch is built for CUDA {cuda} and the toolkit in {toolchain.cuda_home} is CUDA "
-            f"{version[0]}.{version[1]}: install a CUDA {cuda.split('.')[0]} toolkit and set "
-            f"CUDA_HOME to its folder."
-        )
-    return f"nvcc {version[0]}.{version[1]}"
-
-
-def check_archs(toolchain: Toolchain, archs: Iterable[Arch]) -> None:
-    """Raises BuildError if nvcc does not know an architecture."""
-    known = subprocess.run(
-        [str(toolchain.nvcc), "--list-gpu-code"], capture_output=True, text=True, check=False
-    ).stdout.split()
-    for arch in archs:
-        if known and f"sm_{arch.major}{arch.minor}" not in known:
-            raise BuildError(
-                f"{toolchain.nvcc} cannot compile for a GPU of compute capability {arch.major}."
-                f"{arch.minor}: install a newer CUDA toolkit and set CUDA_HOME to its folder."
-            )
-
-
-def check_torch(version: str) -> None:
-    """Raises BuildError if torch is older than the stable ABI that the libraries use."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match and (int(match[1]), int(match[2])) < MIN_TORCH:
-        raise BuildError(
-            f"jagged_cuda needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer and this is torch "
-            f"{version}: pip install --upgrade torch."
-        )
-
-
-@dataclass(frozen=True)
-class TorchPaths:
-    """Where torch's headers and libraries are, and what it is built for."""
-
-    version: str
-    cuda: str | None
-    includes: tuple[str, ...]
-    libraries: tuple[str, ...]
-
-
-def torch_paths(toolchain: Toolchain) -> TorchPaths:
-    """Asks torch.utils.cpp_extension for torch's folders."""
-    import torch
-
-    # As it is imported, cpp_extension calls torch.cuda.is_available(). Answered through NVML, that
-    # leaves the driver uninitialised, so that a process forked later can still use CUDA. Where
-    # there is no GPU it warns of its own guess of CUDA_HOME, which is not used here.
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    previous = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    try:
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise BuildError(
-            f"compiling jagged_cuda needs torch.utils.cpp_extension, which fails to import "
-            f"({error}): pip install 'setuptools<82'."
-        ) from error
-    finally:
-        logger.setLevel(level)
-        if previous is None:
-            del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
-        else:
-            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = previous
-    if toolchain.cuda_home is not None and torch.version.cuda:
-        cpp_extension.CUDA_HOME = str(toolchain.cuda_home)
-    return TorchPaths(
-        str(torch.__version__),
-        torch.version.cuda,
-        tuple(cpp_extension.include_paths()),
-        tuple(cpp_extension.library_paths()),
+    named = os.environ.get("CXX")
+    problem = f"CXX={named} was not found" if named else "no c++, g++ or clang++ is on PATH"
+    if cxx is not None:
+        done = subprocess.run([*cxx, "--version"], capture_output=True, text=True)
+        banner = done.stdout.partition("\n")[0]
+        versions = re.findall(r"\b(\d+)\.\d+\.\d+", banner)
+        if versions and int(versions[-1]) >= (MIN_CLANG if "clang" in banner else MIN_GCC):
+            return banner
+        problem = f"{' '.join(cxx)} {f'is {banner}' if versions else 'does not run'}"
+    raise BuildError(
+        f"jagged_cuda needs g++ {MIN_GCC} or clang++ {MIN_CLANG}, or newer, and {problem}: install "
+        f"one (Debian, Ubuntu: apt-get install g++), or set CXX to one."
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# Commands
+def check_nvcc(home: Path | None, cuda: str | None) -> str:
+    """Raises BuildError unless nvcc is there and fits torch; returns its name and version."""
+    major = (cuda or "13").split(".")[0]
+    problem = "nvcc was not found in CUDA_HOME, /usr/local/cuda, PATH or an installed wheel"
+    if home is not None:
+        version = cuda_toolkit_version(home) or "unknown"
+        if cuda is None or version.split(".")[0] == major:
+            return f"nvcc {version}"
+        problem = f"torch is built for CUDA {cuda} and the toolkit in {home} is CUDA {version}"
+    raise BuildError(f"{problem}: install CUDA {major} and set CUDA_HOME to its folder.")
+
+
+def path_with_ninja() -> str:
+    """Returns PATH with the programs of this Python first: ninja's wheel put its program there."""
+    scripts = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
+    return os.pathsep.join([*dict.fromkeys(scripts), os.environ.get("PATH", os.defpath)])
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One file to compile."""
+class Build:
+    """One library of `csrc`, for these architectures, this torch and the compilers found here."""
 
     library: str
-    source: Path
-    command: tuple[str, ...]  # without the output: `-o object` is appended
-    key: str  # hash of all that the object depends on
+    csrc: Path
+    archs: tuple[str, ...]
+    torch: Any  # the module
+    cxx: tuple[str, ...] | None = field(default_factory=find_cxx)
 
+    @functools.cached_property
+    def cuda_home(self) -> Path | None:
+        return find_cuda_home(self.torch.version.cuda) if self.library == "_C_cuda" else None
 
-def _units(
-    csrc: Path, library: str, archs: Sequence[Arch], toolchain: Toolchain, torch: TorchPaths
-) -> list[Unit]:
-    assert toolchain.cxx is not None
-    fingerprint = toolchain.fingerprint(library)
-    isystem = [word for path in torch.includes for word in ("-isystem", path)]
-    jobs = min(len(archs), os.cpu_count() or 1)
-    gencode = [flag for arch in archs for flag in arch.gencode()]
-    units = []
-    for source in library_sources(csrc, library):
-        if source.suffix == ".cu":  # no torch folder: kernels are free of torch's headers
-            command = [str(toolchain.nvcc), *NVCC_FLAGS, *gencode]
-            command += ["--threads", str(jobs)] if jobs > 1 else []
-            command += ["-ccbin", shutil.which(toolchain.cxx[0]) or toolchain.cxx[0]]
-        elif library == "_C_cuda":
-            assert toolchain.cuda_home is not None
-            command = [*toolchain.cxx, *CUDA_GLUE_FLAGS, *isystem]
-            command += ["-isystem", str(toolchain.cuda_home / "include")]
-        else:
-            command = [*toolchain.cxx, *CXX_FLAGS, *isystem]
-        digest = hashlib.sha256()
-        digest.update("\0".join([*command, torch.version, fingerprint or ""]).encode())
-        for path in _closure(source, csrc.resolve()):
-            digest.update(b"\0" + path.relative_to(csrc.resolve()).as_posix().encode() + b"\0")
-            digest.update(path.read_bytes())
+    def key(self, sources: str = "") -> str:
+        """Returns a name for what is compiled, with `*` in it where a compiler is missing."""
+        name = short_hash(*self.archs, str(self.torch.__version__), sources)
+        if self.cxx is None or (self.library == "_C_cuda" and self.cuda_home is None):
+            return f"{self.library}-{name}-*"
+        files = [Path(shutil.which(self.cxx[0]) or self.cxx[0]).resolve()]
+        if self.cuda_home is not None:
+            files.append((self.cuda_home / "bin" / "nvcc").resolve())
+        stats = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        return f"{self.library}-{name}-{short_hash(*self.cxx, *stats)}"
+
+    def check(self) -> str:
+        """Raises BuildError unless the programs that compile it will do; returns their names."""
+        if shutil.which("ninja", path=path_with_ninja()) is None:
+            raise BuildError("jagged_cuda compiles with ninja, which is missing: pip install it.")
+        cxx = check_cxx(self.cxx)
+        nvcc = check_nvcc(self.cuda_home, self.torch.version.cuda) if self.archs else None
+        return f"{nvcc} and {cxx}" if nvcc else cxx
+
+    @contextlib.contextmanager
+    def cpp_extension(self, work: Path) -> Iterator[Any]:
+        """Gives torch.utils.cpp_extension, in an environment in which it does as it is told."""
+        assert self.cxx is not None
+        cxx = self.cxx[0]
+        if len(self.cxx) > 1:  # it takes CXX for one word
+            cxx = str(work / "c++")
+            Path(cxx).write_text(f'#!/bin/sh\nexec {shlex.join(self.cxx)} "$@"\n')
+            Path(cxx).chmod(0o755)
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        jobs = max(1, min(len(os.sched_getaffinity(0)), memory_bytes // 1_500_000_000))
+        before = dict(os.environ)
+        os.environ |= {
+            "PATH": path_with_ninja(),
+            "CXX": cxx,
+            "MAX_JOBS": os.environ.get("MAX_JOBS") or str(jobs),
+            "TMPDIR": str(work),
+            "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # check_cxx has; nvcc says itself what it takes
+            # As it is imported, cpp_extension calls torch.cuda.is_available(). Answered through
+            # NVML, that leaves the driver uninitialised: a process forked later can use CUDA.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        os.environ.pop("CC", None)  # would become nvcc's C++ compiler
+        os.environ.pop("TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES", None)
+        # Without a GPU it warns of its own guess of CUDA_HOME.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        try:
+            from torch.utils import cpp_extension
+
+            if self.cuda_home is not None:
+                cpp_extension.CUDA_HOME = str(self.cuda_home)
+            yield cpp_extension
+        except ImportError as error:
+            raise BuildError(
+                f"compiling jagged_cuda needs setuptools ({error}): pip install 'setuptools<82'."
+            ) from error
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
+
+    def recipe(self, work: Path) -> tuple[list[str], list[str], list[str], list[str]]:
+        """Mirrors csrc into `work`; returns its sources there, and the C++, nvcc and link flags."""
+        sources, torch_folder = work / "csrc", Path(self.torch.__file__).parent
+        mirror(self.csrc, sources)
+        cxx = [*(CXX_FLAGS if self.library == "_C_cpu" else CUDA_GLUE_FLAGS)]
+        nvcc = [*NVCC_FLAGS, "-ccbin", os.environ["CXX"]]
+        nvcc += [flag for arch in self.archs for flag in gencode(arch)]
         # Messages of a check hold the file's name: keep this machine's folders out of them.
-        for folder, name in ((str(csrc), "csrc"), *((path, "torch") for path in torch.includes)):
-            prefix = f"-ffile-prefix-map={folder}={name}"
-            command += ["-Xcompiler", prefix] if source.suffix == ".cu" else [prefix]
-        command += ["-I", str(csrc), "-c", str(source)]
-        units.append(Unit(library, source, tuple(command), digest.hexdigest()[:32]))
-    return units
+        for folder, name in ((sources, "csrc"), (torch_folder / "include", "torch")):
+            cxx.append(f"-ffile-prefix-map={folder}={name}")
+            nvcc.append(f"-Xcompiler={cxx[-1]}")
+        if self.torch.version.cuda is None:  # cpp_extension then asks nvcc for no dependencies
+            nvcc.append(f"-DJAGGED_SOURCES={source_hash(self.csrc)}")
+        link = [*LINK_FLAGS]
+        if self.library == "_C_cuda":
+            folder = self._link_folder(work / "link", torch_folder / "lib")
+            link += [f"-L{folder}", f"-L{torch_folder / 'lib'}", *LINK_CUDA]
+        return [*map(str, library_sources(sources, self.library))], cxx, nvcc, link
 
+    def _link_folder(self, folder: Path, torch_libraries: Path) -> Path:
+        """Makes a folder with libcudart.so, which CUDA's wheels do not call so.
 
-def _find_cudart(cuda_home: Path, major: int) -> Path:
-    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
-        for name in ("libcudart.so", f"libcudart.so.{major}"):
-            if (cuda_home / folder / name).exists():
-                return cuda_home / folder / name
-    raise BuildError(
-        f"the CUDA toolkit in {cuda_home} has no libcudart.so: install the whole toolkit (package "
-        f"cuda-cudart-dev, or the nvidia-cuda-runtime wheel), or set CUDA_HOME to another one."
-    )
-
-
-def _link_command(
-    library: str, objects: Sequence[Path], toolchain: Toolchain, torch: TorchPaths, work: Path
-) -> list[str]:
-    assert toolchain.cxx is not None
-    command = [*toolchain.cxx, *LINK_FLAGS, *map(str, objects)]
-    command += [f"-L{folder}" for folder in torch.libraries]
-    if library == "_C_cuda":
-        assert toolchain.cuda_home is not None
-        if torch.cuda is None:
-            # A CPU build of torch has no libtorch_cuda: an empty library of that name stands in,
-            # so that the result asks for the real one where it is loaded.
-            stub = work / "stub"
-            stub.mkdir(exist_ok=True)
-            (stub / "empty.cpp").write_text("")
-            name = "libtorch_cuda.so"
-            flags = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(stub / name)]
-            _run([*toolchain.cxx, *flags, str(stub / "empty.cpp")])
-            command.append(f"-L{stub}")
-        version = cuda_toolkit_version(toolchain.cuda_home) or (13, 0)
-        command += ["-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed"]
-        command.append(str(_find_cudart(toolchain.cuda_home, version[0])))
-    return [*command, "-ltorch_cpu"]
-
-
-def _run(command: Sequence[str]) -> None:
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if result.returncode:
-        raise _CommandFailed(command, result.stdout)
-
-
-class _CommandFailed(Exception):
-    def __init__(self, command: Sequence[str], output: str) -> None:
-        super().__init__(output)
-        self.command = command
-        self.output = output
-
-
-def num_jobs() -> int:
-    """Returns how many compilers run at once: $MAX_JOBS, else one a core as far as memory goes."""
-    named = os.environ.get("MAX_JOBS", "")
-    if named.isdigit() and int(named) > 0:
-        return int(named)
-    cores = len(os.sched_getaffinity(0))
-    try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (OSError, ValueError):
-        return cores
-    return max(1, min(cores, available // 1_500_000_000))
-
-
-def estimate_seconds(units: Sequence[Unit], archs: Sequence[Arch]) -> int:
-    """Returns about how long compiling takes here, rounded to 5 s; a guess for the first line."""
-    work = sum(9 * max(1, len(archs)) if u.source.suffix == ".cu" else 7 for u in units)
-    return max(5, 5 * round(work / max(1, min(num_jobs(), len(units))) / 5))
-
-
-# ---------------------------------------------------------------------------------------------
-# Building
-
-
-class Progress:
-    """Receives what `build` does; the base class keeps silent."""
-
-    def start(self, files: int, seconds: int) -> None: ...
-
-    def step(self, done: int, files: int, name: str, seconds: float) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-def build(
-    csrc: Path,
-    libraries: Sequence[str],
-    archs: Sequence[Arch],
-    work: Path,
-    *,
-    toolchain: Toolchain,
-    objects: Path | None = None,
-    log: Path | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Path | BuildError]:
-    """Compiles and links libraries in the folder `work`.
-
-    Args:
-        csrc: the folder of sources.
-        libraries: names from LIBRARIES.
-        archs: the architectures of `_C_cuda`.
-        work: an existing folder for objects and results.
-        toolchain: from find_toolchain, already checked.
-        objects: a folder that keeps objects by the hash of all they depend on, so that a later
-            build compiles only what changed; None keeps none.
-        log: where the output of a command that fails is written.
-        progress: is told what happens.
-
-    Returns:
-        For each library the path of its .so, or why it could not be built: a failure of one leaves
-        the other usable.
-
-    Raises:
-        BuildError: no library can be built at all (torch.utils.cpp_extension does not import).
-    """
-    progress = progress or Progress()
-    torch = torch_paths(toolchain)
-    csrc = csrc.resolve()
-    units = [unit for lib in libraries for unit in _units(csrc, lib, archs, toolchain, torch)]
-    placed: dict[Unit, Path] = {}
-    for unit in units:
-        if objects is not None and (objects / f"{unit.key}.o").is_file():
-            placed[unit] = objects / f"{unit.key}.o"
-            os.utime(placed[unit])
-    # The longest first, so that no core waits at the end: kernels, then by size.
-    todo = sorted(
-        (unit for unit in units if unit not in placed),
-        key=lambda unit: (unit.source.suffix != ".cu", -unit.source.stat().st_size),
-    )
-    results: dict[str, Path | BuildError] = {}
-    if todo:
-        progress.start(len(todo), estimate_seconds(todo, archs))
-    running: set[subprocess.Popen[str]] = set()
-    stopped = threading.Event()
-    guard = threading.Lock()
-
-    def compile_unit(unit: Unit) -> tuple[Path, float]:
-        target = (objects or work) / f"{unit.key}.o"
-        part = target.with_suffix(f".{os.getpid()}{PART_SUFFIX}")
-        began = time.monotonic()
-        with guard:
-            if stopped.is_set() or unit.library in results:
-                raise concurrent.futures.CancelledError
-            process = subprocess.Popen(
-                [*unit.command, "-o", str(part)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                cwd=work,
-                env={**os.environ, "TMPDIR": str(work)},
+        Under a CPU build of torch it has an empty libtorch_cuda.so, so that the result asks for it.
+        """
+        assert self.cuda_home is not None
+        places = [self.cuda_home / name for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
+        found = [path for place in places for path in place.glob("libcudart.so*")]
+        if not found:
+            raise BuildError(
+                f"the CUDA toolkit in {self.cuda_home} has no libcudart.so: install all of it, or "
+                f"the nvidia-cuda-runtime wheel, or set CUDA_HOME to another one."
             )
-            running.add(process)
-        output = process.communicate()[0]
-        with guard:
-            running.discard(process)
-        if process.returncode:
-            part.unlink(missing_ok=True)
-            raise _CommandFailed([*unit.command, "-o", str(part)], output)
-        os.replace(part, target)
-        return target, time.monotonic() - began
+        folder.mkdir(exist_ok=True)
+        (folder / "libcudart.so").unlink(missing_ok=True)
+        (folder / "libcudart.so").symlink_to(found[0])
+        if not (torch_libraries / "libtorch_cuda.so").exists():
+            stub = ["-shared", "-Wl,-soname,libtorch_cuda.so", "-x", "c++", "/dev/null", "-o"]
+            subprocess.run([os.environ["CXX"], *stub, folder / "libtorch_cuda.so"], check=True)
+        return folder
 
-    with concurrent.futures.ThreadPoolExecutor(num_jobs()) as pool:
-        futures = {pool.submit(compile_unit, unit): unit for unit in todo}
-        try:
-            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                unit = futures[future]
-                name = unit.source.relative_to(csrc).as_posix()
-                try:
-                    placed[unit], seconds = future.result()
-                except concurrent.futures.CancelledError:
-                    continue
-                except (_CommandFailed, OSError) as error:
-                    with guard:
-                        results.setdefault(
-                            unit.library, _explain(f"compiling csrc/{name}", error, work, log)
-                        )
-                    continue
-                progress.step(done, len(todo), name, seconds)
-        except BaseException:  # an interrupt: stop the compilers, then leave
-            with guard:
-                stopped.set()
-                for process in running:
-                    process.kill()
-            raise
-    for library in libraries:
-        if library in results:
-            continue
-        target = work / f"{library}.so"
-        try:
-            linked = [placed[unit] for unit in units if unit.library == library]
-            _run([*_link_command(library, linked, toolchain, torch, work), "-o", str(target)])
-            results[library] = target
-        except BuildError as error:
-            results[library] = error
-        except (_CommandFailed, OSError) as error:
-            results[library] = _explain(f"linking {library}.so", error, work, log)
-    progress.finish()
-    return results
+    def load(self, work: Path, title: str) -> Path:
+        """Compiles in `work`, where ninja keeps what has not changed, and loads the library.
+
+        The caller holds a lock on the folder. Raises BuildError if compiling fails, and OSError if
+        `work` cannot be written or loaded from.
+        """
+        for path in work.parent.glob("work-*"):  # unused for a month
+            if path.stat().st_mtime < time.time() - 30 * 86400:
+                shutil.rmtree(path, ignore_errors=True)
+        building = work / "building"
+        if building.exists():
+            # Of a build that was killed: its compilers may still run, and write into this folder.
+            abandoned = work.rename(work.with_name(f"{work.name}-abandoned-{time.time_ns()}"))
+            shutil.rmtree(abandoned, ignore_errors=True)
+        work.mkdir(exist_ok=True)
+        with self.cpp_extension(work) as cpp_extension:
+            sources, cxx, nvcc, link = self.recipe(work)
+            # A build that has failed in this process would count as done.
+            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(self.library, None)
+            building.touch()
+            try:
+                with progress(title, work, len(sources)):
+                    path = cpp_extension.load(
+                        name=self.library,
+                        sources=sources,
+                        extra_cflags=[*map(shlex.quote, cxx)],
+                        extra_cuda_cflags=[*map(shlex.quote, nvcc)],
+                        extra_ldflags=[*map(shlex.quote, link)],
+                        extra_include_paths=[str(work / "csrc")],
+                        build_directory=str(work),
+                        is_python_module=False,
+                    )
+            except RuntimeError as error:
+                building.unlink()
+                raise _explain(str(error), work) from None
+            building.unlink()
+        return Path(path)
 
 
-def _explain(what: str, error: Exception, work: Path, log: Path | None) -> BuildError:
-    """Turns the failure of a command into one sentence, with the end of its output."""
-    output = error.output if isinstance(error, _CommandFailed) else str(error)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or "No space left on device" in output or "Disk quota exceeded" in output:
-        return BuildError(
-            f"{what} failed because the disk that holds {work.parent} is full: free some space, or "
-            f"set JAGGED_CUDA_CACHE to a folder on another disk."
-        )
-    if "unsupported GNU version" in output or "unsupported clang version" in output:
-        return BuildError(
-            f"{what} failed because nvcc does not support this C++ compiler: set CXX to an older "
-            f"one that your CUDA toolkit supports, for example CXX=g++-13."
-        )
-    where = ""
-    if log is not None:
-        command = shlex.join(error.command) if isinstance(error, _CommandFailed) else what
-        try:
-            log.write_text(f"{command}\n\n{output}\n")
-            where = f"; the whole output is in {log}"
-        except OSError:
-            where = ""
-    lines = [line for line in output.strip().split("\n") if line.strip()]
-    errors = [line for line in lines if re.search(r"\b(error|Error|fatal)\b", line)]
-    tail = "\n  ".join([*errors[:3], *[line for line in lines[-5:] if line not in errors[:3]]])
-    return BuildError(f"{what} failed{where}; it ended with:\n  {tail}")
+@contextlib.contextmanager
+def progress(title: str, work: Path, files: int) -> Iterator[None]:
+    """Says on stderr what is compiled, how many objects `work` has, and how long it took."""
+    began, stopped = time.time(), threading.Event()
 
+    def watch() -> None:
+        while not stopped.wait(10):
+            with contextlib.suppress(FileNotFoundError):  # of an object that is written anew
+                done = sum(path.stat().st_mtime >= began for path in work.glob("*.o"))
+                say(f"{min(done, files)}/{files} files")
 
-# ---------------------------------------------------------------------------------------------
-# Wheels, compile_commands.json and the command line
-
-
-def prebuilt_record(csrc: Path, archs: Sequence[Arch], cuda: str | None) -> dict[str, object]:
-    """Returns what is stored beside prebuilt libraries, so that `_load` can tell if they fit."""
-    return {
-        "source_hash": source_hash(csrc),
-        "archs": format_archs(archs),
-        "cuda": cuda,
-    }
-
-
-def compile_commands(
-    csrc: Path, archs: Sequence[Arch], toolchain: Toolchain
-) -> list[dict[str, object]]:
-    """Returns the entries of compile_commands.json, for editors and clang-tidy."""
-    torch = torch_paths(toolchain)
-    libraries = LIBRARIES if toolchain.cuda_home else LIBRARIES[:1]
-    return [
-        {"directory": str(csrc.parent), "file": str(unit.source), "arguments": list(unit.command)}
-        for library in libraries
-        for unit in _units(csrc.resolve(), library, archs, toolchain, torch)
-    ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes compile_commands.json or compiles the libraries into a folder."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--csrc", type=Path, default=Path(__file__).resolve().parents[1] / "csrc")
-    parser.add_argument("--archs", default=os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0a")
-    parser.add_argument("--library", action="append", choices=LIBRARIES, help="default: both")
-    parser.add_argument("--compdb", type=Path, help="write compile_commands.json here")
-    parser.add_argument("--out", type=Path, help="compile the libraries into this folder")
-    parser.add_argument("--objects", type=Path, help="keep objects here between builds")
-    parser.add_argument("--verbose", action="store_true", help="name each file with its time")
-    options = parser.parse_args(arguments)
-    import torch
-
-    archs = parse_archs(options.archs)
-    toolchain = find_toolchain(torch.version.cuda)
+    say(title)
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        check_torch(torch.__version__)
-        check_cxx(toolchain)
-        if options.compdb:
-            entries = compile_commands(options.csrc, archs, toolchain)
-            options.compdb.write_text(json.dumps(entries, indent=1) + "\n")
-            print(f"{options.compdb}: {len(entries)} files")
-        if options.out:
-            libraries = options.library or list(LIBRARIES)
-            if "_C_cuda" in libraries:
-                check_nvcc(toolchain, torch.version.cuda)
-                check_archs(toolchain, archs)
-            for folder in (options.out, options.objects):
-                if folder is not None:
-                    folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="jagged_cuda-") as work:
-                results = build(
-                    options.csrc,
-                    libraries,
-                    archs,
-                    Path(work),
-                    toolchain=toolchain,
-                    objects=options.objects and options.objects.resolve(),
-                    log=options.out / "build.log",
-                    progress=ConsoleProgress(
-                        f"jagged_cuda: compiling for {format_archs(archs)}",
-                        verbose=options.verbose,
-                    ),
-                )
-                for library, result in results.items():
-                    if isinstance(result, BuildError):
-                        raise result
-                    shutil.move(result, options.out / f"{library}.so")
-                    print(options.out / f"{library}.so")
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        yield
+        say(f"done in {time.time() - began:.0f} s")
+    finally:
+        stopped.set()
 
 
-class ConsoleProgress(Progress):
-    """Says on stderr what is compiled, about how long it takes, how far it is and how long it took.
-
-    On a terminal the count is rewritten in place; elsewhere it is printed at every quarter. If
-    verbose, each file is named with its time.
-    """
-
-    def __init__(self, title: str, note: str = "", *, verbose: bool = False) -> None:
-        self.title = title
-        self.note = note
-        self.verbose = verbose
-        self.began: float | None = None
-        self.quarters = 0
-        self.on_terminal = sys.stderr is not None and sys.stderr.isatty()
-
-    def start(self, files: int, seconds: int) -> None:
-        self.began = time.monotonic()
-        self._write(f"{self.title}: {files} files, about {seconds} s{self.note}\n")
-
-    def step(self, done: int, files: int, name: str, seconds: float) -> None:
-        if self.verbose:
-            self._write(f"{seconds:6.1f} s  {name}\n")
-            return
-        quarters = 4 * done // files
-        if self.on_terminal:
-            self._write(f"\rjagged_cuda: {done}/{files} files")
-        elif quarters > self.quarters and done < files:
-            self._write(f"jagged_cuda: {done}/{files} files\n")
-        self.quarters = quarters
-
-    def finish(self) -> None:
-        if self.began is not None:
-            start = "\r" if self.on_terminal else ""
-            self._write(f"{start}jagged_cuda: done in {time.monotonic() - self.began:.0f} s\n")
-
-    @staticmethod
-    def _write(text: str) -> None:
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+def say(text: str) -> None:
+    print(f"jagged_cuda: {text}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    sys.path = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
-    sys.exit(main())
+def _explain(output: str, work: Path) -> BuildError:
+    """Turns ninja's output into one sentence, with the end of what the compiler said."""
+    failed = re.search(r"^FAILED: .*\n.* -c (\S+) -o ", output, re.MULTILINE)
+    what = f"csrc/{os.path.relpath(failed[1], work / 'csrc')}" if failed else "the library"
+    if "No space left on device" in output:
+        raise OSError("No space left on device")
+    log = work / "build.log"
+    log.write_text(output)
+    lines = output.strip().split("\n")
+    errors = [line for line in lines[1:] if re.search(r"\b(error|fatal)\b", line)]
+    tail = "\n  ".join(errors[:5] or lines[-5:])
+    return BuildError(f"compiling {what} failed; the whole output is in {log}; it says:\n  {tail}")

@@ -39,17 +39,20 @@ def versions() -> list[tuple[str, str]]:
             f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
             f"torch uses {torch.backends.cpu.get_cpu_capability()}",
         ),
-        ("driver", "none" if driver is None else _driver_text(driver)),
+        (
+            "driver",
+            "none"
+            if driver is None
+            else "{}, up to CUDA {}.{}".format(driver.version, *driver.cuda),
+        ),
     ]
     for index, gpu in enumerate(driver.gpus if driver else ()):
-        rows.append(
-            (f"GPU {index}", f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}")
-        )
+        rows.append((f"GPU {index}", str(gpu)))
     for name in _build.LIBRARIES:
         library = _load.loaded.get(name)
         text = "not loaded"
         if library is not None:
-            archs = f"{_build.format_archs(library.archs)}, " if library.archs else ""
+            archs = f"{';'.join(library.archs)}, " if library.archs else ""
             text = f"{archs}{library.origin}: {library.path}"
         rows.append((name, text))
     if _load.cuda_unavailable_reason:
@@ -60,13 +63,7 @@ def versions() -> list[tuple[str, str]]:
 def _toolkit_text(toolkit: Any) -> str:
     if toolkit is None:
         return "none"
-    version = _build.cuda_toolkit_version(toolkit) or ("?",)
-    return f"{'.'.join(map(str, version))} in {toolkit}"
-
-
-def _driver_text(driver: _load.Driver) -> str:
-    cuda = f", up to CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda[0] else ""
-    return f"{driver.version}{cuda}"
+    return f"{_build.cuda_toolkit_version(toolkit)} in {toolkit}"
 
 
 def _cpu_model() -> str:
@@ -97,7 +94,7 @@ def _paths(case: Case, device: str, dtype: torch.dtype) -> str:
     }
     try:
         sample = case.sample(Spec(0, Layout((40, 70)), choices), dtype, device)
-        leaves = [sample.tensors[name].requires_grad_() for name in case.differentiable]
+        leaves = [sample.tensors[name].requires_grad_() for name in case.inputs]
         out = case.call(jagged_cuda, sample)["out"]
         forward = last_kernel(device)
         torch.autograd.grad(out, leaves, torch.ones_like(out))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from jagged_cuda.ops import _contract, _matrices
-from jagged_cuda.ops._override import overridable
+from jagged_cuda.ops._dispatch import overridable
 
 __all__ = ["lengths_from_offsets", "matrix_offsets", "offsets_from_lengths"]
 
@@ -29,18 +31,31 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
         RuntimeError: a shape or dtype does not fit; the message names the argument.
 
     Notes:
-        Lengths may be 0; negative ones are not looked for (``JAGGED_CUDA_CHECK`` names decreasing
-        offsets in the operators). The sum has lengths' dtype: with int32 it wraps around beyond
-        2^31 - 1 rows, so pass ``lengths.long()`` there. No gradient. Nothing synchronises.
+        Lengths may be 0; negative ones are not looked for: the operators name decreasing offsets.
+        The sum has lengths' dtype. More than 2^31 - 1 rows do not fit into int32: on the CPU that
+        raises, on CUDA only under ``set_checks(True)``, since it takes a synchronisation; pass
+        ``lengths.long()`` there. No gradient. Else nothing synchronises.
 
     Example:
         >>> offsets_from_lengths(torch.tensor([2, 0, 3]))
         tensor([0, 2, 2, 5])
     """
     op = "offsets_from_lengths"
-    _contract.check_dim(op, "lengths", lengths, 1, "[B]")
-    _contract.check_index(op, "lengths", lengths)
-    return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+    _contract.check_lengths(op, lengths)
+    sums = lengths.cumsum(0, dtype=torch.int64)
+    if lengths.dtype is torch.int32 and lengths.numel() > 0 and _may_read(lengths):
+        rows = int(sums[-1])
+        if rows > torch.iinfo(torch.int32).max:
+            expected = "int64 for more than 2^31 - 1 rows"
+            _contract.fail_argument(op, "lengths", expected, f"int32 for {rows}")
+    return F.pad(sums.to(lengths.dtype), (1, 0))
+
+
+def _may_read(tensor: Tensor) -> bool:
+    """Whether its values are there, and reading them costs nothing or was asked for."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    return tensor.is_cpu or os.environ.get("JAGGED_CUDA_CHECK") == "1"
 
 
 @overridable
@@ -66,7 +81,7 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
         >>> lengths_from_offsets(torch.tensor([4, 6, 6, 9]))
         tensor([2, 0, 3])
     """
-    _contract.check_offsets("lengths_from_offsets", "offsets", offsets, offsets)
+    _contract.check_offsets("lengths_from_offsets", offsets)
     return torch.diff(offsets)
 
 

@@ -11,7 +11,7 @@ from jagged_cuda.ops import (
     jagged_jagged_bmm_jagged_out,
 )
 from jagged_cuda.ops._attention import default_scale
-from jagged_cuda.ops._override import overridable
+from jagged_cuda.ops._dispatch import overridable
 
 __all__ = ["jagged_attention"]
 

@@ -36,23 +36,20 @@ def _has_gradient_or_says_so(text: str, op: str) -> bool:
     return "backward=" in _registration(text, op) or "No gradient" in text
 
 
+# Ahead of all else a kernel checks its arguments.
+_CHECK = r'op = "<op>";\n  static const Contract contract\(op\);[^;]*\bcontract\.check\('
+
 PARTS = (
-    Part("schema", "csrc/library.cpp", r'm\.def\("<op>\('),
-    Part("contract", "csrc/contract/<op>.h", r"\bparse_<op>\("),
+    Part("schema and line", "csrc/contract/operators.h", r'\{"<op>\('),
     Part("CPU kernel", "csrc/cpu/<op>.cpp", r'm\.impl\("<op>",'),
-    Part("contract's call on the CPU", "csrc/cpu/<op>.cpp", r"\bparse_<op>\("),
+    Part("check on the CPU", "csrc/cpu/<op>.cpp", _CHECK),
     Part("CUDA kernel", "csrc/cuda/kernels/<op>.cu", r"\blaunch_<op>\w*\("),
     Part("CUDA kernel's interface", "csrc/cuda/kernels/<op>.h", r"\blaunch_<op>\w*\("),
     Part("CUDA glue", "csrc/cuda/<op>.cpp", r'm\.impl\("<op>",'),
-    Part("contract's call on CUDA", "csrc/cuda/<op>.cpp", r"\bparse_<op>\("),
+    Part("check on CUDA", "csrc/cuda/<op>.cpp", _CHECK),
     Part("public function", "jagged_cuda/ops/<op>.py", r"(?m)^def <op>\("),
     Part("override", "jagged_cuda/ops/<op>.py", r"(?m)^@overridable\ndef <op>\("),
-    Part(
-        "fake kernel",
-        "jagged_cuda/ops/<op>.py",
-        r'register\(\s*"<op>",',
-        lambda text, op: "fake=" in _registration(text, op),
-    ),
+    Part("registration", "jagged_cuda/ops/<op>.py", r'register\(\s*"<op>"[,)]'),
     Part("gradient", "jagged_cuda/ops/<op>.py", "", _has_gradient_or_says_so),
     Part(
         "autocast policy",
@@ -62,14 +59,7 @@ PARTS = (
     ),
     Part("import", "jagged_cuda/ops/__init__.py", r"from jagged_cuda\.ops\.<op> import <op>\n"),
     Part("export", "jagged_cuda/ops/__init__.py", r'(?m)^    "<op>",$'),
-    Part("definition", "jagged_cuda/testing/reference.py", r"(?m)^def <op>\("),
-    Part("case", "jagged_cuda/testing/cases.py", r'(?m)^    name="<op>",$'),
-    Part(
-        "case in the table",
-        "jagged_cuda/testing/cases.py",
-        "",
-        lambda text, op: f"\n        {op.upper()},\n" in text.partition("CASES: dict")[2],
-    ),
+    Part("room", "jagged_cuda/testing/ops/<op>.py", r'(?m)^    name="<op>",$'),
     Part("kernel paths", "tests/test_cuda.py", r'"<op>",'),
     Part("Triton twin", "triton_ref/<op>.py", r"(?m)^def <op>\("),
     Part("Triton twin's import", "triton_ref/__init__.py", r"from \.<op> import <op>\n"),
@@ -79,10 +69,10 @@ PARTS = (
 
 # Each of these alone makes an operator known, so that whatever else is left out is missed.
 SOURCES = (
-    ("csrc/library.cpp", r'm\.def\("(\w+)\('),
+    ("csrc/contract/operators.h", r'\{"(\w+)\('),
     ("jagged_cuda/ops/__init__.py", r"from jagged_cuda\.ops\.(\w+) import"),
-    ("jagged_cuda/testing/cases.py", r'(?m)^    name="(\w+)",$'),
 )
+ROOMS = "jagged_cuda/testing/ops"
 
 
 def registered(root: Path) -> set[str]:
@@ -95,6 +85,7 @@ def operators(root: Path) -> set[str]:
     found = {
         op for path, pattern in SOURCES for op in re.findall(pattern, (root / path).read_text())
     }
+    found |= {path.stem for path in (root / ROOMS).glob("[!_]*.py")}
     return {op.removesuffix("_backward") for op in found}
 
 
@@ -112,7 +103,7 @@ def missing_parts(root: Path) -> list[str]:
             continue
         for part in PARTS:
             # A gradient kernel lives in its operator's files, and has no gradient itself.
-            if part.name in ("CPU kernel", "CUDA glue", "fake kernel") and Part(
+            if part.name in ("CPU kernel", "CUDA glue", "registration") and Part(
                 part.name, part.place.replace("<op>", op), part.pattern
             ).missing(root, name):
                 missing.append(f"{name}: {part.name} ({part.place.replace('<op>', op)})")

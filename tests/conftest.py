@@ -32,6 +32,23 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("quick")
 
+GIB = 2**30
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: what cores and memory allow, a few cores left to the GPU tests' own work.
+
+    A worker takes up to 2 GiB, and up to 3 of a GPU's.
+    """
+    cores = len(os.sched_getaffinity(0))
+    limits = [cores if cores < 8 else cores - 2]
+    limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * GIB))
+    if HAS_GPU:
+        limits.append(torch.cuda.get_device_properties(0).total_memory // (3 * GIB))
+    return max(1, min(limits))
+
+
 NO_GPU = "none; tests marked `cuda`, which need one, are deselected"
 ONE_GPU = "; tests marked `multi_gpu`, which need two, are deselected"
 
@@ -86,7 +103,7 @@ def tf32():
 def memory_goes_back() -> Iterator[None]:
     """PyTorch's cache of a process must not keep others' tests from the GPU's memory."""
     yield
-    if torch.cuda.memory_reserved() > 2**30:
+    if torch.cuda.memory_reserved() > GIB:
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -94,7 +111,7 @@ def memory_goes_back() -> Iterator[None]:
 @pytest.fixture
 def room_on_gpu() -> Iterator[None]:
     """Of the tests that need tens of GiB one runs at a time, whatever the number of processes."""
-    needed = 48 * 2**30
+    needed = 48 * GIB
     if torch.cuda.mem_get_info()[1] < needed:
         pytest.skip("needs a GPU of 48 GiB")
     path = Path(tempfile.gettempdir()) / f"jagged_cuda_room_on_gpu_{os.getuid()}"

@@ -133,8 +133,8 @@ FAULTS = (
         "wrong base",
         "cpu",
         "cpu/sequences.h",
-        "begin = std::clamp<int64_t>(offsets[seq], 0, total);",
-        "begin = std::clamp<int64_t>(offsets[seq] - offsets[0], 0, total);",
+        "begin = std::min<int64_t>(offsets[seq], total);",
+        "begin = std::min<int64_t>(offsets[seq] - offsets[0], total);",
         "--op jagged_softmax",
     ),
     Fault(
@@ -143,6 +143,14 @@ FAULTS = (
         "cuda/kernels/attention/forward_wgmma.cuh",
         "tile.row + own_row, key, tile.num_keys, lane",
         "tile.row + own_row, key, tile.num_keys + 1, lane",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "tail mask off by one",
+        "cuda",
+        "cuda/kernels/attention/tiny_forward.cuh",
+        "lane % 4 * 2 + i % 2 >= keys)",
+        "lane % 4 * 2 + i % 2 > keys)",
         "--op jagged_flash_attention",
     ),
     Fault(
@@ -187,6 +195,14 @@ FAULTS = (
         "--op jagged_flash_attention",
     ),
     Fault(
+        "dq not zeroed",
+        "cuda",
+        "cuda/kernels/attention/tiny_backward.cuh",
+        "    fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);\n",
+        "",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
         "window off by one",
         "cuda",
         "cuda/kernels/attention/window.cuh",
@@ -215,7 +231,7 @@ class Outcome:
 
 
 class Workshop:
-    """A copy of the project, and a cache that keeps what was compiled from one fault to the next.
+    """A copy of the project, and a cache, in which only what a fault changes is compiled.
 
     Args:
         folder: where both lie.
@@ -230,17 +246,6 @@ class Workshop:
             "PYTHONPATH": str(self.copy),
             "JAGGED_CUDA_CACHE": str(self.cache),
         }
-        self._seed()
-
-    def _seed(self) -> None:
-        """Take the objects that were compiled before: only what a fault changes is built."""
-        sys.path.insert(0, str(ROOT))
-        from jagged_cuda import _load
-
-        for known in _load.cache_folders():
-            if (known / "objects").is_dir():
-                shutil.copytree(known / "objects", self.cache / "objects")
-                return
 
     def prepare(self, fault: Fault | None) -> None:
         """Copy the sources and plant the fault; raises if they do not compile then."""

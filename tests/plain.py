@@ -1,17 +1,23 @@
-"""Samples with every option at a plain value, and what tests do with them."""
+"""What tests of every operator share: its marks, and samples with every option at a plain value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import jagged_cuda
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import DTYPES, EVERY, Case, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
-from jagged_cuda.testing.variants import EVERY
+
+CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+TWO_DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
 
 # D and N: whole vectors of 16 bits, and enough of them for the products on wgmma.
 PLAIN: dict[str, Any] = {"D": 40, "N": 48, "trailing": (8,), "dims": (64, 64), "heads": (4, 2)}
@@ -21,8 +27,14 @@ PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
 PLAIN = {name: c[0] for case in EVERY.values() for name, c in case.choices.items()} | PLAIN
 
 
-def spec_of(layout: Layout, seed: int = 0, poisoned: bool = True, **choices: Any) -> Spec:
-    return Spec(seed=seed, layout=layout, choices=PLAIN | choices, poisoned=poisoned)
+def spec_of(
+    layout: Layout,
+    seed: int = 0,
+    poisoned: bool = True,
+    kv_layout: Layout | None = None,
+    **choices: Any,
+) -> Spec:
+    return Spec(seed, layout, PLAIN | choices, kv_layout, poisoned=poisoned)
 
 
 def cotangents_of(case: Case, sample: Sample) -> Callable[[Tensors], Tensors]:

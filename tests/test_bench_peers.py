@@ -20,8 +20,9 @@ LENGTHS = (20, 3, 33)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, begins: Tensor, kv_begins: Tensor, scale: float, causal: bool
 ) -> Tensor:
-    """q, k, v `[rows, H, D]`, sequence by sequence."""
-    found = []
+    """q, k, v `[rows, H, D]`, sequence by sequence; computed in float32, as kernels do."""
+    dtype, found = q.dtype, []
+    q, k, v = (tensor.float() for tensor in (q, k, v))
     for seq in range(len(begins) - 1):
         rows = slice(int(begins[seq]), int(begins[seq + 1]))
         keys = slice(int(kv_begins[seq]), int(kv_begins[seq + 1]))
@@ -29,7 +30,7 @@ def _attention(
         if causal:
             logits = logits + torch.full_like(logits, -torch.inf).triu(1)
         found.append(torch.einsum("hqk,khd->qhd", logits.softmax(2), v[keys]))
-    return torch.cat(found)
+    return torch.cat(found).to(dtype)
 
 
 def _gradients(qkv: Sequence[Tensor], grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -60,37 +61,23 @@ def _flash_3(*arguments: Any, causal: bool) -> Tensor:
 
 
 class _CudnnTensor:
-    def __init__(self, name: str = "", **geometry: Any) -> None:
-        self.name = name
-        self.geometry = geometry
-        self.begins: Any = None
-        self.is_output = False
+    """Keeps what is set: set_dim(value) and the like."""
 
-    def set_ragged_offset(self, begins: _CudnnTensor) -> _CudnnTensor:
-        self.begins = begins
-        return self
+    def __init__(self, **given: Any) -> None:
+        self.given = given
 
-    def set_output(self, is_output: bool) -> _CudnnTensor:
-        self.is_output = is_output
-        return self
+    def __getattr__(self, name: str) -> Any:
+        def keep(value: Any) -> _CudnnTensor:
+            self.given[name.removeprefix("set_")] = value
+            return self
 
-    def set_dim(self, dim: list[int]) -> _CudnnTensor:
-        self.geometry["dim"] = dim
-        return self
-
-    def set_stride(self, stride: list[int]) -> _CudnnTensor:
-        self.geometry["stride"] = stride
-        return self
-
-    def set_data_type(self, data_type: str) -> _CudnnTensor:
-        self.geometry["data_type"] = data_type
-        return self
+        return keep
 
     def begins_in(self, pack: dict[Any, Tensor]) -> Tensor:
         """The rows where sequences begin, from offsets in elements."""
-        dim, stride = self.geometry["dim"], self.geometry["stride"]
+        dim, stride = self.given["dim"], self.given["stride"]
         assert stride == [dim[1] * dim[2] * dim[3], dim[3], dim[1] * dim[3], 1]
-        return pack[self.begins].flatten() // stride[2]
+        return pack[self.given["ragged_offset"]].flatten() // stride[2]
 
 
 class _CudnnGraph:
@@ -126,7 +113,7 @@ class _CudnnGraph:
         assert torch.equal(kv_begins.diff(), pack[options["seq_len_kv"]].flatten())
         causal = options["diagonal_band_right_bound"] == 0
         arguments = (begins, kv_begins, options["attn_scale"], causal)
-        assert all(tensor.is_output for tensor in self.results)
+        assert all(tensor.given["output"] for tensor in self.results)
         if "dO" in options:
             assert torch.equal(options["stats"].begins_in(pack), begins)
             found = _gradients((q, k, v), pack[options["dO"]], *arguments)
@@ -177,7 +164,7 @@ def test_operands_arrive(name: str, kind: str) -> None:
     )
     candidate = implementations.makers(operands, shapes.PRECISIONS["bf16"])[name]()
     out, *gradients = candidate.step()
-    check = checking.AttentionCheck(operands, 2e-2)
+    check = checking.AttentionCheck(operands)
     assert candidate.rows is not None
     check.require_out(candidate.rows(out))
     dq, dk, dv = gradients

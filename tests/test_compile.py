@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from plain import CASE, spec_of
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import EVERY, Case, Tensors
 from jagged_cuda.testing.judge import check
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 CHOICES: dict[str, Any] = {"D": 8, "N": 11, "trailing": (6,), "dims": (8, 16), "heads": (6, 3)}
 CHOICES |= {"causal": True, "window_size": (-1, -1), "scale": 0.5, "cross": False}
 CHOICES |= {"max_len": False, "transpose": True, "capacity": 600}
@@ -59,15 +58,8 @@ def draw(
     *,
     cross: bool = False,
 ) -> Sample:
-    spec = case.spec("small", 0)
-    spec = dataclasses.replace(
-        spec,
-        layout=layout,
-        kv_layout=KEYS[layout] if cross else None,
-        choices=dict(spec.choices) | CHOICES,
-        storage={},
-        poisoned=False,
-    )
+    keys = KEYS[layout] if cross else None
+    spec = spec_of(layout, poisoned=False, kv_layout=keys, **CHOICES)
     return case.sample(spec, dtype, device)
 
 
@@ -283,7 +275,7 @@ def test_autocast_leaves_float64_alone(case: Case, device: torch.device) -> None
 @CASE
 def test_no_gradient_is_computed_for_what_needs_none(case: Case, device: torch.device) -> None:
     sample = draw(case, FIRST, device)
-    for name in case.differentiable:
+    for name in case.inputs:
         leaves = {n: t.detach().requires_grad_(n == name) for n, t in sample.tensors.items()}
         function_of(case)(leaves, sample.offsets)["out"].sum().backward()
         assert {n for n, t in leaves.items() if t.grad is not None} == {name}

@@ -7,8 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from plain import TWO_DTYPES, spec_of
 
 import jagged_cuda
+from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.judge import check
 from jagged_cuda.testing.lengths import Layout
 
 LAYOUT = Layout((3, 0, 5, 1), base=2, tail=2)
@@ -105,24 +108,21 @@ def test_total_must_be_given_to_a_graph(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["jagged_sum", "jagged_mean"])
 @pytest.mark.parametrize("trailing", [(), (1,), (4,), (24,), (257,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_a_long_sequence_among_short_ones(
     name: str, trailing: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """It is summed in parts: the same bits alone as among others, and right."""
-    layout = Layout((2, 30_011, 0, 129, 1), base=3, tail=1)
-    x = torch.rand(layout.total, *trailing, device=device).to(dtype)
-    offsets = layout.offsets(device)
-    function = getattr(jagged_cuda, name)
-    found = function(x, offsets)
+    case = CASES[name]
+    spec = spec_of(Layout((2, 30_011, 0, 129, 1), base=3, tail=1), trailing=trailing)
+    sample = case.sample(spec, dtype, device)
+    found = case.call(jagged_cuda, sample)
+    check(case, sample, found, None)
+    x, offsets = sample.tensors["x"], sample.offsets
     for seq, (begin, end) in enumerate(pairwise(offsets)):
         rows = x[begin:end]
-        exact = rows.double().sum(0) / (max(1, len(rows)) if name == "jagged_mean" else 1)
-        torch.testing.assert_close(
-            found[seq].double(), exact, rtol=1e-2 if dtype is torch.bfloat16 else 2e-6, atol=0
-        )
-        alone = function(rows, torch.tensor([0, len(rows)], device=device))
-        assert torch.equal(alone[0], found[seq])
+        alone = getattr(jagged_cuda, name)(rows, torch.tensor([0, len(rows)], device=device))
+        assert torch.equal(alone[0], found["out"][seq])
 
 
 def test_mean_of_more_rows_than_float16_counts(device: torch.device) -> None:

@@ -12,8 +12,7 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES
-from jagged_cuda.testing.variants import EVERY
+from jagged_cuda.testing.cases import CASES, EVERY
 
 
 def cpu_flags() -> set[str]:

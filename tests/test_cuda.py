@@ -15,29 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, cotangents_of, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES, Case, Tensors
+from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec
-from jagged_cuda.testing.variants import EVERY
 
 pytestmark = pytest.mark.cuda
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16],
-    ids=["float32", "float64", "float16", "bfloat16"],
-)
 CUDA = "cuda"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
@@ -45,7 +38,7 @@ _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_b
 
 def _on_hopper(path: str) -> str:
     """The 16-bit path there."""
-    return re.sub(r"mma_sync(?=\.(bf|fp)16)", "wgmma", path) if HOPPER else path
+    return re.sub(r"mma_sync(?=\.b?f16)", "wgmma", path) if HOPPER else path
 
 
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
@@ -69,10 +62,10 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ),
         )
         for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.fp32"),
+            (torch.float32, False, "mma_sync.f32"),
             (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.fp64"),
-            (torch.float16, True, "mma_sync.fp16"),
+            (torch.float64, False, "fma.f64"),
+            (torch.float16, True, "mma_sync.f16"),
             (torch.bfloat16, False, "mma_sync.bf16"),
         )
     ),
@@ -83,10 +76,10 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_jagged_bmm", _JAGGED, False),
         )
         for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.fp32"),
+            (torch.float32, False, "mma_sync.f32"),
             (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.fp64"),
-            (torch.float16, True, "mma_sync.fp16"),
+            (torch.float64, False, "fma.f64"),
+            (torch.float16, True, "mma_sync.f16"),
             (torch.bfloat16, False, "mma_sync.bf16"),
         )
     ),
@@ -99,7 +92,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             f"cuda.jagged_softmax.{name}",
             f"cuda.jagged_softmax_backward.{name}",
         )
-        for name, dtype in (_DTYPES | {"fp32": torch.float32, "fp64": torch.float64}).items()
+        for name, dtype in (_DTYPES | {"f32": torch.float32, "f64": torch.float64}).items()
     ),
     *(
         (
@@ -153,8 +146,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             tf32,
             {},
-            f"cuda.attention.forward.simt.{name}",
-            f"cuda.attention.backward.simt.{name}",
+            f"cuda.attention.forward.fma.{name}",
+            f"cuda.attention.backward.fma.{name}",
         )
         for name, dtype, tf32 in (
             ("f32", torch.float32, False),
@@ -208,8 +201,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {},
-            f"cuda.attention.forward.simt.{name}",
-            f"cuda.attention.backward.simt.{name}",
+            f"cuda.attention.forward.fma.{name}",
+            f"cuda.attention.backward.fma.{name}",
         )
         for name, dtype in (("f32", torch.float32), ("f64", torch.float64))
     ),
@@ -334,6 +327,35 @@ def test_path_of_matrices(
     judge(case, spec, dtype, CUDA)
 
 
+def test_deep_sums_do_not_drift() -> None:
+    """Tensor cores truncate as they add: over 2^20 terms of one sign, by more than f16 rounds."""
+    depth, short = 2**20, 16
+    wide, deep = (
+        torch.rand(rows, columns, device=CUDA).mul_(0.1).add_(0.1).half()
+        for rows, columns in ((short, depth), (depth, 64))
+    )
+    rows, columns = (torch.tensor([0, length], device=CUDA) for length in (short, depth))
+    expected = wide.double() @ deep.double()
+    found = {
+        "A y": jagged_cuda.array_jagged_bmm_jagged_out(
+            wide.flatten(), deep, rows, y_offsets=columns, total=short
+        ),
+        "A^T y": jagged_cuda.array_jagged_bmm_jagged_out(
+            wide.t().flatten(), deep, columns, y_offsets=rows, transpose=True, total=short
+        ),
+        "x y^T": jagged_cuda.jagged_jagged_bmm_jagged_out(
+            wide,
+            deep.t().contiguous(),
+            rows,
+            y_offsets=torch.tensor([0, 64], device=CUDA),
+            total_out=short * 64,
+        ).view(short, 64),
+    }
+    for name, result in found.items():
+        error = ((result.double() - expected).abs() / expected).max()
+        assert error <= 2**-10.5, name
+
+
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "wgmma")
     case = CASES["jagged_flash_attention"]
@@ -365,6 +387,61 @@ def test_path_of_long_sequences(
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
 
 
+# Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.
+TINY = Layout((*(0,) * 70, 64, 1, 63, 0, 17, 16, 33, 48, *(0,) * 70), base=5, tail=70)
+TINY_KEYS = Layout((*(0,) * 69, 3, 1, 64, 0, 5, 32, 16, 64, 49, *(0,) * 70), base=2, tail=4)
+MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
+MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize(("dims", "bucket"), [((32, 16), 32), ((8, 32), 32), ((64, 40), 64)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_tiny_sequences(
+    dtype: torch.dtype, dims: tuple[int, int], bucket: int, heads: tuple[int, int], cross: bool
+) -> None:
+    """Where the caller says that none is longer, nothing but the kernel for tiny sequences runs."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (5, 3)}):
+        spec = spec_of(TINY, dims=dims, heads=heads, max_len=True, **options)
+        spec = dataclasses.replace(spec, kv_layout=TINY_KEYS if cross else None)
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}"
+        judge(case, spec, dtype, CUDA)
+        assert last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_tiny_among_longer_sequences(
+    dim: int, path: str, cross: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels share a batch; each row is written by one of them."""
+    if path == "mma_sync":
+        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    case = CASES["jagged_flash_attention"]
+    for causal in (False, True):
+        spec = spec_of(MIXED, dims=(dim, dim), causal=causal)
+        spec = dataclasses.replace(spec, kv_layout=MIXED_KEYS if cross else None)
+        judge(case, spec, torch.bfloat16, CUDA)
+
+
+def test_tiny_sequences_do_not_depend_on_neighbours() -> None:
+    """A tiny sequence alone, and with max_len, gives the bits that it gives among longer ones."""
+    case = CASES["jagged_flash_attention"]
+    sample = case.sample(spec_of(MIXED), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    for begin, end in itertools.pairwise(MIXED.offsets().tolist()):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        for max_len in (False, True):
+            spec = spec_of(Layout((end - begin,)), max_len=max_len)
+            found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
+            assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
 @pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_groups_of_heads(dim: int, max_len: bool) -> None:
@@ -386,8 +463,25 @@ def test_target_attention_merges_the_parts_of_long_sequences(
     dtype: torch.dtype, dim: int, queries: int
 ) -> None:
     case = CASES["jagged_target_attention"]
-    for heads in (None, (2, 2)):
-        judge(case, spec_of(LONG, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+    crowded = Layout((3,) * 40 + (2049, 600, 0, 1025))  # the other numbering of parts
+    for layout, heads in ((LONG, None), (LONG, (2, 2)), (crowded, None)):
+        judge(case, spec_of(layout, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+
+
+def test_target_attention_takes_many_queries_in_passes() -> None:
+    """The parts take no more than 256 MB, and the bits are those of one pass."""
+    total, step, queries = 2**18, 2**12, 1000
+    k, v = (torch.randn(total, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(total // step, queries, 4, 64, device=CUDA, dtype=torch.bfloat16)
+    offsets = torch.arange(0, total + 1, step, device=CUDA)
+    before = memory_at_rest()
+    out = jagged_cuda.jagged_target_attention(q, k, v, offsets)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 2 * out.numel() + 4 * out.numel() // 64 + 2**28 + 2**20
+    for first in range(0, queries, 250):
+        some = q[:, first : first + 250]
+        alone = jagged_cuda.jagged_target_attention(some, k, v, offsets)
+        assert torch.equal(alone, out[:, first : first + 250])
 
 
 @pytest.mark.parametrize("queries", [1, 20, 70])
@@ -463,7 +557,7 @@ def no_synchronisation() -> Iterator[None]:
 @CASE_AND_CROSS
 @DTYPE
 def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None:
-    spec = dataclasses.replace(spec_of(LAYOUT), kv_layout=KEYS if cross else None)
+    spec = spec_of(LAYOUT, kv_layout=KEYS if cross else None)
     sample = case.sample(spec, dtype, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     sample = dataclasses.replace(sample, tensors=leaves)
@@ -496,7 +590,7 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
 
     def step() -> tuple[Tensors, tuple[torch.Tensor, ...]]:
         found = case.call(jagged_cuda, static)
-        inputs = [leaves[name] for name in case.differentiable]
+        inputs = [leaves[name] for name in case.inputs]
         return found, torch.autograd.grad(list(found.values()), inputs, list(cotangents.values()))
 
     stream = torch.cuda.Stream()
@@ -531,7 +625,7 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
                 cotangents[name].copy_(tensor)
         graph.replay()
         results = {n: t.detach().clone() for n, t in found.items()}
-        names = (f"grad_{name}" for name in case.differentiable)
+        names = (f"grad_{name}" for name in case.inputs)
         results |= {n: g.clone() for n, g in zip(names, gradients, strict=True)}
         check(case, fresh, results, given)
 
@@ -670,7 +764,7 @@ def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch
 
 
 @CASE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from histories import (
     read_events,
 )
 from ranker import Ranker, jagged_attention, padded_attention
-from report import Result, Side
+from report import Result, Side, format_table
 from training import Measurement
 
 from jagged_cuda import jagged_flash_attention
@@ -215,6 +216,28 @@ def test_demo_trains_both_and_shows_the_cost(tmp_path, with_events):
     assert "padded  [" in ran.stderr and "jagged  [" in ran.stderr and "100%" in ran.stderr
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
     assert out.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_a_gpu_gets_as_many_histories_as_fit(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert demo.default_batch_size(cpu, 512, 64) == 32
+    for gib, expected in ((80, 1024), (24, 512), (8, 128), (0.001, 1)):
+        properties = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        assert demo.default_batch_size(gpu, 512, 256) == expected
+
+
+def test_on_a_gpu_the_table_says_when_python_had_queued_a_step():
+    sides = [Side(Measurement([4.0], [seconds], 1, [0.004]), 1.0, 1.0) for seconds in (0.2, 0.02)]
+    table = format_table(Result(*sides, 1, 1e-5, "test", "GPU", [2], 2))
+    assert re.search(r"^time per step +200.0 ms +20.0 ms +10.0x$", table, re.MULTILINE)
+    assert re.search(r"^queued by Python after +4.0 ms +4.0 ms", table, re.MULTILINE)
+
+
+def test_heads_must_divide_the_features(capsys):
+    assert demo.main(["--dim", "65", "--heads", "2", "--device", "cpu", "--steps", "1"]) == 2
+    sentence = "demo.py: --dim must be a multiple of --heads 2, got 65\n"
+    assert capsys.readouterr().err.endswith(sentence)
 
 
 def test_demo_names_the_file_and_the_line_of_a_bad_value(tmp_path):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_cuda
-from jagged_cuda.ops import _eager
+from jagged_cuda.ops import _dispatch
+from jagged_cuda.testing.cases import EVERY
 from jagged_cuda.testing.judge import run
 from jagged_cuda.testing.samples import draw_cotangents
-from jagged_cuda.testing.variants import EVERY
 
 OFFSETS = torch.tensor([0, 2, 5])
 
@@ -39,7 +39,7 @@ def test_both_ways_give_the_same_bits(
         cotangents = functools.partial(draw_cotangents, spec=spec, rows=case.rows)
         ways = []
         for has_private in (True, False):
-            monkeypatch.setattr(_eager, "_HAS_PRIVATE", has_private)
+            monkeypatch.setattr(_dispatch, "_HAS_PRIVATE", has_private)
             ways.append(run(case, sample, lambda s: case.call(jagged_cuda, s), cotangents))
         for key, values in ways[0].items():
             assert torch.equal(values, ways[1][key]), key
@@ -48,7 +48,7 @@ def test_both_ways_give_the_same_bits(
 def test_the_way_shows_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 3, requires_grad=True)
     assert type(softmax_of(x).grad_fn).__name__ == "jagged_softmaxBackward"
-    monkeypatch.setattr(_eager, "_HAS_PRIVATE", False)
+    monkeypatch.setattr(_dispatch, "_HAS_PRIVATE", False)
     assert "GeneratedBackwardFor" in type(softmax_of(x).grad_fn).__name__
 
 
@@ -67,7 +67,7 @@ def test_no_graph_without_need_of_one() -> None:
 def test_defaults_are_filled_in() -> None:
     x, y = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, 4)
     op = torch.ops.jagged_cuda.jagged_dense_bmm.default
-    out = _eager.run(op, (x, y, OFFSETS))
+    out = _dispatch.call(op, x, y, OFFSETS)
     (found,) = torch.autograd.grad(out.sum(), x)
     (expected,) = torch.autograd.grad(op(x, y, OFFSETS).sum(), x)
     assert torch.equal(found, expected)

@@ -3,199 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from plain import spec_of
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
-from jagged_cuda.ops import _contract
-from jagged_cuda.testing.cases import CASES, Case, Invalid
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.variants import EVERY
 from tests.tools import corrupt
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-INVALID = pytest.mark.parametrize(
-    "invalid",
-    [
-        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
-        for case in CASES.values()
-        for invalid in case.invalid
-        if not invalid.two_devices
-    ],
-)
-TWO_DEVICES = pytest.mark.parametrize(
-    "invalid",
-    [
-        pytest.param(invalid, id=f"{case.name}-{invalid.name}")
-        for case in CASES.values()
-        for invalid in case.invalid
-        if invalid.two_devices
-    ],
-)
-
-
-def assert_raises(invalid: Invalid, device: torch.device) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        invalid.call(device)
-    assert str(caught.value) == invalid.message.format(device=device)
-
-
-@INVALID
-def test_invalid(invalid: Invalid, device: torch.device) -> None:
-    assert_raises(invalid, device)
-
-
-@INVALID
-def test_invalid_on_fake_tensors(invalid: Invalid) -> None:
-    with FakeTensorMode():
-        assert_raises(invalid, torch.device("cpu"))
-
-
-@TWO_DEVICES
-@pytest.mark.cuda
-def test_invalid_device(invalid: Invalid) -> None:
-    assert_raises(invalid, torch.device("cuda", 0))
-
-
-@TWO_DEVICES
-def test_invalid_device_on_fake_tensors(invalid: Invalid) -> None:
-    with FakeTensorMode():
-        assert_raises(invalid, torch.device("cuda", 0))
-
-
-# --- each argument of each registered operator, changed in each way
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """A tensor of zeros; `elsewhere` puts it on the CPU where others are on a GPU."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    elsewhere: bool = False
-
-    def make(self, device: torch.device) -> torch.Tensor:
-        place = torch.device("cpu") if self.elsewhere else device
-        return torch.zeros(self.shape, dtype=self.dtype, device=place)
-
-
-def described(case: Case, cross: bool) -> dict[str, tuple[Any, ...]]:
-    """The arguments of each registered operator behind a case."""
-    layout = Layout((2, 4))
-    spec = spec_of(layout, poisoned=False, D=3, N=5, dims=(8, 6), trailing=(3, 2), queries=5)
-    spec = dataclasses.replace(spec, kv_layout=Layout((3, 4)) if cross else None)
-    calls = case.registered(case.sample(spec, torch.float32, "cpu"))
-    return {
-        name: tuple(
-            Described(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else a
-            for a in arguments
-        )
-        for name, arguments in calls.items()
-    }
-
-
-def changed(argument: Any) -> Iterator[Any]:
-    """The argument in another shape, dtype or place, or out of its range."""
-    if isinstance(argument, int) and not isinstance(argument, bool):
-        yield from (-7, 0, 99)
-    if not isinstance(argument, Described):
-        return
-    shape = argument.shape
-    shapes = [(1, *shape), shape[1:], ()]
-    for dim, size in enumerate(shape):
-        shapes += [(*shape[:dim], other, *shape[dim + 1 :]) for other in (0, 1, size + 1, 257)]
-    yield from (dataclasses.replace(argument, shape=each) for each in shapes)
-    for name in ("float16", "float32", "float64", "int32", "int64", "bool"):
-        dtype = getattr(torch, name)
-        if dtype != argument.dtype:
-            yield dataclasses.replace(argument, dtype=dtype)
-    yield dataclasses.replace(argument, elsewhere=True)
-
-
-def wrong_calls(case: Case) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Registered operators and arguments of which one is changed; some calls are right still."""
-    for cross in case.choices.get("cross", (False,)):
-        for name, arguments in described(case, cross).items():
-            for index, argument in enumerate(arguments):
-                for other in changed(argument):
-                    yield name, (*arguments[:index], other, *arguments[index + 1 :])
-
-
-def text_of(name: str, arguments: tuple[Any, ...], device: torch.device) -> str:
-    """What a call raises, or nothing."""
-    made = [a.make(device) if isinstance(a, Described) else a for a in arguments]
-    try:
-        getattr(torch.ops.jagged_cuda, name)(*made)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@CASE
-def test_fake_tensors_raise_what_the_kernels_raise(case: Case, device: torch.device) -> None:
-    """Whatever is wrong: the same sentence, of the operator that was called, or none in both."""
-    count = 0
-    for name, arguments in wrong_calls(case):
-        if device.type == "cpu" and any(
-            isinstance(a, Described) and a.elsewhere for a in arguments
-        ):
-            continue
-        text = text_of(name, arguments, device)
-        with FakeTensorMode():
-            assert text_of(name, arguments, device) == text, (name, arguments)
-        assert re.fullmatch(rf"({name}: \S+ must be .+, got .+)?", text), (name, arguments, text)
-        count += bool(text)
-    assert count >= 10
-
-
-COMPOSED = {"check_like", "check_y_offsets", "check_matrix_offsets"}
-
-
-def test_every_check_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the fake kernels check of a right call, some wrong call is refused by."""
-    made: set[tuple[str, str, str]] = set()
-    refused: set[tuple[str, str, str]] = set()
-
-    def noted(check: str, function: Callable[..., None]) -> Callable[..., None]:
-        def noting(op: str, argument: str, *rest: Any) -> None:
-            made.add((check, op, argument))
-            try:
-                function(op, argument, *rest)
-            except RuntimeError:
-                refused.add((check, op, argument))
-                raise
-
-        return noting
-
-    for check in dir(_contract):
-        if check.startswith("check_") and check not in COMPOSED:
-            monkeypatch.setattr(_contract, check, noted(check, getattr(_contract, check)))
-    device = torch.device("cuda", 0)
-    with FakeTensorMode():
-        for case in CASES.values():
-            for cross in case.choices.get("cross", (False,)):
-                for name, arguments in described(case, cross).items():
-                    assert text_of(name, arguments, device) == ""
-        expected = {each for each in made if hasattr(torch.ops.jagged_cuda, each[1])}
-        for case in CASES.values():
-            for name, arguments in wrong_calls(case):
-                text_of(name, arguments, device)
-    assert not expected - refused
-    assert len(expected) > 150
-
 
 # (offsets over six rows, what is wrong with them)
 BAD_OFFSETS = [
@@ -207,6 +32,8 @@ BAD_OFFSETS = [
 ]
 
 
+# Operators whose rows are a capacity, which may be less than the sequences hold.
+CAPACITIES = {"padded_to_jagged", "jagged_broadcast"}
 # Operators over matrices alone, where no tensor says how many rows there are.
 ROWS_UNKNOWN = {"jagged2_softmax"}
 # Each operator with the bad offsets that it can know to be bad.
@@ -334,10 +161,126 @@ def test_checks_let_right_offsets_pass(case: Case, checks: None, device: torch.d
         call_with_offsets(case.name, torch.tensor(values, device=device))
 
 
+@pytest.mark.cuda
 @CASE
-def test_without_checks_wrong_offsets_raise_nothing(case: Case, device: torch.device) -> None:
+def test_without_checks_wrong_offsets_raise_nothing_on_a_gpu(case: Case) -> None:
     for values, _ in BAD_OFFSETS:
-        call_with_offsets(case.name, torch.tensor(values, device=device))
+        call_with_offsets(case.name, torch.tensor(values, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        bad
+        for bad in NAME_AND_BAD_OFFSETS
+        if bad.values[0] not in CAPACITIES or "number of rows" not in str(bad.values[2])
+    ],
+)
+def test_the_cpu_checks_always(
+    name: str, values: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAGGED_CUDA_CHECK", raising=False)
+    offsets = torch.tensor(values)
+    with pytest.raises(RuntimeError) as caught:
+        call_with_offsets(name, offsets)
+    assert str(caught.value) == f"{name}: {message.format(name='offsets')}"
+
+
+# --- set_checks("async")
+
+
+@pytest.fixture
+def async_checks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "0")
+    jagged_cuda.set_checks("async")
+    yield
+    torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError):
+        jagged_cuda.check_errors()
+
+
+def refused() -> str:
+    """What check_errors() raises once the GPU is done; "" if nothing."""
+    torch.cuda.synchronize()
+    try:
+        jagged_cuda.check_errors()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "values", "message"), NAME_AND_BAD_OFFSETS)
+def test_async_checks_name_the_first_bad_index(
+    name: str, values: tuple[int, ...], message: str, async_checks: None
+) -> None:
+    offsets = torch.tensor(values, device="cuda")
+    call_with_offsets(name, offsets)
+    assert refused() == f"{name}: {message.format(name='offsets')}"
+    assert refused() == ""  # it is told once
+    call_with_offsets(name, torch.tensor((0, 2, 6), device="cuda"))
+    assert refused() == ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("values", "capacity", "message"), BAD_MATRIX_OFFSETS)
+def test_async_checks_look_at_matrices(
+    name: str, values: tuple[int, ...], capacity: int, message: str, async_checks: None
+) -> None:
+    given = {"matrix_offsets": torch.tensor(values, device="cuda")}
+    call_with_offsets(name, torch.tensor((0, 2, 6), device="cuda"), capacity=capacity, **given)
+    assert refused() == f"{name}: {message.format(short=SHORT_OF.get(name, 'a'))}"
+
+
+@pytest.mark.cuda
+def test_async_checks_tell_the_next_call_and_never_wait(async_checks: None) -> None:
+    x = torch.ones(6, 2, device="cuda")
+    right, wrong = (torch.tensor(values, device="cuda") for values in ((0, 2, 6), (0, 4, 2)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        jagged_cuda.jagged_sum(x, wrong)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    message = r"^jagged_sum: offsets\[2\] must be >= offsets\[1\] = 4, got 2 \(found on the GPU"
+    with pytest.raises(RuntimeError, match=message):
+        jagged_cuda.jagged_softmax(x, right)
+    assert refused() == ""
+
+
+@pytest.mark.cuda
+def test_async_checks_look_at_every_replay_of_a_graph(async_checks: None) -> None:
+    x, offsets = torch.ones(6, 2, device="cuda"), torch.tensor((0, 2, 6), device="cuda")
+    jagged_cuda.jagged_sum(x, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jagged_cuda.jagged_sum(x, offsets)
+    graph.replay()
+    assert refused() == ""
+    offsets.copy_(torch.tensor((0, 7, 6)))
+    graph.replay()
+    assert refused() == "jagged_sum: offsets[1] must be <= the number of rows 6, got 7"
+    offsets.copy_(torch.tensor((0, 6, 6)))
+    graph.replay()
+    assert refused() == ""
+
+
+@pytest.mark.cuda
+def test_async_checks_keep_the_first_finding(async_checks: None) -> None:
+    x = torch.ones(300_000, 1, device="cuda")
+    offsets = torch.arange(200_001, device="cuda")
+    offsets[[77_777, 150_000]] = -1
+    jagged_cuda.jagged_sum(x, offsets)
+    offsets[5] = -1
+    jagged_cuda.jagged_sum(x, offsets) if refused() else pytest.fail("nothing was found")
+    assert refused() == "jagged_sum: offsets[5] must be >= offsets[4] = 4, got -1"
+
+
+def test_set_checks_takes_nothing_else() -> None:
+    message = r'^set_checks: mode must be True, False or "async", got \'later\'$'
+    with pytest.raises(RuntimeError, match=message):
+        jagged_cuda.set_checks("later")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device_name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -367,7 +310,8 @@ def test_wrong_offsets_reach_every_argument() -> None:
 
 
 def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = jagged_cuda.jagged_sum
+    def zeros(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return 0 * x.sum(0).expand(offsets.shape[0] - 1, *x.shape[1:])
 
     def after_the_end(x: torch.Tensor) -> torch.Tensor:
         begin = x.storage_offset() + x.shape[0] * x.stride(0)
@@ -375,10 +319,10 @@ def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def writing(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         after_the_end(x.detach())[:1] = 0.0
-        return sums(x, offsets)
+        return zeros(x, offsets)
 
     def reading(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return sums(x, offsets) + after_the_end(x.detach()).mean(0)
+        return zeros(x, offsets) + after_the_end(x.detach()).mean(0)
 
     first = list(EVERY).index("jagged_sum")
     numbers = range(first, first + 20 * len(EVERY), len(EVERY))
@@ -386,20 +330,6 @@ def test_what_leaves_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(jagged_cuda, "jagged_sum", function)
         with pytest.raises(AssertionError, match=f"jagged_sum, .*: {what}"):
             list(corrupt.run_batches(numbers, "cpu", guarded=True))
-
-
-def test_processes_say_which_batch_fails() -> None:
-    """Here by the checks, which raise before anything can go wrong."""
-    line = [sys.executable, "-m", "tests.tools.corrupt", "--device", "cpu", "--jobs", "2"]
-    environment = {**os.environ, "JAGGED_CUDA_CHECK": "1"}
-    done = subprocess.run(
-        [*line, "--batches", "2"], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    for number in range(2):
-        command = f"tools.corrupt --device cpu --first {number} --batches 1"
-        assert f"reproduce: python -m tests.{command}" in done.stdout
-    assert "2 batches, forward and backward" in done.stdout and "must be" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from plain import CASE, TWO_DTYPES, spec_of
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import CASES, EVERY, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
-
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
@@ -26,10 +24,11 @@ SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": Non
 SIZES |= {"queries": 3}
 VARIANTS = {
     "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7}
-    | {"dim": -1},
+    | {"dim": -1, "activation": "gelu"},
     "grouped_causal": {"heads": (2, 1), "causal": True, "window_size": (-1, -1), "scale": -0.4}
-    | {"transpose": True, "dim": -2},
-    "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None},
+    | {"transpose": True, "dim": -2, "activation": "tanh"},
+    "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None}
+    | {"activation": None},
 }
 LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), tail=1)
 
@@ -37,24 +36,17 @@ LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), t
 def small_sample(
     case: Case, variant: str, dtype: torch.dtype, device: torch.device | str, *, cross: bool = False
 ) -> Sample:
-    spec = case.spec("small", 0)
-    choices = dict(spec.choices) | SIZES | VARIANTS[variant]
+    choices = SIZES | VARIANTS[variant]
     if case.name.endswith("softmax") and choices["scale"] is None:
         choices["scale"] = 1.0
-    spec = dataclasses.replace(
-        spec,
-        layout=LAYOUT,
-        kv_layout=KV_LAYOUT if cross else None,
-        choices=choices,
-        storage={},
-        poisoned=False,
-    )
+    keys = KV_LAYOUT if cross else None
+    spec = spec_of(LAYOUT, poisoned=False, kv_layout=keys, **choices)
     return case.sample(spec, dtype, device)
 
 
 def function_of(case: Case, sample: Sample) -> tuple[Callable[..., Any], list[Tensor]]:
     """The operator as a function of its differentiable arguments; LSE without its rows of -inf."""
-    names = case.differentiable
+    names = case.inputs
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         tensors = sample.tensors | dict(zip(names, values, strict=True))
@@ -130,7 +122,7 @@ def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
 
 @CASE
 @pytest.mark.parametrize("variant", ["plain", "grouped_causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@TWO_DTYPES
 def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.device) -> None:
     cross = "cross" in case.choices and variant == "grouped_causal"
     sample = small_sample(case, variant, dtype, device, cross=cross)
@@ -142,7 +134,7 @@ def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.dev
 
 
 def test_every_registered_operator_is_checked() -> None:
-    """By test_opcheck, that is; `jagged_cuda` names them as library.cpp does."""
+    """By test_opcheck, that is; `jagged_cuda` names them as operators.h does."""
     sample_of = functools.partial(small_sample, variant="plain", dtype=torch.float32, device="cpu")
     checked = {name for case in CASES.values() for name in case.registered(sample_of(case))}
     names = torch._C._dispatch_get_all_op_names()

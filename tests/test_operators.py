@@ -10,11 +10,10 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing import samples
-from jagged_cuda.testing.__main__ import DTYPES, judge_seed
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.__main__ import judge_seed
+from jagged_cuda.testing.cases import CASES, DTYPES, EVERY, Case
 from jagged_cuda.testing.judge import check, judge
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.variants import EVERY
 
 CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +114,7 @@ def test_target_attention_of_few_and_many_queries(dtype: str, device: torch.devi
 NONFINITE = [
     pytest.param(case, name, value, id=f"{case.name}-{name}-{value}")
     for case in CASES.values()
-    for name in case.differentiable
+    for name in case.inputs
     for value in (math.nan, math.inf, -math.inf)
     if case.rows[name] != "seq"
     # An infinite logit makes a row of the result NaN everywhere, but its LSE depends on the

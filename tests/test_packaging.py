@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import filelock
 import pytest
 import torch
 
@@ -51,16 +53,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build_package(checkout: Path, what: str) -> Path:
-    cache = _load.cache_folders()[0]
-    env = {
-        **os.environ,
-        "TORCH_CUDA_ARCH_LIST": "",  # .ci/run builds the CUDA library
-        "JAGGED_CUDA_CACHE": str(cache),  # holds the objects that the import compiled
-    }
+    env = {**os.environ, "TORCH_CUDA_ARCH_LIST": ""}  # .ci/run builds the CUDA library
+    # Where `make wheel` compiles: what it has compiled is not compiled again.
+    objects = ROOT / "build" / f"temp.linux-{os.uname().machine}-{sys.implementation.cache_tag}"
+    objects.mkdir(parents=True, exist_ok=True)
+    (checkout / "setup.cfg").write_text(f"[build_ext]\nbuild_temp = {objects}\n")
     script = f'import setuptools.build_meta as backend; print(backend.build_{what}("dist"))'
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, env=env, capture_output=True, text=True
-    )
+    with filelock.FileLock(objects / "lock"):
+        result = subprocess.run(
+            [sys.executable, "-c", script], cwd=checkout, env=env, capture_output=True, text=True
+        )
     assert result.returncode == 0, result.stdout + result.stderr
     return checkout / "dist" / result.stdout.strip().split("\n")[-1]
 
@@ -97,16 +99,15 @@ def test_what_is_in_the_wheel(wheel: Path, checkout: Path) -> None:
         metadata = archive.read(f"{_info_folder(names)}/METADATA").decode()
     assert {f"jagged_cuda/{name}" for name in _names(checkout, "csrc")} <= names
     assert {"jagged_cuda/_C_cpu.abi3.so", "jagged_cuda/py.typed", "jagged_cuda/info.py"} <= names
-    python = _names(checkout, "jagged_cuda", "triton_ref")
-    assert python == {name for name in names if name.endswith(".py")}
+    assert _names(checkout, "jagged_cuda") == {name for name in names if name.endswith(".py")}
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"jagged_cuda", "triton_ref", _info_folder(names)}
+    assert tops == {"jagged_cuda", _info_folder(names)}
     assert record["source_hash"] == _build.source_hash(checkout / "csrc")
     assert f"Version: {jagged_cuda.__version__}" in metadata
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.10" in metadata
     required = re.findall(r"^Requires-Dist: (\S+)$", metadata, re.MULTILINE)
-    assert required == ["torch>=2.10"]  # the others are extras, marked as such
+    assert required == ["torch>=2.10", "ninja"]  # the others are extras, marked as such
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert str(checkout).encode() not in library
     assert str(Path(torch.__file__).parent).encode() not in library
@@ -263,7 +264,10 @@ def sentences() -> list[str]:
                 returned = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
                 values = [v.elts[0] if isinstance(v, ast.Tuple) else v for v in returned if v]
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                values = [node.value] if node.targets[0].id == "why" else []
+                values = [node.value] if node.targets[0].id in ("why", "problem") else []
+                values += [
+                    v for n in values if isinstance(n, ast.IfExp) for v in (n.body, n.orelse)
+                ]
             found += [text for text in map(_literal, values) if len(text.strip("… ")) > 10]
     return found
 
@@ -281,7 +285,7 @@ def test_every_message_is_explained_and_no_other() -> None:
     rows = re.findall(r"^\| (.+?) \| .+ \|$", text, re.MULTILINE)[2:]
     patterns = {row: ".*".join(map(re.escape, row.split("…"))) for row in rows}
     raised = sentences()
-    assert len(raised) > 25
+    assert len(raised) > 20
 
     def matches(pattern: str, sentence: str) -> bool:
         return re.search(pattern, sentence, re.DOTALL) is not None
@@ -309,9 +313,16 @@ def test_nothing_in_the_repository_names_one_machine() -> None:
 
 
 def test_the_sources_of_both_libraries_are_found() -> None:
+    """`load` names objects by base names, which must therefore be unique within a library."""
     for library in _build.LIBRARIES:
-        for path in _build.library_sources(CSRC, library):
-            assert path.is_file(), path
-    kernels = [p for p in (CSRC / "kernels").rglob("*") if p.suffix in (".cu", ".cuh", ".h")]
-    with_torch = [p.name for p in kernels if re.search(r'#\s*include\s*[<"]torch/', p.read_text())]
-    assert with_torch == []
+        sources = _build.library_sources(CSRC, library)
+        assert len(sources) > 10 and all(path.is_file() for path in sources)
+        assert [n for n, times in Counter(p.name for p in sources).items() if times > 1] == []
+
+
+def test_kernels_include_no_header_of_torch() -> None:
+    """nvcc would find one, and would take 6 s a file instead of 2."""
+    kernels = [p for p in (CSRC / "cuda" / "kernels").rglob("*") if p.is_file()]
+    assert len(kernels) > 50
+    include = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)/')
+    assert [p.name for p in kernels if include.search(p.read_text())] == []

@@ -10,23 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_same_bits, calls, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, spec_of
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, Case, Tensors
-from jagged_cuda.testing.draws import DTYPES, Draw, judge_draw
+from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
+from jagged_cuda.testing.draws import Draw, judge_draw
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
-from jagged_cuda.testing.variants import EVERY
 from jagged_cuda.unfused import jagged_attention
 
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-TWO_DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
-)
 LAYOUT = Layout((70, 0, 33, 1), base=5, tail=9)
 
 
@@ -119,7 +113,7 @@ def repeated(tensors: Tensors, times: int) -> Tensors:
 def test_storage(case: Case, storage: str, dtype: str, device: torch.device) -> None:
     """All arguments lie in memory like this, and the gradients that come in."""
     op = next(key for key, each in EVERY.items() if each is case)
-    inputs = [name for name in case.rows if name not in case.outputs]
+    inputs = list(case.inputs)
     for offsets_dtype, choices in (
         (torch.int32, {"D": 8, "N": 8, "dims": (16, 8), "trailing": (2, 4)}),
         (torch.int64, {"D": 5, "N": 3, "dims": (7, 5), "trailing": (3,), "heads": (3, 1)}),

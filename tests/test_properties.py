@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain import CASE, assert_same_bits, calls, cotangents_of
 from strategies import DTYPES, SEEDS, specs
 from torch import Tensor
 
@@ -16,45 +16,18 @@ import jagged_cuda
 from jagged_cuda.testing.cases import Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
-from jagged_cuda.testing.samples import Sample, Spec, draw_cotangents
-from jagged_cuda.testing.variants import EVERY
-
-CASE = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-
-
-def outputs_of(case: Case, sample: Sample) -> Tensors:
-    return run(case, sample, lambda s: case.call(jagged_cuda, s), None)
+from jagged_cuda.testing.samples import Sample, Spec
 
 
 def everything_of(case: Case, sample: Sample) -> Tensors:
     """Outputs and gradients; the cotangents are drawn from the spec's seed."""
-    return run(
-        case,
-        sample,
-        lambda s: case.call(jagged_cuda, s),
-        lambda outputs: draw_cotangents(outputs, sample.spec, case.rows),
-    )
-
-
-def assert_same_bits(actual: Tensors, expected: Tensors, what: str) -> None:
-    assert actual.keys() == expected.keys()
-    for name in actual:
-        torch.testing.assert_close(
-            actual[name],
-            expected[name],
-            rtol=0,
-            atol=0,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{what}: {name}: {text}",
-        )
+    return run(case, sample, calls(case), cotangents_of(case, sample))
 
 
 @CASE
-@DEVICE
 @given(data=st.data(), dtype=DTYPES)
 def test_agrees_with_the_definition(
-    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+    case: Case, device: torch.device, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     judge(case, data.draw(specs(case)), dtype, device)
 
@@ -84,10 +57,9 @@ def chosen_layout(layout: Layout, seqs: list[int]) -> Layout:
 
 
 @CASE
-@DEVICE
 @given(data=st.data(), dtype=DTYPES)
 def test_permuting_sequences_permutes_results(
-    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+    case: Case, device: torch.device, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     spec = with_room(data.draw(specs(case, min_seqs=1)))
     order = data.draw(st.permutations(range(spec.layout.num_seqs)))
@@ -104,30 +76,27 @@ def test_permuting_sequences_permutes_results(
     contiguous = {
         name: t.clone(memory_format=torch.contiguous_format) for name, t in sample.tensors.items()
     }
-    straight = outputs_of(case, dataclasses.replace(sample, tensors=contiguous))
+    straight = case.call(jagged_cuda, dataclasses.replace(sample, tensors=contiguous))
     kv_offsets = None
     if permuted.kv_layout is not None:
         kv_offsets = permuted.kv_layout.offsets(device, spec.offsets_dtype)
-    shuffled = outputs_of(
-        case,
-        Sample(permuted, tensors, permuted.layout.offsets(device, spec.offsets_dtype), kv_offsets),
-    )
+    offsets = permuted.layout.offsets(device, spec.offsets_dtype)
+    shuffled = case.call(jagged_cuda, Sample(permuted, tensors, offsets, kv_offsets))
     expected = {name: selected(t, case.rows[name], spec, order) for name, t in straight.items()}
-    assert_same_bits(shuffled, expected, "permuted batch")
+    assert_same_bits(shuffled, expected)
 
 
 @CASE
-@DEVICE
 @given(data=st.data(), dtype=DTYPES)
 def test_splitting_a_batch_changes_no_bit(
-    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+    case: Case, device: torch.device, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     """The two halves are slices of the batch's own offsets, over the same tensors."""
     spec = with_room(data.draw(specs(case, min_seqs=1)))
     num_seqs = spec.layout.num_seqs
     cut = data.draw(st.integers(0, num_seqs))
     sample = case.sample(spec, dtype, device)
-    whole = outputs_of(case, sample)
+    whole = case.call(jagged_cuda, sample)
     for seqs in (list(range(cut)), list(range(cut, num_seqs))):
         part = slice(seqs[0], seqs[-1] + 2) if seqs else slice(cut, cut + 1)
         tensors = {
@@ -138,7 +107,7 @@ def test_splitting_a_batch_changes_no_bit(
             if case.rows[name] == "matrix":
                 tensors[name] = selected(tensors[name], "matrix", spec, seqs)
         kv_offsets = None if sample.kv_offsets is None else sample.kv_offsets[part]
-        found = outputs_of(case, Sample(spec, tensors, sample.offsets[part], kv_offsets))
+        found = case.call(jagged_cuda, Sample(spec, tensors, sample.offsets[part], kv_offsets))
         for name, output in found.items():
             rows = case.rows[name]
             expected = selected(whole[name], rows, spec, seqs)
@@ -146,14 +115,13 @@ def test_splitting_a_batch_changes_no_bit(
                 output = output[: expected.shape[0]]
             elif rows != "seq":
                 output = rows_of(output, spec.rows_layout(rows), seqs)
-            assert_same_bits({name: output}, {name: expected}, f"sequences {seqs}")
+            assert_same_bits({name: output}, {name: expected})
 
 
 @CASE
-@DEVICE
 @given(data=st.data(), dtype=DTYPES)
 def test_foreign_rows_never_leak(
-    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+    case: Case, device: torch.device, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     """NaN outside the sequences gives the bits that other values give, forward and backward."""
     spec = data.draw(specs(case))
@@ -161,15 +129,13 @@ def test_foreign_rows_never_leak(
     assert_same_bits(
         everything_of(case, case.sample(spec, dtype, device)),
         everything_of(case, case.sample(clean, dtype, device)),
-        "NaN in foreign rows",
     )
 
 
 @CASE
-@DEVICE
 @given(data=st.data(), dtype=DTYPES)
 def test_expanded_gradient(
-    case: Case, device: str, data: st.DataObject, dtype: torch.dtype
+    case: Case, device: torch.device, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     """out.sum().backward() passes one element expanded to the whole output."""
     sample = case.sample(data.draw(specs(case)), dtype, device)
@@ -181,9 +147,10 @@ def test_expanded_gradient(
 
 
 @CASE
-@DEVICE
 @given(data=st.data(), dtype=DTYPES)
-def test_deterministic(case: Case, device: str, data: st.DataObject, dtype: torch.dtype) -> None:
+def test_deterministic(
+    case: Case, device: torch.device, data: st.DataObject, dtype: torch.dtype
+) -> None:
     """Two runs, and any number of threads, give the same bits, forward and backward."""
     spec = data.draw(specs(case))
     sample = case.sample(spec, dtype, device)
@@ -196,7 +163,7 @@ def test_deterministic(case: Case, device: str, data: st.DataObject, dtype: torc
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
-    assert_same_bits(second, first, "second run")
+    assert_same_bits(second, first)
 
 
 @given(seed=SEEDS, batch=st.integers(0, 8), max_len=st.integers(1, 200))

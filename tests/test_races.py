@@ -15,8 +15,8 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing import kernel_paths
+from jagged_cuda.testing.cases import EVERY
 from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw
-from jagged_cuda.testing.variants import EVERY
 from tests.tools import races, sanitize
 from tests.tools.covering import covering_draws
 from tests.tools.races import hunt

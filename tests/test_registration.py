@@ -27,7 +27,7 @@ def test_every_operator_is_complete() -> None:
 
 def test_the_layers_name_the_same_operators() -> None:
     assert operators(ROOT) == set(ops.__all__) == set(CASES)
-    for path, suffix in (("csrc/contract", "h"), ("csrc/cuda", "cpp"), ("jagged_cuda/ops", "py")):
+    for path, suffix in (("csrc/cpu", "cpp"), ("csrc/cuda", "cpp"), ("jagged_cuda/ops", "py")):
         found = {p.stem for p in (ROOT / path).glob(f"*jagged*.{suffix}")}
         assert found == operators(ROOT), path
     assert registered(ROOT) >= operators(ROOT)
@@ -142,7 +142,7 @@ def test_a_part_that_an_operator_loses_is_named(
         path.unlink()
     else:
         kept = path.read_text().splitlines(keepends=True)
-        pattern = part.pattern.replace("<op>", op) or rf"^        {op.upper()},"
+        pattern = part.pattern.replace("<op>", op)
         path.write_text("".join(line for line in kept if not re.search(pattern, line)))
     assert f"{op}: {part.name} ({part.place.replace('<op>', op)})" in missing_parts(root)
 
@@ -162,13 +162,9 @@ def test_the_guides_operator_works(project: Path, tmp_path: Path) -> None:
     if shutil.which("g++") is None and shutil.which("c++") is None:
         pytest.skip("no C++ compiler to compile the guide's operator with")
     root = with_toy(project, tmp_path / "toy")
-    cache = tmp_path / "cache"
-    # What is compiled already need not be compiled again.
-    for folder in _load.cache_folders():
-        if (folder / "objects").is_dir():
-            shutil.copytree(folder / "objects", cache / "objects", dirs_exist_ok=True)
     devices = ["cpu"] + ["cuda"] * (_load.cuda_library is not None)
-    environment = os.environ | {"PYTHONPATH": str(root), "JAGGED_CUDA_CACHE": str(cache)}
+    # In the cache that the tests use, ninja compiles what the guide adds and changes, no more.
+    environment = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "jagged_cuda.testing", TOY, "--seed", *map(str, range(6))]
     command += ["--dtype", "float32", "bfloat16"]
     for device in devices:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import DTYPE
 from test_cuda import no_synchronisation
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -15,97 +16,12 @@ from torch.autograd import gradcheck
 
 import jagged_cuda
 from jagged_cuda import unfused
-from jagged_cuda.testing import reference
-from jagged_cuda.testing.cases import JAGGED_FLASH_ATTENTION as FLASH
-from jagged_cuda.testing.cases import Tensors
 from jagged_cuda.testing.judge import check, judge
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec
+from jagged_cuda.testing.unfused import CASE, FIXED
 from jagged_cuda.unfused import jagged_attention
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-# What jagged_flash_attention knows beyond this form: heads, a mask and a hint.
-FIXED: dict[str, Any] = {"heads": None, "causal": False, "window_size": (-1, -1), "max_len": False}
-
-
-def call(
-    _: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
-) -> Tensors:
-    begins = None
-    if spec.choices["matrix_offsets"]:
-        begins = jagged_cuda.matrix_offsets(offsets, kv_offsets)
-    out = jagged_attention(
-        *(tensors[name] for name in "qkv"),
-        offsets,
-        kv_offsets=kv_offsets,
-        matrix_offsets=begins,
-        total_scores=None if spec.choices["capacity"] is None else spec.capacity,
-        scale=scale_of(spec),
-    )
-    return {"out": out}
-
-
-def scale_of(spec: Spec) -> float | None:
-    scale = spec.choices["scale"]
-    return 10 * spec.choices["dims"][0] ** -0.5 if scale == "large" else scale
-
-
-class _Stored(torch.autograd.Function):
-    """What lies in memory between two operators is rounded, and so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, storage: torch.dtype) -> Tensor:
-        ctx.storage = storage
-        return values.to(storage).to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.storage).to(grad.dtype), None
-
-
-def rounded(toward: int) -> Any:
-    """Padded PyTorch as it would run product, softmax and product, which keep their scores."""
-
-    def definition(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-        q, k, v = (tensors[name] for name in "qkv")
-        elems = sum(x * y for x, y in zip(spec.layout.lengths, spec.kv.lengths, strict=True))
-        layouts = (spec.layout, spec.kv)
-        scale = q.shape[1] ** -0.5 if spec.choices["scale"] is None else scale_of(spec)
-        scores = reference.jagged_jagged_bmm_jagged_out(q, k, *layouts, elems)
-        weights = reference.jagged2_softmax_rounded(
-            _Stored.apply(scores, storage), *layouts, -1, scale, storage, toward
-        )
-        weights = _Stored.apply(weights, storage)
-        return {"out": reference.array_jagged_bmm_jagged_out(weights, v, *layouts, False)}
-
-    return definition
-
-
-def definition(spec: Spec, tensors: Tensors) -> Tensors:
-    return {"out": FLASH.reference(spec, tensors)["out"]}
-
-
-def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
-    if cotangents is not None:
-        cotangents = cotangents | {"lse": tensors["q"].new_zeros(tensors["q"].shape[0])}
-    found = FLASH.terms(spec, tensors, cotangents)
-    return {name: t for name, t in found.items() if name != "lse"}
-
-
-CASE = dataclasses.replace(
-    FLASH,
-    name="jagged_attention",
-    choices=FLASH.choices
-    | {name: (value,) for name, value in FIXED.items()}
-    | {"capacity": (None, "exact", "spare"), "matrix_offsets": (False, True)},
-    rows={name: rows for name, rows in FLASH.rows.items() if name != "lse"},
-    function=call,
-    reference=definition,
-    rounded=(rounded(1), rounded(-1)),
-    terms=terms,
-)
 LAYOUT, KV_LAYOUT = Layout((3, 0, 20, 1, 9), base=2, tail=1), Layout((7, 4, 0, 1, 33), base=1)
 SPEC = Spec(
     seed=1,
@@ -159,7 +75,8 @@ def test_nothing_to_attend_to(
     judge(CASE, spec, torch.float32, device)
     sample = CASE.sample(spec, torch.float32, device)
     leaves = leaves_of(sample)
-    out = call(None, spec, dict(zip("qkv", leaves, strict=True)), sample.offsets, None)["out"]
+    tensors = dict(zip("qkv", leaves, strict=True))
+    out = CASE.call(None, dataclasses.replace(sample, tensors=tensors))["out"]
     assert torch.equal(out, torch.zeros(3, 6, device=device))
     for gradient in torch.autograd.grad(out.sum(), leaves):
         assert not gradient.any()
@@ -167,16 +84,11 @@ def test_nothing_to_attend_to(
 
 @pytest.mark.parametrize("spec", [SPEC, CROSS], ids=["self", "cross"])
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.2])
-def test_equals_flash_attention(spec: Spec, scale: float | None, device: torch.device) -> None:
-    sample = CASE.sample(with_choices(spec, scale=scale), torch.float64, device)
-    found = []
-    for function in (jagged_attention, jagged_cuda.jagged_flash_attention):
-        leaves = leaves_of(sample)
-        out = function(*leaves, sample.offsets, kv_offsets=sample.kv_offsets, scale=scale)
-        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=device)
-        gradients = torch.autograd.grad(out, leaves, weights.view_as(out))
-        found.append((out.detach(), *gradients))
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+def test_means_what_flash_attention_means(
+    spec: Spec, scale: float | None, device: torch.device
+) -> None:
+    """Its definition is the flash form's, to the last bits of float64."""
+    judge(CASE, with_choices(spec, scale=scale), torch.float64, device)
 
 
 def test_features_are_not_needed(device: torch.device) -> None:

@@ -8,13 +8,11 @@ from . import jagged_jagged_bmm_jagged_out as scores
 from .common import (
     accumulator,
     check,
-    check_matrices,
-    check_offsets,
-    check_values,
     find_tile,
     input_precision,
     load_matrix,
     load_rows,
+    make_matrices,
     num_tiles,
 )
 
@@ -146,11 +144,9 @@ def array_jagged_bmm_jagged_out(
     gradients are this family's own operators, so it can be differentiated any number of times.
     """
     op = "array_jagged_bmm_jagged_out"
-    check_values(op, a=a, y=y)
-    check_offsets(op, offsets, a)
-    check(op, a.dim() == 1, "a", "[sum Lx*Ly]", list(a.shape))
-    check(op, y.dim() == 2, "y", "[Tx, N]" if transpose else "[Ty, N]", list(y.shape))
-    matrices = check_matrices(op, offsets, y_offsets, matrix_offsets)
+    matrices = make_matrices(op, offsets, y_offsets, matrix_offsets)
     if total is None:
         total = len(y) if y_offsets is None else int(matrices[1 if transpose else 0][-1])
+    names = ("offsets", "y_offsets", "matrix_offsets")
+    check(op, a=a, y=y, **dict(zip(names, matrices, strict=True)), total=total)
     return ArrayJaggedBmmJaggedOut.apply(a, y, *matrices, total, transpose, input_precision())

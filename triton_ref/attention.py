@@ -1,10 +1,10 @@
-"""What the attention kernels share: the online softmax, P and dS again, tiles, and checks."""
+"""What the attention kernels share: the online softmax, P and dS again, and tiles."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .common import EXACT_PRODUCTS, accumulator, check
+from .common import EXACT_PRODUCTS, accumulator
 
 
 @triton.jit
@@ -67,17 +67,3 @@ def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
         "num_stages": 2,
         **EXACT_PRODUCTS,
     }
-
-
-def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str) -> None:
-    """k [rows, G, D] and v [rows, G, Dv] fit q [..., H, D]."""
-    num_heads, head_dim = q.shape[-2:]
-    fits = k.dim() == 3 and k.shape[2] == head_dim
-    check(op, fits, "k", f"[{rows}, G, {head_dim}]", list(k.shape))
-    num_kv_heads = k.shape[1]
-    fits = v.dim() == 3 and v.shape[:2] == k.shape[:2]
-    check(op, fits, "v", f"[{len(k)}, {num_kv_heads}, Dv]", list(v.shape))
-    grouped = num_heads % num_kv_heads == 0 if num_kv_heads > 0 else num_heads == 0
-    check(op, grouped, "q's heads", f"a multiple of k's {num_kv_heads}", num_heads)
-    check(op, 1 <= head_dim <= 256, "head dim of q and k", "1 to 256", head_dim)
-    check(op, 1 <= v.shape[2] <= 256, "head dim of v", "1 to 256", v.shape[2])

@@ -3,9 +3,13 @@
 Names: `i_` index, `o_` offsets within an axis, `m_` mask, `p_` pointer, `b_` block in registers.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from jagged_cuda.ops import _contract
 
 INTERPRETED = triton.knobs.runtime.interpret
 if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
@@ -85,31 +89,19 @@ def input_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def check(op: str, condition: bool, argument: str, expected: object, got: object) -> None:
-    if not condition:
-        raise RuntimeError(f"{op}: {argument} must be {expected}, got {got}")
+def check(op: str, **arguments: Any) -> None:
+    """Check arguments by the operator's contract, and that they can be served here."""
+    _contract.check(op, **arguments)
+    name, x = next(iter(arguments.items()))
+    if (x.device.type == "cpu") != INTERPRETED:
+        place = "on the CPU (TRITON_INTERPRET=1)" if INTERPRETED else "on a CUDA device"
+        _contract.fail_argument(op, name, place, x.device)
+    if x.dtype not in DTYPES:
+        names = ", ".join(map(_contract.dtype_name, DTYPES))
+        _contract.fail_argument(op, name, f"one of {names}", _contract.dtype_name(x.dtype))
 
 
-def check_values(op: str, **tensors: torch.Tensor) -> None:
-    """The values of an operator share one device and one dtype, and both can be served here."""
-    (first, x), *others = tensors.items()
-    place = "on the CPU (TRITON_INTERPRET=1)" if INTERPRETED else "on a CUDA device"
-    check(op, (x.device.type == "cpu") == INTERPRETED, first, place, x.device)
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-    check(op, x.dtype in DTYPES, first, f"one of {names}", x.dtype)
-    for name, y in others:
-        check(op, y.device == x.device, name, f"on {x.device} like {first}", y.device)
-        check(op, y.dtype == x.dtype, name, f"{x.dtype} like {first}", y.dtype)
-
-
-def check_offsets(op: str, offsets: torch.Tensor, x: torch.Tensor, name: str = "offsets") -> None:
-    integer = offsets.dtype in (torch.int32, torch.int64)
-    check(op, integer, name, "int32 or int64", offsets.dtype)
-    check(op, offsets.dim() == 1 and len(offsets) > 0, name, "[B + 1]", list(offsets.shape))
-    check(op, offsets.device == x.device, name, f"on {x.device}", offsets.device)
-
-
-def check_matrices(
+def make_matrices(
     op: str,
     offsets: torch.Tensor,
     y_offsets: torch.Tensor | None,
@@ -119,17 +111,10 @@ def check_matrices(
 
     Matrices begin at the running sum of Lx*Ly unless matrix_offsets say where.
     """
+    _contract.check_offsets(op, offsets, y_offsets)
     y_offsets = offsets if y_offsets is None else y_offsets
-    check_offsets(op, y_offsets, offsets, "y_offsets")
-    shape = [len(offsets)]
-    check(op, len(y_offsets) == len(offsets), "y_offsets", shape, list(y_offsets.shape))
     if matrix_offsets is None:
         lengths = [bounds.long().diff().clamp(min=0) for bounds in (offsets, y_offsets)]
         begins = (lengths[0] * lengths[1]).cumsum(0)
         matrix_offsets = torch.cat([begins.new_zeros(1), begins])
-    check(op, matrix_offsets.dtype == torch.int64, "matrix_offsets", "int64", matrix_offsets.dtype)
-    fits = list(matrix_offsets.shape) == shape
-    check(op, fits, "matrix_offsets", shape, list(matrix_offsets.shape))
-    same_device = matrix_offsets.device == offsets.device
-    check(op, same_device, "matrix_offsets", f"on {offsets.device}", matrix_offsets.device)
     return offsets.contiguous(), y_offsets.contiguous(), matrix_offsets.contiguous()

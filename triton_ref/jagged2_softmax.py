@@ -9,11 +9,9 @@ from .common import (
     EXACT_PRODUCTS,
     accumulator,
     check,
-    check_matrices,
-    check_offsets,
-    check_values,
     load_matrix,
     load_rows,
+    make_matrices,
 )
 
 TILE_I = 32  # elements that a softmax runs over, at a time
@@ -201,9 +199,7 @@ def jagged2_softmax(
     Two passes over each line, accumulated in fp32.
     """
     op = "jagged2_softmax"
-    check_values(op, a=a)
-    check_offsets(op, offsets, a)
-    check(op, a.dim() == 1, "a", "[sum Lx*Ly]", list(a.shape))
-    check(op, dim in (-1, -2), "dim", "-1 or -2", dim)
-    all_offsets = check_matrices(op, offsets, y_offsets, matrix_offsets)
+    all_offsets = make_matrices(op, offsets, y_offsets, matrix_offsets)
+    names = ("offsets", "y_offsets", "matrix_offsets")
+    check(op, a=a, **dict(zip(names, all_offsets, strict=True)), dim=dim)
     return Jagged2Softmax.apply(a.contiguous(), *all_offsets, dim, float(scale))

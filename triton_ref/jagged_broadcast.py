@@ -3,7 +3,7 @@
 import torch
 
 from . import jagged_sum as inverse
-from .common import check, check_offsets, check_values
+from .common import check
 from .padded_to_jagged import take_rows
 
 
@@ -27,11 +27,7 @@ def jagged_broadcast(
 
     None reads total from the offsets.
     """
-    op = "jagged_broadcast"
-    check_values(op, x=x)
-    check_offsets(op, offsets, x)
-    fits = x.dim() >= 1 and len(x) == len(offsets) - 1
-    check(op, fits, "x", f"[{len(offsets) - 1}, ...]", list(x.shape))
+    check("jagged_broadcast", x=x, offsets=offsets, total=total)
     total = int(offsets[-1]) if total is None else total
     columns = x.reshape(len(x), x.shape[1:].numel())
     return JaggedBroadcast.apply(columns, offsets.contiguous(), total).reshape(total, *x.shape[1:])

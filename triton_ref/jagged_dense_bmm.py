@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from jagged_cuda.ops._contract import fail_argument
+
 from . import jagged_jagged_bmm as transposed
 from . import jagged_sum as reduction
 from .common import (
     accumulator,
     check,
-    check_offsets,
-    check_values,
     find_tile,
     input_precision,
     load_rows,
@@ -172,18 +172,9 @@ def jagged_dense_bmm(
     Zeros outside every sequence. Any strides are read as they are. The gradients are this family's
     own operators, so without activation it can be differentiated any number of times.
     """
-    op = "jagged_dense_bmm"
-    check_values(op, x=x, y=y)
-    check_offsets(op, offsets, x)
-    check(op, x.dim() == 2, "x", "[T, D]", list(x.shape))
-    expected = f"[{len(offsets) - 1}, {x.shape[1]}, N]"
-    fits = y.dim() == 3 and y.shape[:2] == (len(offsets) - 1, x.shape[1])
-    check(op, fits, "y", expected, list(y.shape))
-    if bias is not None:
-        check_values(op, x=x, bias=bias)
-        shape = [len(y), y.shape[2]]
-        check(op, list(bias.shape) == shape, "bias", shape, list(bias.shape))
-    known = activation in ACTIVATIONS
-    check(op, known, "activation", "None, relu, gelu, silu, sigmoid or tanh", activation)
+    check("jagged_dense_bmm", x=x, y=y, offsets=offsets, bias=bias)
+    if activation not in ACTIVATIONS:
+        expected = "None, relu, gelu, silu, sigmoid or tanh"
+        fail_argument("jagged_dense_bmm", "activation", expected, activation)
     precision = input_precision()
     return JaggedDenseBmm.apply(x, y, offsets.contiguous(), precision, bias, activation)

@@ -17,12 +17,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .attention import add_keys, check_heads, end_rows, load_block, plan, probs_and_grad_logits
+from .attention import add_keys, end_rows, load_block, plan, probs_and_grad_logits
 from .common import (
     accumulator_type,
     check,
-    check_offsets,
-    check_values,
     find_tile,
     input_precision,
     load_rows,
@@ -456,19 +454,22 @@ def jagged_flash_attention(
     max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE
     and its gradient are fp32.
     """
-    op = "jagged_flash_attention"
-    check_values(op, q=q, k=k, v=v)
-    one_head = q.dim() == 2
+    one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
     if one_head:
-        check(op, k.dim() == 2, "k", "[T, D] like q", list(k.shape))
-        check(op, v.dim() == 2, "v", "[T, Dv] like q", list(v.shape))
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    if kv_offsets is None:
-        check(op, len(k) == len(q), "k", f"{len(q)} rows as kv_offsets is None", len(k))
-        kv_offsets = offsets
-    check_arguments(op, q, k, v, offsets, kv_offsets)
     left, right = window_size
-    check(op, left >= -1 and right >= -1, "window_size", "-1 or more", window_size)
+    op = "jagged_flash_attention"
+    check(
+        op,
+        q=q,
+        k=k,
+        v=v,
+        offsets=offsets,
+        kv_offsets=kv_offsets,
+        window_left=left,
+        window_right=right,
+    )
+    kv_offsets = offsets if kv_offsets is None else kv_offsets
     if causal:
         right = 0
     # No row is further from a key than this, so that the kernels need no case for unbounded.
@@ -489,11 +490,3 @@ def jagged_flash_attention(
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)
     return (out, lse) if return_lse else out
-
-
-def check_arguments(op, q, k, v, offsets, kv_offsets):
-    check_offsets(op, offsets, q)
-    check_offsets(op, kv_offsets, q, "kv_offsets")
-    check(op, len(kv_offsets) == len(offsets), "kv_offsets", list(offsets.shape), len(kv_offsets))
-    check(op, q.dim() == 3, "q", "[Tq, H, D] or [T, D]", list(q.shape))
-    check_heads(op, q, k, v, "Tk")

@@ -8,8 +8,6 @@ from . import jagged_dense_bmm as transposed
 from .common import (
     accumulator,
     check,
-    check_offsets,
-    check_values,
     input_precision,
     load_rows,
 )
@@ -119,10 +117,5 @@ def jagged_jagged_bmm(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -
     Any strides are read as they are. The gradients are this family's own operators, so it can be
     differentiated any number of times.
     """
-    op = "jagged_jagged_bmm"
-    check_values(op, x=x, y=y)
-    check_offsets(op, offsets, x)
-    check(op, x.dim() == 2, "x", "[T, D]", list(x.shape))
-    fits = y.dim() == 2 and len(y) == len(x)
-    check(op, fits, "y", f"[{len(x)}, N]", list(y.shape))
+    check("jagged_jagged_bmm", x=x, y=y, offsets=offsets)
     return JaggedJaggedBmm.apply(x, y, offsets.contiguous(), input_precision())

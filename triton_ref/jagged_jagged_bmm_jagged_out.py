@@ -8,13 +8,11 @@ from . import array_jagged_bmm_jagged_out as weighted
 from .common import (
     accumulator,
     check,
-    check_matrices,
-    check_offsets,
-    check_values,
     find_tile,
     input_precision,
     load_matrix,
     load_rows,
+    make_matrices,
     num_tiles,
 )
 
@@ -140,12 +138,15 @@ def jagged_jagged_bmm_jagged_out(
     array_jagged_bmm_jagged_out, so it can be differentiated any number of times.
     """
     op = "jagged_jagged_bmm_jagged_out"
-    check_values(op, x=x, y=y)
-    check_offsets(op, offsets, x)
-    check(op, x.dim() == 2, "x", "[Tx, D]", list(x.shape))
-    fits = y.dim() == 2 and y.shape[1] == x.shape[1]
-    check(op, fits, "y", f"[Ty, {x.shape[1]}]", list(y.shape))
-    check(op, y_offsets is not None or len(y) == len(x), "y", f"[{len(x)}, D]", list(y.shape))
-    matrices = check_matrices(op, offsets, y_offsets, matrix_offsets)
+    matrices = make_matrices(op, offsets, y_offsets, matrix_offsets)
     total_out = int(matrices[2][-1]) if total_out is None else total_out
+    check(
+        op,
+        x=x,
+        y=y,
+        offsets=offsets,
+        y_offsets=y_offsets,
+        matrix_offsets=matrices[2],
+        total_out=total_out,
+    )
     return JaggedJaggedBmmJaggedOut.apply(x, y, *matrices, total_out, input_precision())

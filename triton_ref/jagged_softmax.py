@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .common import EXACT_PRODUCTS, accumulator, check, check_offsets, check_values, load_rows
+from .common import EXACT_PRODUCTS, accumulator, check, load_rows
 
 BLOCK_ELEMS = 1024  # elements of a block: few columns make it tall
 
@@ -168,9 +168,6 @@ def jagged_softmax(x: torch.Tensor, offsets: torch.Tensor, *, scale: float = 1.0
 
     Two passes over the rows, accumulated in fp32.
     """
-    op = "jagged_softmax"
-    check_values(op, x=x)
-    check_offsets(op, offsets, x)
-    check(op, x.dim() >= 1, "x", "[T, ...]", list(x.shape))
+    check("jagged_softmax", x=x, offsets=offsets)
     columns = x.reshape(len(x), x.shape[1:].numel())
     return JaggedSoftmax.apply(columns, offsets.contiguous(), float(scale)).reshape(x.shape)

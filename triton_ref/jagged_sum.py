@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from . import jagged_broadcast as inverse
-from .common import accumulator, accumulator_type, check, check_offsets, check_values, load_rows
+from .common import accumulator, accumulator_type, check, load_rows
 
 BLOCK_ELEMS = 1024  # elements of a block: few columns make it tall
 
@@ -80,9 +80,7 @@ class JaggedSum(torch.autograd.Function):
 
 
 def sum_rows(op: str, x: torch.Tensor, offsets: torch.Tensor, mean: bool) -> torch.Tensor:
-    check_values(op, x=x)
-    check_offsets(op, offsets, x)
-    check(op, x.dim() >= 1, "x", "[T, ...]", list(x.shape))
+    check(op, x=x, offsets=offsets)
     columns = x.reshape(len(x), x.shape[1:].numel())
     z = JaggedSum.apply(columns, offsets.contiguous(), mean)
     return z.reshape(len(offsets) - 1, *x.shape[1:])

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from . import padded_to_jagged as inverse
-from .common import check, check_offsets, check_values, load_rows
+from .common import check, load_rows
 
 BLOCK_ELEMS = 1024
 
@@ -76,10 +76,7 @@ def jagged_to_padded(
     x: torch.Tensor, offsets: torch.Tensor, max_len: int, *, fill: float = 0.0
 ) -> torch.Tensor:
     """z[b, i] = x_b[i] for x [T, ...]: [B, max_len, ...], with `fill` where b has no row i."""
-    op = "jagged_to_padded"
-    check_values(op, x=x)
-    check_offsets(op, offsets, x)
-    check(op, x.dim() >= 1, "x", "[T, ...]", list(x.shape))
+    check("jagged_to_padded", x=x, offsets=offsets, max_len=max_len)
     columns = x.reshape(len(x), x.shape[1:].numel())
     z = JaggedToPadded.apply(columns, offsets.contiguous(), max_len, float(fill))
     return z.reshape(len(offsets) - 1, max_len, *x.shape[1:])

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from . import jagged_to_padded as inverse
-from .common import check, check_offsets, check_values, find_tile, load_rows, num_tiles
+from .common import check, find_tile, load_rows, num_tiles
 
 BLOCK_ELEMS = 1024
 
@@ -82,11 +82,7 @@ def padded_to_jagged(
 
     None reads total from the offsets.
     """
-    op = "padded_to_jagged"
-    check_values(op, x=x)
-    check_offsets(op, offsets, x)
-    fits = x.dim() >= 2 and len(x) == len(offsets) - 1
-    check(op, fits, "x", f"[{len(offsets) - 1}, M, ...]", list(x.shape))
+    check("padded_to_jagged", x=x, offsets=offsets, total=total)
     total = int(offsets[-1]) if total is None else total
     columns = x.reshape(*x.shape[:2], x.shape[2:].numel())
     return PaddedToJagged.apply(columns, offsets.contiguous(), total).reshape(total, *x.shape[2:])

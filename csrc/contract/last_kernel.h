@@ -4,7 +4,7 @@
 
 namespace jagged_cuda {
 
-// `name` must be a string literal such as "cpu.avx2" or "cuda.attention.mma_sync".
+// `name`, such as "cpu.avx2", must live as long as the library.
 void record_kernel(const char* name);
 
 }  // namespace jagged_cuda

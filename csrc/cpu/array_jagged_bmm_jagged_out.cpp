@@ -1,7 +1,7 @@
 // array_jagged_bmm_jagged_out on the CPU (kernels/bmm.inl). A_b y_b: items of up to kDenseRows rows
 // of a matrix. A_b^T y_b: items of a matrix's columns, or of y's where those are more, summed over
 // all rows.
-#include "contract/array_jagged_bmm_jagged_out.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -108,18 +108,21 @@ void multiply_transposed(const Operands& operands, const std::vector<Matrix>& ma
   });
 }
 
-// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
 Tensor array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets,
                                    std::optional<Tensor> y_offsets, Tensor matrix_offsets,
-                                   int64_t total, bool transpose, bool /*allow_tf32*/) {
+                                   int64_t total, bool transpose, bool allow_tf32) {
   constexpr const char* op = "array_jagged_bmm_jagged_out";
-  const ArrayJaggedBmmJaggedOutSizes sizes =
-      parse_array_jagged_bmm_jagged_out(a, y, offsets, y_offsets, matrix_offsets, total, transpose);
-  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, sizes.total_rows,
-                                      sizes.total_columns, sizes.capacity);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({a, y, offsets, y_offsets, matrix_offsets, total, transpose, allow_tf32});
+  const int64_t total_rows = transpose ? sizes.T : total,
+                total_columns = transpose ? total : sizes.T;
+  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, total_rows,
+                                      total_columns, sizes.elems);
   a = as_contiguous(op, a);
-  y = rows_contiguous(op, y);
-  Tensor out = allocate(op, a, {sizes.total, sizes.columns});
+  y = as_contiguous(op, y, -1);
+  Tensor out = allocate(op, a, {total, sizes.N});
 
   Operands operands;
   operands.a = static_cast<const char*>(a.const_data_ptr());
@@ -128,14 +131,14 @@ Tensor array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets,
   operands.element = element_of(a);
   operands.elem_bytes = element_bytes(operands.element);
   operands.y_stride = y.stride(0);
-  operands.columns = sizes.columns;
+  operands.columns = sizes.N;
   std::vector<Sequence> result_rows(matrices.size());
   for (size_t seq = 0; seq < matrices.size(); ++seq) {
     result_rows[seq] = transpose ? matrices[seq].columns : matrices[seq].rows;
   }
-  zero_rows_outside(result_rows, sizes.total, sizes.columns * operands.elem_bytes, operands.out);
+  zero_rows_outside(result_rows, total, sizes.N * operands.elem_bytes, operands.out);
   const KernelTable& table = kernel_table();
-  if (sizes.columns > 0) {
+  if (sizes.N > 0) {
     (transpose ? multiply_transposed : multiply)(operands, matrices, table.of(operands.element));
   }
   record_kernel(table.name);

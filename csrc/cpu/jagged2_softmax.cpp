@@ -1,7 +1,7 @@
 // jagged2_softmax on the CPU, forward and backward. Over columns: items are rows of a matrix, about
 // kItemElems elements of them (kernels/softmax_lines.inl). Over rows: up to kSoftmaxColumns columns
 // of a matrix, as jagged_softmax takes them of a sequence (kernels/softmax.inl).
-#include "contract/jagged2_softmax.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -65,32 +65,32 @@ void softmax_over_rows(const SoftmaxParams& shared, const std::vector<Matrix>& m
 }
 
 void run_softmax(const SoftmaxParams& params, const std::vector<Matrix>& matrices,
-                 const Tensor& matrix_offsets, const Jagged2SoftmaxSizes& sizes) {
+                 const Tensor& matrix_offsets, const Sizes& sizes, bool over_rows) {
   const KernelTable& table = kernel_table();
-  zero_elements_outside(matrix_offsets, sizes.capacity, element_bytes(params.element), params.out);
+  zero_elements_outside(matrix_offsets, sizes.elems, element_bytes(params.element), params.out);
   const size_t scratch = params.element == Element::kDouble
                              ? scratch_bytes<SoftmaxBuffers<double>>(params)
                              : scratch_bytes<SoftmaxBuffers<float>>(params);
-  (sizes.over_rows ? softmax_over_rows : softmax_over_columns)(params, matrices,
-                                                               table.of(params.element), scratch);
+  (over_rows ? softmax_over_rows : softmax_over_columns)(params, matrices, table.of(params.element),
+                                                         scratch);
   record_kernel(table.name);
 }
 
 Tensor jagged2_softmax(Tensor a, Tensor offsets, std::optional<Tensor> y_offsets,
                        Tensor matrix_offsets, int64_t dim, double scale) {
   constexpr const char* op = "jagged2_softmax";
-  const Jagged2SoftmaxSizes sizes =
-      parse_jagged2_softmax(a, offsets, y_offsets, matrix_offsets, dim);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({a, offsets, y_offsets, matrix_offsets, dim, scale});
   const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, kUnbounded,
-                                      kUnbounded, sizes.capacity);
+                                      kUnbounded, sizes.elems);
   a = as_contiguous(op, a);
-  Tensor out = allocate(op, a, {sizes.capacity});
+  Tensor out = allocate(op, a, {sizes.elems});
   SoftmaxParams params{};
   params.element = element_of(a);
   params.x = a.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.scale = scale;
-  run_softmax(params, matrices, matrix_offsets, sizes);
+  run_softmax(params, matrices, matrix_offsets, sizes, dim == -2);
   return out;
 }
 
@@ -98,13 +98,14 @@ Tensor jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets,
                                 std::optional<Tensor> y_offsets, Tensor matrix_offsets, int64_t dim,
                                 double scale) {
   constexpr const char* op = "jagged2_softmax_backward";
-  const Jagged2SoftmaxSizes sizes =
-      parse_jagged2_softmax_backward(grad_out, out, offsets, y_offsets, matrix_offsets, dim);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({grad_out, out, offsets, y_offsets, matrix_offsets, dim, scale});
   const auto matrices = read_matrices(op, "out", offsets, y_offsets, matrix_offsets, kUnbounded,
-                                      kUnbounded, sizes.capacity);
+                                      kUnbounded, sizes.elems);
   grad_out = as_contiguous(op, grad_out);
   out = as_contiguous(op, out);
-  Tensor grad_a = allocate(op, out, {sizes.capacity});
+  Tensor grad_a = allocate(op, out, {sizes.elems});
   SoftmaxParams params{};
   params.element = element_of(out);
   params.backward = true;
@@ -112,7 +113,7 @@ Tensor jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets,
   params.grad_out = grad_out.const_data_ptr();
   params.out = grad_a.mutable_data_ptr();
   params.scale = scale;
-  run_softmax(params, matrices, matrix_offsets, sizes);
+  run_softmax(params, matrices, matrix_offsets, sizes, dim == -2);
   return grad_a;
 }
 

@@ -1,5 +1,5 @@
 // jagged_broadcast on the CPU: items are up to kItemRows rows of a sequence.
-#include "contract/jagged_broadcast.h"
+#include "contract/rows.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -35,19 +35,21 @@ void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
 
 Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
-  const JaggedBroadcastSizes sizes = parse_jagged_broadcast(x, offsets, total);
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
-  x = contiguous_rows(op, x, 1);
-  Tensor out = allocate_rows(op, x, with_rows_of(x, 1, {total}));
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets, total});
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
+  x = as_contiguous(op, x, 1);
+  Tensor out = allocate(op, x, with_rows_of(x, 1, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
-  const int64_t row_bytes = sizes.columns * elem_bytes;
+  const int64_t row_bytes = sizes.rest * elem_bytes;
   const int64_t x_row_bytes = x.stride(0) * elem_bytes;
   const char* source = static_cast<const char*>(x.const_data_ptr());
   char* result = static_cast<char*>(out.mutable_data_ptr());
   zero_rows_outside(sequences, total, row_bytes, result);
 
   WorkList<Item> items;
-  for (int64_t seq = 0; seq < sizes.num_seqs && row_bytes > 0; ++seq) {
+  for (int64_t seq = 0; seq < sizes.B && row_bytes > 0; ++seq) {
     const auto [begin, len] = sequences[static_cast<size_t>(seq)];
     for (int64_t row = 0; row < len; row += kItemRows) {
       const int64_t rows = std::min(kItemRows, len - row);

@@ -1,5 +1,5 @@
 // jagged_dense_bmm on the CPU: items of up to kDenseRows rows of one sequence (kernels/bmm.inl).
-#include "contract/jagged_dense_bmm.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -11,17 +11,19 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
-Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/,
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
+Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32,
                         std::optional<Tensor> bias, int64_t activation) {
-  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets, bias, activation);
-  const auto sequences = read_sequences("jagged_dense_bmm", "offsets", offsets, sizes.total);
-  x = rows_contiguous("jagged_dense_bmm", x);
+  constexpr const char* op = "jagged_dense_bmm";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, y, offsets, allow_tf32, bias, activation});
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  x = as_contiguous(op, x, -1);
   // The backward pass gives y transposed: either of its last dimensions may be the contiguous one.
-  if (sizes.columns > 1 && y.stride(2) != 1 && sizes.inner > 1 && y.stride(1) != 1) {
-    y = contiguous_copy("jagged_dense_bmm", y);
+  if (sizes.N > 1 && y.stride(2) != 1 && sizes.D > 1 && y.stride(1) != 1) {
+    y = contiguous_copy(op, y);
   }
-  Tensor out = allocate("jagged_dense_bmm", x, {sizes.total, sizes.columns});
+  Tensor out = allocate(op, x, {sizes.T, sizes.N});
   const KernelTable& table = kernel_table();
 
   DenseBmmParams params{};
@@ -33,24 +35,23 @@ Tensor jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/,
   params.y_row_stride = y.stride(1);
   params.y_column_stride = y.stride(2);
   params.out = out.mutable_data_ptr();
-  params.inner = sizes.inner;
-  params.columns = sizes.columns;
+  params.inner = sizes.D;
+  params.columns = sizes.N;
   if (bias) {
-    bias = rows_contiguous("jagged_dense_bmm", *bias);
+    bias = as_contiguous(op, *bias, -1);
     params.bias = bias->const_data_ptr();
     params.bias_stride = bias->stride(0);
   }
-  params.activation = sizes.activation;
-  zero_rows_outside(sequences, sizes.total, sizes.columns * element_bytes(params.element),
-                    params.out);
+  params.activation = static_cast<Activation>(activation);
+  zero_rows_outside(sequences, sizes.T, sizes.N * element_bytes(params.element), params.out);
 
   WorkList<DenseBmmItem> items;
-  for (size_t seq = 0; seq < sequences.size() && sizes.columns > 0; ++seq) {
+  for (size_t seq = 0; seq < sequences.size() && sizes.N > 0; ++seq) {
     const auto [begin, len] = sequences[seq];
     for (int64_t row = 0; row < len; row += kDenseRows) {
       const int64_t rows = std::min(kDenseRows, len - row);
       items.add({static_cast<int64_t>(seq), begin + row, rows},
-                (rows + 1) * (sizes.inner + 8) * (sizes.columns + 8));
+                (rows + 1) * (sizes.D + 8) * (sizes.N + 8));
     }
   }
   const auto compute = table.of(params.element).dense_bmm;

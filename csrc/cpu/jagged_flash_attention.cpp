@@ -1,6 +1,6 @@
 // jagged_flash_attention on the CPU, forward and backward (cpu/attention.h,
 // kernels/attention.inl).
-#include "contract/jagged_flash_attention.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,20 +19,19 @@ Rows rows_of(const Tensor& tensor) {
 }
 
 // What both directions share; sizes of windows are cut to what makes a difference.
-AttentionParams make_params(const JaggedFlashAttentionSizes& sizes, const Tensor& q,
-                            const Tensor& k, const Tensor& v, int64_t window_left,
-                            int64_t window_right, double scale) {
+AttentionParams make_params(const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
+                            int64_t window_left, int64_t window_right, double scale) {
   AttentionParams params{};
   params.element = element_of(q);
   params.q = rows_of(q);
   params.k = rows_of(k);
   params.v = rows_of(v);
-  params.heads = sizes.heads;
-  params.kv_heads = sizes.kv_heads;
-  params.dim_qk = sizes.dim_qk;
-  params.dim_v = sizes.dim_v;
-  params.window_left = std::min(window_left, sizes.total_q + sizes.total_kv);
-  params.window_right = std::min(window_right, sizes.total_q + sizes.total_kv);
+  params.heads = sizes.H;
+  params.kv_heads = sizes.G;
+  params.dim_qk = sizes.D;
+  params.dim_v = sizes.Dv;
+  params.window_left = std::min(window_left, sizes.Tq + sizes.Tk);
+  params.window_right = std::min(window_right, sizes.Tq + sizes.Tk);
   params.scale = scale;
   return params;
 }
@@ -42,12 +41,12 @@ struct SequencePairs {
 };
 
 SequencePairs read_pairs(const char* op, const Tensor& offsets,
-                         const std::optional<Tensor>& kv_offsets,
-                         const JaggedFlashAttentionSizes& sizes, std::optional<int64_t> max_len) {
+                         const std::optional<Tensor>& kv_offsets, const Sizes& sizes,
+                         std::optional<int64_t> max_len) {
   SequencePairs pairs;
-  pairs.q = read_sequences(op, "offsets", offsets, sizes.total_q, max_len);
+  pairs.q = read_sequences(op, "offsets", offsets, sizes.Tq, max_len);
   pairs.kv =
-      kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, sizes.total_kv, max_len) : pairs.q;
+      kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len) : pairs.q;
   return pairs;
 }
 
@@ -74,23 +73,24 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
                                                   std::optional<Tensor> kv_offsets,
                                                   int64_t window_left, int64_t window_right,
                                                   double scale, std::optional<int64_t> max_len,
-                                                  bool /*allow_tf32*/) {
+                                                  bool allow_tf32) {
   constexpr const char* op = "jagged_flash_attention";
-  const JaggedFlashAttentionSizes sizes = parse_jagged_flash_attention(
-      op, q, k, v, offsets, kv_offsets, window_left, window_right, max_len);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check(
+      {q, k, v, offsets, kv_offsets, window_left, window_right, scale, max_len, allow_tf32});
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
-  q = rows_contiguous(op, q);
-  k = rows_contiguous(op, k);
-  v = rows_contiguous(op, v);
-  Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
-  Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
+  q = as_contiguous(op, q, -1);
+  k = as_contiguous(op, k, -1);
+  v = as_contiguous(op, v, -1);
+  Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
+  Tensor lse = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
 
   AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
   params.out = out.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr();
-  zero_rows_outside(pairs.q, sizes.total_q,
-                    sizes.heads * sizes.dim_v * element_bytes(params.element), params.out);
-  fill_lse_outside(pairs.q, sizes.total_q, sizes.heads, lse);
+  zero_rows_outside(pairs.q, sizes.Tq, sizes.H * sizes.Dv * element_bytes(params.element),
+                    params.out);
+  fill_lse_outside(pairs.q, sizes.Tq, sizes.H, lse);
 
   run_attention_forward(params, pairs.q, pairs.kv);
   record_kernel(kernel_table().name);
@@ -100,22 +100,22 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
 std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,
     Tensor lse, Tensor offsets, std::optional<Tensor> kv_offsets, int64_t window_left,
-    int64_t window_right, double scale, std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+    int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32) {
   constexpr const char* op = "jagged_flash_attention_backward";
-  const JaggedFlashAttentionSizes sizes =
-      parse_jagged_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, offsets,
-                                            kv_offsets, window_left, window_right, max_len);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets,
+                                      window_left, window_right, scale, max_len, allow_tf32});
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
-  q = rows_contiguous(op, q);
-  k = rows_contiguous(op, k);
-  v = rows_contiguous(op, v);
-  out = rows_contiguous(op, out);
-  grad_out = rows_contiguous(op, grad_out);
+  q = as_contiguous(op, q, -1);
+  k = as_contiguous(op, k, -1);
+  v = as_contiguous(op, v, -1);
+  out = as_contiguous(op, out, -1);
+  grad_out = as_contiguous(op, grad_out, -1);
   lse = as_contiguous(op, lse);
   if (grad_lse) grad_lse = as_contiguous(op, *grad_lse);
-  Tensor dq = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
-  Tensor dk = allocate(op, k, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
-  Tensor dv = allocate(op, v, {sizes.total_kv, sizes.kv_heads, sizes.dim_v});
+  Tensor dq = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});
+  Tensor dk = allocate(op, k, {sizes.Tk, sizes.G, sizes.D});
+  Tensor dv = allocate(op, v, {sizes.Tk, sizes.G, sizes.Dv});
 
   AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
   params.out_rows = rows_of(out);
@@ -126,10 +126,9 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   params.dk = dk.mutable_data_ptr();
   params.dv = dv.mutable_data_ptr();
   const int64_t bytes_each = element_bytes(params.element);
-  zero_rows_outside(pairs.q, sizes.total_q, sizes.heads * sizes.dim_qk * bytes_each, params.dq);
-  zero_rows_outside(pairs.kv, sizes.total_kv, sizes.kv_heads * sizes.dim_qk * bytes_each,
-                    params.dk);
-  zero_rows_outside(pairs.kv, sizes.total_kv, sizes.kv_heads * sizes.dim_v * bytes_each, params.dv);
+  zero_rows_outside(pairs.q, sizes.Tq, sizes.H * sizes.D * bytes_each, params.dq);
+  zero_rows_outside(pairs.kv, sizes.Tk, sizes.G * sizes.D * bytes_each, params.dk);
+  zero_rows_outside(pairs.kv, sizes.Tk, sizes.G * sizes.Dv * bytes_each, params.dv);
 
   run_attention_backward(params, pairs.q, pairs.kv);
   record_kernel(kernel_table().name);

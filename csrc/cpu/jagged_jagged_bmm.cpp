@@ -1,6 +1,6 @@
 // jagged_jagged_bmm on the CPU: items are parts of a sequence's result (kernels/bmm.inl). A
 // sequence of more than kPartRows rows is summed in parts, which are then added in order.
-#include "contract/jagged_jagged_bmm.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -22,12 +22,14 @@ struct LongSequence {
   int64_t parts;
 };
 
-Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/) {
-  const JaggedJaggedBmmSizes sizes = parse_jagged_jagged_bmm(x, y, offsets);
-  const auto sequences = read_sequences("jagged_jagged_bmm", "offsets", offsets, sizes.total);
-  x = rows_contiguous("jagged_jagged_bmm", x);
-  y = rows_contiguous("jagged_jagged_bmm", y);
-  Tensor out = allocate("jagged_jagged_bmm", x, {sizes.num_seqs, sizes.rows, sizes.columns});
+Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32) {
+  constexpr const char* op = "jagged_jagged_bmm";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, y, offsets, allow_tf32});
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  x = as_contiguous(op, x, -1);
+  y = as_contiguous(op, y, -1);
+  Tensor out = allocate(op, x, {sizes.B, sizes.D, sizes.N});
   const KernelTable& table = kernel_table();
 
   JaggedBmmParams params{};
@@ -36,10 +38,10 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/
   params.y = y.const_data_ptr();
   params.x_row_stride = x.stride(0);
   params.y_row_stride = y.stride(0);
-  params.x_columns = sizes.rows;
-  params.y_columns = sizes.columns;
+  params.x_columns = sizes.D;
+  params.y_columns = sizes.N;
 
-  const int64_t out_elems = sizes.rows * sizes.columns;
+  const int64_t out_elems = sizes.D * sizes.N;
   const int64_t accumulator_bytes = params.element == Element::kDouble ? 8 : 4;
   int64_t num_parts = 0;
   for (const Sequence& sequence : sequences) {
@@ -50,8 +52,8 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/
   WorkList<JaggedBmmItem> items;
   WorkList<LongSequence> long_sequences;
   const auto add_items = [&](int64_t begin, int64_t rows, void* result, bool is_accum) {
-    const bool x_is_wide = sizes.rows > sizes.columns;
-    const int64_t wide = x_is_wide ? sizes.rows : sizes.columns;
+    const bool x_is_wide = sizes.D > sizes.N;
+    const int64_t wide = x_is_wide ? sizes.D : sizes.N;
     const int64_t row_cost = rows * (out_elems / wide + 8);
     const int64_t step =
         row_cost * wide <= kItemCost
@@ -59,7 +61,7 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool /*allow_tf32*/
             : std::max(int64_t{64}, kItemCost / std::max<int64_t>(1, row_cost) / 64 * 64);
     for (int64_t j = 0; j < wide; j += step) {
       const int64_t end = std::min(wide, j + step);
-      JaggedBmmItem item{begin, rows, 0, sizes.rows, 0, sizes.columns, result, is_accum};
+      JaggedBmmItem item{begin, rows, 0, sizes.D, 0, sizes.N, result, is_accum};
       (x_is_wide ? item.x_begin : item.y_begin) = j;
       (x_is_wide ? item.x_end : item.y_end) = end;
       items.add(item, (row_cost + out_elems / wide + 8) * (end - j));

@@ -1,6 +1,6 @@
 // jagged_jagged_bmm_jagged_out on the CPU: items of up to kDenseRows rows of one matrix. Each is a
 // product of rows of x with y_b transposed, which kernels/bmm.inl packs.
-#include "contract/jagged_jagged_bmm_jagged_out.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -17,21 +17,22 @@ struct Item {
   int64_t row, rows;  // of the matrix
 };
 
-// allow_tf32 changes nothing here: the CPU's products are always fp32-accurate.
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
 Tensor jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets,
                                     std::optional<Tensor> y_offsets, Tensor matrix_offsets,
-                                    int64_t total_out, bool /*allow_tf32*/) {
+                                    int64_t total_out, bool allow_tf32) {
   constexpr const char* op = "jagged_jagged_bmm_jagged_out";
-  const JaggedJaggedBmmJaggedOutSizes sizes =
-      parse_jagged_jagged_bmm_jagged_out(x, y, offsets, y_offsets, matrix_offsets, total_out);
-  const auto matrices = read_matrices(op, "total_out", offsets, y_offsets, matrix_offsets,
-                                      sizes.total_x, sizes.total_y, sizes.capacity);
-  x = rows_contiguous(op, x);
-  y = rows_contiguous(op, y);
-  Tensor out = allocate(op, x, {sizes.capacity});
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({x, y, offsets, y_offsets, matrix_offsets, total_out, allow_tf32});
+  const auto matrices = read_matrices(op, "total_out", offsets, y_offsets, matrix_offsets, sizes.Tx,
+                                      sizes.Ty, total_out);
+  x = as_contiguous(op, x, -1);
+  y = as_contiguous(op, y, -1);
+  Tensor out = allocate(op, x, {total_out});
   const Element element = element_of(x);
   const int64_t elem_bytes = element_bytes(element);
-  zero_elements_outside(matrix_offsets, sizes.capacity, elem_bytes, out.mutable_data_ptr());
+  zero_elements_outside(matrix_offsets, total_out, elem_bytes, out.mutable_data_ptr());
 
   int64_t max_columns = 0;
   WorkList<Item> items;
@@ -41,7 +42,7 @@ Tensor jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets,
     max_columns = std::max(max_columns, matrix.columns.len);
     for (int64_t row = 0; row < matrix.rows.len; row += kDenseRows) {
       const int64_t rows = std::min(kDenseRows, matrix.rows.len - row);
-      items.add({seq, row, rows}, (rows + 1) * (sizes.inner + 8) * (matrix.columns.len + 8));
+      items.add({seq, row, rows}, (rows + 1) * (sizes.D + 8) * (matrix.columns.len + 8));
     }
   }
 
@@ -50,7 +51,7 @@ Tensor jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets,
   shared.x_row_stride = x.stride(0);
   shared.y_row_stride = 1;
   shared.y_column_stride = y.stride(0);
-  shared.inner = sizes.inner;
+  shared.inner = sizes.D;
   shared.columns = max_columns;
   const char* x_rows = static_cast<const char*>(x.const_data_ptr());
   const char* y_rows = static_cast<const char*>(y.const_data_ptr());

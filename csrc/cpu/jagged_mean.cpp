@@ -1,5 +1,5 @@
 // jagged_mean on the CPU (reduce_rows.h).
-#include "contract/jagged_mean.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,8 +9,10 @@ namespace jagged_cuda::cpu {
 namespace {
 
 Tensor jagged_mean(Tensor x, Tensor offsets) {
-  const JaggedMeanSizes sizes = parse_jagged_mean(x, offsets);
-  return reduce_rows("jagged_mean", x, offsets, sizes, /*mean=*/true);
+  constexpr const char* op = "jagged_mean";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets});
+  return reduce_rows(op, x, offsets, sizes, /*mean=*/true);
 }
 
 }  // namespace

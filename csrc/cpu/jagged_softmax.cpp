@@ -1,7 +1,7 @@
 // jagged_softmax on the CPU, forward and backward: items are up to kSoftmaxColumns columns of one
 // sequence (kernels/softmax.inl). A sequence of more than kPartRows rows is taken in parts: their
 // statistics, these combined in order, then their results.
-#include "contract/jagged_softmax.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -77,59 +77,49 @@ void run_softmax(const SoftmaxParams& params, const std::vector<Sequence>& seque
   });
 }
 
-// A contiguous tensor of the shape and dtype of `like`.
-Tensor allocate_contiguous(const char* op, const Tensor& like) {
-  std::vector<int64_t> shape;
-  for (int64_t dim = 0; dim < like.dim(); ++dim) shape.push_back(like.size(dim));
-  try {
-    return torch::stable::new_empty(like, shape);
-  } catch (const std::exception&) {
-    fail(std::string(op) + ": out of memory on cpu allocating a tensor of " + shape_text(like) +
-         " " + dtype_name(like.scalar_type()));
-  }
-}
-
 Tensor jagged_softmax(Tensor x, Tensor offsets, double scale) {
-  const JaggedSoftmaxSizes sizes = parse_jagged_softmax(x, offsets);
-  const auto sequences = read_sequences("jagged_softmax", "offsets", offsets, sizes.total);
-  x = softmax_rows("jagged_softmax", x);
-  Tensor out = allocate_contiguous("jagged_softmax", x);
+  constexpr const char* op = "jagged_softmax";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets, scale});
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  x = as_contiguous(op, x, 1);
+  Tensor out = allocate(op, x, x.sizes());
   const KernelTable& table = kernel_table();
 
   SoftmaxParams params{};
   params.element = element_of(x);
   params.x = x.const_data_ptr();
-  params.x_row_stride = softmax_row_stride(x, sizes.columns);
+  params.x_row_stride = x.stride(0);
   params.out = out.mutable_data_ptr();
-  params.columns = sizes.columns;
+  params.columns = sizes.rest;
   params.scale = scale;
-  zero_rows_outside(sequences, sizes.total, sizes.columns * element_bytes(params.element),
-                    params.out);
+  zero_rows_outside(sequences, sizes.T, sizes.rest * element_bytes(params.element), params.out);
   run_softmax(params, sequences, table);
   record_kernel(table.name);
   return out;
 }
 
 Tensor jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, double scale) {
-  const JaggedSoftmaxSizes sizes = parse_jagged_softmax_backward(grad_out, out, offsets);
-  const auto sequences = read_sequences("jagged_softmax_backward", "offsets", offsets, sizes.total);
-  grad_out = softmax_rows("jagged_softmax_backward", grad_out);
-  out = softmax_rows("jagged_softmax_backward", out);
-  Tensor grad_in = allocate_contiguous("jagged_softmax_backward", out);
+  constexpr const char* op = "jagged_softmax_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, out, offsets, scale});
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  grad_out = as_contiguous(op, grad_out, 1);
+  out = as_contiguous(op, out, 1);
+  Tensor grad_in = allocate(op, out, out.sizes());
   const KernelTable& table = kernel_table();
 
   SoftmaxParams params{};
   params.element = element_of(out);
   params.backward = true;
   params.x = out.const_data_ptr();
-  params.x_row_stride = softmax_row_stride(out, sizes.columns);
+  params.x_row_stride = out.stride(0);
   params.grad_out = grad_out.const_data_ptr();
-  params.grad_row_stride = softmax_row_stride(grad_out, sizes.columns);
+  params.grad_row_stride = grad_out.stride(0);
   params.out = grad_in.mutable_data_ptr();
-  params.columns = sizes.columns;
+  params.columns = sizes.rest;
   params.scale = scale;
-  zero_rows_outside(sequences, sizes.total, sizes.columns * element_bytes(params.element),
-                    params.out);
+  zero_rows_outside(sequences, sizes.T, sizes.rest * element_bytes(params.element), params.out);
   run_softmax(params, sequences, table);
   record_kernel(table.name);
   return grad_in;

@@ -1,5 +1,5 @@
 // jagged_sum on the CPU (reduce_rows.h).
-#include "contract/jagged_sum.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,8 +9,10 @@ namespace jagged_cuda::cpu {
 namespace {
 
 Tensor jagged_sum(Tensor x, Tensor offsets) {
-  const JaggedSumSizes sizes = parse_jagged_sum(x, offsets);
-  return reduce_rows("jagged_sum", x, offsets, sizes, /*mean=*/false);
+  constexpr const char* op = "jagged_sum";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets});
+  return reduce_rows(op, x, offsets, sizes, /*mean=*/false);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // jagged_target_attention on the CPU, forward and backward: attention whose query sequences all
 // have N rows (cpu/attention.h).
-#include "contract/jagged_target_attention.h"
+#include "contract/contract.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -37,25 +37,25 @@ Rows rows_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-std::vector<Sequence> query_sequences(const JaggedTargetAttentionSizes& sizes) {
-  std::vector<Sequence> queries(static_cast<size_t>(sizes.num_seqs));
+std::vector<Sequence> query_sequences(const Sizes& sizes) {
+  std::vector<Sequence> queries(static_cast<size_t>(sizes.B));
   for (size_t seq = 0; seq < queries.size(); ++seq) {
-    queries[seq] = {static_cast<int64_t>(seq) * sizes.num_queries, sizes.num_queries};
+    queries[seq] = {static_cast<int64_t>(seq) * sizes.N, sizes.N};
   }
   return queries;
 }
 
-AttentionParams make_params(const JaggedTargetAttentionSizes& sizes, const Tensor& q,
-                            const Tensor& k, const Tensor& v, double scale) {
+AttentionParams make_params(const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
+                            double scale) {
   AttentionParams params{};
   params.element = element_of(q);
   params.q = query_rows_of(q);
   params.k = rows_of(k);
   params.v = rows_of(v);
-  params.heads = sizes.heads;
-  params.kv_heads = sizes.kv_heads;
-  params.dim_qk = sizes.dim_qk;
-  params.dim_v = sizes.dim_v;
+  params.heads = sizes.H;
+  params.kv_heads = sizes.G;
+  params.dim_qk = sizes.D;
+  params.dim_v = sizes.Dv;
   params.window_left = params.window_right = -1;
   params.scale = scale;
   return params;
@@ -63,17 +63,16 @@ AttentionParams make_params(const JaggedTargetAttentionSizes& sizes, const Tenso
 
 std::tuple<Tensor, Tensor> jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
                                                    double scale, std::optional<int64_t> max_len,
-                                                   bool /*allow_tf32*/) {
+                                                   bool allow_tf32) {
   constexpr const char* op = "jagged_target_attention";
-  const JaggedTargetAttentionSizes sizes =
-      parse_jagged_target_attention(op, q, k, v, offsets, max_len);
-  const auto keys = read_sequences(op, "offsets", offsets, sizes.total, max_len);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({q, k, v, offsets, scale, max_len, allow_tf32});
+  const auto keys = read_sequences(op, "offsets", offsets, sizes.T, max_len);
   q = with_uniform_rows(op, q);
-  k = rows_contiguous(op, k);
-  v = rows_contiguous(op, v);
-  Tensor out = allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_v});
-  Tensor lse =
-      allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads}, lse_dtype(q.scalar_type()));
+  k = as_contiguous(op, k, -1);
+  v = as_contiguous(op, v, -1);
+  Tensor out = allocate(op, q, {sizes.B, sizes.N, sizes.H, sizes.Dv});
+  Tensor lse = allocate(op, q, {sizes.B, sizes.N, sizes.H}, sum_dtype(q.scalar_type()));
   AttentionParams params = make_params(sizes, q, k, v, scale);
   params.out = out.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr();
@@ -84,21 +83,22 @@ std::tuple<Tensor, Tensor> jagged_target_attention(Tensor q, Tensor k, Tensor v,
 
 std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,
-    Tensor lse, Tensor offsets, double scale, std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+    Tensor lse, Tensor offsets, double scale, std::optional<int64_t> max_len, bool allow_tf32) {
   constexpr const char* op = "jagged_target_attention_backward";
-  const JaggedTargetAttentionSizes sizes = parse_jagged_target_attention_backward(
-      grad_out, grad_lse, q, k, v, out, lse, offsets, max_len);
-  const auto keys = read_sequences(op, "offsets", offsets, sizes.total, max_len);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({grad_out, grad_lse, q, k, v, out, lse, offsets, scale, max_len, allow_tf32});
+  const auto keys = read_sequences(op, "offsets", offsets, sizes.T, max_len);
   q = with_uniform_rows(op, q);
-  k = rows_contiguous(op, k);
-  v = rows_contiguous(op, v);
+  k = as_contiguous(op, k, -1);
+  v = as_contiguous(op, v, -1);
   out = with_uniform_rows(op, out);
   grad_out = with_uniform_rows(op, grad_out);
   lse = as_contiguous(op, lse);
   if (grad_lse) grad_lse = as_contiguous(op, *grad_lse);
-  Tensor dq = allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_qk});
-  Tensor dk = allocate(op, k, {sizes.total, sizes.kv_heads, sizes.dim_qk});
-  Tensor dv = allocate(op, v, {sizes.total, sizes.kv_heads, sizes.dim_v});
+  Tensor dq = allocate(op, q, {sizes.B, sizes.N, sizes.H, sizes.D});
+  Tensor dk = allocate(op, k, {sizes.T, sizes.G, sizes.D});
+  Tensor dv = allocate(op, v, {sizes.T, sizes.G, sizes.Dv});
   AttentionParams params = make_params(sizes, q, k, v, scale);
   params.out_rows = query_rows_of(out);
   params.grad_out = query_rows_of(grad_out);
@@ -108,8 +108,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
   params.dk = dk.mutable_data_ptr();
   params.dv = dv.mutable_data_ptr();
   const int64_t bytes_each = element_bytes(params.element);
-  zero_rows_outside(keys, sizes.total, sizes.kv_heads * sizes.dim_qk * bytes_each, params.dk);
-  zero_rows_outside(keys, sizes.total, sizes.kv_heads * sizes.dim_v * bytes_each, params.dv);
+  zero_rows_outside(keys, sizes.T, sizes.G * sizes.D * bytes_each, params.dk);
+  zero_rows_outside(keys, sizes.T, sizes.G * sizes.Dv * bytes_each, params.dv);
   run_attention_backward(params, query_sequences(sizes), keys);
   record_kernel(kernel_table().name);
   return {dq, dk, dv};

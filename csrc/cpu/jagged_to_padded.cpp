@@ -1,5 +1,5 @@
 // jagged_to_padded on the CPU: items are sequences.
-#include "contract/jagged_to_padded.h"
+#include "contract/rows.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -22,19 +22,20 @@ void fill_elements(void* out, int64_t count, uint64_t bits) {
 
 Tensor jagged_to_padded(Tensor x, Tensor offsets, int64_t max_len, double fill) {
   constexpr const char* op = "jagged_to_padded";
-  const JaggedToPaddedSizes sizes = parse_jagged_to_padded(x, offsets, max_len);
-  const auto sequences = read_sequences(op, "offsets", offsets, sizes.total);
-  x = contiguous_rows(op, x, 1);
-  Tensor out = allocate_rows(op, x, with_rows_of(x, 1, {sizes.num_seqs, max_len}));
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets, max_len, fill});
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  x = as_contiguous(op, x, 1);
+  Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.B, max_len}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
-  const int64_t row_bytes = sizes.columns * elem_bytes;
+  const int64_t row_bytes = sizes.rest * elem_bytes;
   const int64_t x_row_bytes = x.stride(0) * elem_bytes;
   const char* source = static_cast<const char*>(x.const_data_ptr());
   char* result = static_cast<char*>(out.mutable_data_ptr());
   const uint64_t bits = element_bits(x.scalar_type(), fill);
 
   WorkList<int64_t> items;
-  for (int64_t seq = 0; seq < sizes.num_seqs && row_bytes > 0; ++seq) {
+  for (int64_t seq = 0; seq < sizes.B && row_bytes > 0; ++seq) {
     items.add(seq, max_len * row_bytes * kByteCost);
   }
   items.run(0, [&](int64_t seq, void*) {
@@ -49,10 +50,11 @@ Tensor jagged_to_padded(Tensor x, Tensor offsets, int64_t max_len, double fill) 
         std::memcpy(to + row * row_bytes, from + row * x_row_bytes, static_cast<size_t>(row_bytes));
       }
     }
-    const int64_t left = (max_len - rows) * sizes.columns;
+    const int64_t left = (max_len - rows) * sizes.rest;
     (elem_bytes == 8   ? fill_elements<uint64_t>
      : elem_bytes == 4 ? fill_elements<uint32_t>
-                       : fill_elements<uint16_t>)(to + rows * row_bytes, left, bits);
+     : elem_bytes == 2 ? fill_elements<uint16_t>
+                       : fill_elements<uint8_t>)(to + rows * row_bytes, left, bits);
   });
   record_kernel(kernel_table().name);
   return out;

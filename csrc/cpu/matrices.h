@@ -19,7 +19,8 @@ struct Matrix {
 };
 
 // The matrices of offsets, y_offsets (none: offsets) and matrix_offsets, each [B + 1], in
-// `capacity` elements, what `argument` says; checked if JAGGED_CUDA_CHECK asks for it.
+// `capacity` elements, what `argument` says. That all fit is checked if JAGGED_CUDA_CHECK asks for
+// it; all else is checked always.
 inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
                                          const Tensor& offsets,
                                          const std::optional<Tensor>& y_offsets,
@@ -32,15 +33,19 @@ inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
   const Tensor dense = contiguous(matrix_offsets);
   const int64_t* begins = dense.const_data_ptr<int64_t>();
   const int64_t num_seqs = dense.size(0) - 1;
-  if (checks_enabled()) {
+  const int64_t checked_capacity = check_mode() == CheckMode::kOff ? kUnlimited : capacity;
+  const auto check = [&](auto zero) {
+    using Offset = decltype(zero);
     const Tensor row_offsets = contiguous(offsets), column_offsets = contiguous(given_columns);
-    if (row_offsets.scalar_type() == ScalarType::Int) {
-      validate_matrix_offsets(op, argument, row_offsets.const_data_ptr<int32_t>(),
-                              column_offsets.const_data_ptr<int32_t>(), begins, num_seqs, capacity);
-    } else {
-      validate_matrix_offsets(op, argument, row_offsets.const_data_ptr<int64_t>(),
-                              column_offsets.const_data_ptr<int64_t>(), begins, num_seqs, capacity);
-    }
+    enforce(op, argument,
+            MatrixOffsetsRule<Offset>{row_offsets.const_data_ptr<Offset>(),
+                                      column_offsets.const_data_ptr<Offset>(), begins, num_seqs,
+                                      checked_capacity});
+  };
+  if (offsets.scalar_type() == ScalarType::Int) {
+    check(int32_t{0});
+  } else {
+    check(int64_t{0});
   }
   std::vector<Matrix> matrices(rows.size());
   for (size_t seq = 0; seq < rows.size(); ++seq) {

@@ -1,5 +1,5 @@
 // padded_to_jagged on the CPU: items are sequences.
-#include "contract/padded_to_jagged.h"
+#include "contract/rows.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -17,26 +17,28 @@ constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
 
 Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "padded_to_jagged";
-  const PaddedToJaggedSizes sizes = parse_padded_to_jagged(x, offsets, total);
-  const auto sequences = read_sequences(op, "offsets", offsets, total);
-  x = contiguous_rows(op, x, 2);
-  Tensor out = allocate_rows(op, x, with_rows_of(x, 2, {total}));
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets, total});
+  const auto sequences =
+      read_sequences(op, "offsets", offsets, total, std::nullopt, RowsOf::kCapacity);
+  x = as_contiguous(op, x, 2);
+  Tensor out = allocate(op, x, with_rows_of(x, 2, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
-  const int64_t row_bytes = sizes.columns * elem_bytes;
+  const int64_t row_bytes = sizes.rest * elem_bytes;
   const int64_t x_seq_bytes = x.stride(0) * elem_bytes, x_row_bytes = x.stride(1) * elem_bytes;
   const char* source = static_cast<const char*>(x.const_data_ptr());
   char* result = static_cast<char*>(out.mutable_data_ptr());
   zero_rows_outside(sequences, total, row_bytes, result);
 
   WorkList<int64_t> items;
-  for (int64_t seq = 0; seq < sizes.num_seqs && row_bytes > 0; ++seq) {
+  for (int64_t seq = 0; seq < sizes.B && row_bytes > 0; ++seq) {
     items.add(seq, sequences[static_cast<size_t>(seq)].len * row_bytes * kByteCost);
   }
   items.run(0, [&](int64_t seq, void*) {
     const Sequence& sequence = sequences[static_cast<size_t>(seq)];
     const char* from = source + seq * x_seq_bytes;
     char* to = result + sequence.begin * row_bytes;
-    const int64_t rows = std::min(sequence.len, sizes.max_len);
+    const int64_t rows = std::min(sequence.len, sizes.M);
     if (x_row_bytes == row_bytes && rows > 0) {
       std::memcpy(to, from, static_cast<size_t>(rows * row_bytes));
     } else {

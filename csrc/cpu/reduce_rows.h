@@ -6,13 +6,14 @@
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
-#include "contract/jagged_sum.h"
+#include "contract/contract.h"
 #include "contract/last_kernel.h"
+#include "contract/rows.h"
 
 namespace jagged_cuda::cpu {
 
-inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets,
-                          const JaggedSumSizes& sizes, bool mean) {
+inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets, const Sizes& sizes,
+                          bool mean) {
   struct Item {
     SumItem sum;
     int64_t seq;
@@ -20,26 +21,26 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets,
     int64_t parts;  // for which there is room from `sums` on, for a long sequence
     int64_t sums;
   };
-  const auto sequences = read_sequences(op, "offsets", offsets, sizes.total);
-  x = contiguous_rows(op, x, 1);
-  Tensor out = allocate_rows(op, x, with_rows_of(x, 1, {sizes.num_seqs}));
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  x = as_contiguous(op, x, 1);
+  Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.B}));
   const KernelTable& table = kernel_table();
   SumParams params{};
   params.element = element_of(x);
   params.x = x.const_data_ptr();
   params.x_row_stride = x.stride(0);
-  params.columns = sizes.columns;
+  params.columns = sizes.rest;
   char* result = static_cast<char*>(out.mutable_data_ptr());
 
   // Memory's speed, in multiply-adds.
   constexpr int64_t kElementCost = 6;
   WorkList<Item> whole, parts, parted;
   int64_t num_sums = 0;
-  for (int64_t seq = 0; seq < sizes.num_seqs; ++seq) {
+  for (int64_t seq = 0; seq < sizes.B; ++seq) {
     const auto [begin, len] = sequences[static_cast<size_t>(seq)];
     const double divisor = mean && len > 0 ? static_cast<double>(len) : 1.0;
-    for (int64_t column = 0; column < sizes.columns; column += kSumColumns) {
-      const int64_t columns = std::min(kSumColumns, sizes.columns - column);
+    for (int64_t column = 0; column < sizes.rest; column += kSumColumns) {
+      const int64_t columns = std::min(kSumColumns, sizes.rest - column);
       if (len <= kSumRows) {
         whole.add({{begin, len, column, columns}, seq, divisor, 1, 0},
                   (len + 4) * (columns + 4) * kElementCost);
@@ -67,7 +68,7 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets,
     return static_cast<char*>(sums.data()) + item.sums * sum_bytes;
   };
   const auto result_of = [&](const Item& item) {
-    const int64_t index = item.seq * sizes.columns + item.sum.column_begin;
+    const int64_t index = item.seq * sizes.rest + item.sum.column_begin;
     return result + index * element_bytes(params.element);
   };
   whole.run(bytes, [&](const Item& item, void* scratch) {

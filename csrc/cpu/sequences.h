@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "contract/checks.h"
 #include "contract/contract.h"
 
 namespace jagged_cuda::cpu {
@@ -24,32 +25,43 @@ inline Element element_of(const Tensor& tensor) {
   }
 }
 
+// What rows are counted in: those of a tensor, or a capacity, which the caller has chosen and which
+// may be less than the sequences hold.
+enum class RowsOf { kTensor, kCapacity };
+
 template <class Offset>
 std::vector<Sequence> sequences_of(const char* op, const char* argument, const Offset* offsets,
-                                   int64_t num_seqs, int64_t total,
-                                   std::optional<int64_t> max_len) {
-  if (checks_enabled()) validate_offsets(op, argument, offsets, num_seqs, total, max_len);
+                                   int64_t num_seqs, int64_t total, std::optional<int64_t> max_len,
+                                   RowsOf rows_of) {
+  const bool all = check_mode() != CheckMode::kOff;
+  enforce(
+      op, argument,
+      OffsetsRule<Offset>{offsets, num_seqs, all || rows_of == RowsOf::kTensor ? total : kUnlimited,
+                          all && max_len ? *max_len : kUnlimited});
   std::vector<Sequence> sequences(static_cast<size_t>(num_seqs));
-  // Clamped, so that wrong offsets stay within the tensors.
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t begin = std::clamp<int64_t>(offsets[seq], 0, total);
-    const int64_t end = std::clamp<int64_t>(offsets[seq + 1], begin, total);
+    const int64_t begin = std::min<int64_t>(offsets[seq], total);
+    const int64_t end = std::min<int64_t>(offsets[seq + 1], total);
     sequences[static_cast<size_t>(seq)] = {begin, end - begin};
   }
   return sequences;
 }
 
-// The sequences of offsets [B + 1] in a tensor of `total` rows; checked if JAGGED_CUDA_CHECK asks
-// for it.
+// The sequences of offsets [B + 1] in `total` rows, cut there. Offsets that decrease, or reach past
+// the end of a tensor, are an error; JAGGED_CUDA_CHECK asks for max_len and capacities to be held
+// too.
 inline std::vector<Sequence> read_sequences(const char* op, const char* argument,
                                             const Tensor& offsets, int64_t total,
-                                            std::optional<int64_t> max_len = std::nullopt) {
+                                            std::optional<int64_t> max_len = std::nullopt,
+                                            RowsOf rows_of = RowsOf::kTensor) {
   const Tensor dense = contiguous(offsets);
   const int64_t num_seqs = dense.size(0) - 1;
   if (dense.scalar_type() == ScalarType::Int) {
-    return sequences_of(op, argument, dense.const_data_ptr<int32_t>(), num_seqs, total, max_len);
+    return sequences_of(op, argument, dense.const_data_ptr<int32_t>(), num_seqs, total, max_len,
+                        rows_of);
   }
-  return sequences_of(op, argument, dense.const_data_ptr<int64_t>(), num_seqs, total, max_len);
+  return sequences_of(op, argument, dense.const_data_ptr<int64_t>(), num_seqs, total, max_len,
+                      rows_of);
 }
 
 // Zeros for the rows that lie before the first and after the last sequence. Comes ahead of the

@@ -1,42 +1,11 @@
 #include "cuda/glue.h"
 #include "cuda/matrices.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/array_jagged_bmm_jagged_out.h"
-#include "contract/array_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
-
-const char* kernel_name(gemm::Math math, bool transpose, bool wgmma) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      if (wgmma) {
-        return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.wgmma.bf16"
-                         : "cuda.array_jagged_bmm_jagged_out.wgmma.bf16";
-      }
-      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.bf16"
-                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      if (wgmma) {
-        return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.wgmma.fp16"
-                         : "cuda.array_jagged_bmm_jagged_out.wgmma.fp16";
-      }
-      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.fp16"
-                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.tf32"
-                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.mma_sync.fp32"
-                       : "cuda.array_jagged_bmm_jagged_out.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return transpose ? "cuda.array_jagged_bmm_jagged_out.transposed.fma.fp64"
-                       : "cuda.array_jagged_bmm_jagged_out.fma.fp64";
-  }
-  return "none";
-}
 
 // a [sum Lx*Ly], y [Ty, N], or [Tx, N] if `transpose`, offsets, y_offsets and matrix_offsets
 // [B + 1] -> [total, N]
@@ -44,29 +13,31 @@ Tensor array_jagged_bmm_jagged_out(const Tensor& a, const Tensor& y, const Tenso
                                    std::optional<Tensor> y_offsets, const Tensor& matrix_offsets,
                                    int64_t total, bool transpose, bool allow_tf32) {
   constexpr const char* op = "array_jagged_bmm_jagged_out";
-  const ArrayJaggedBmmJaggedOutSizes sizes =
-      parse_array_jagged_bmm_jagged_out(a, y, offsets, y_offsets, matrix_offsets, total, transpose);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({a, y, offsets, y_offsets, matrix_offsets, total, transpose, allow_tf32});
+  const int64_t total_rows = transpose ? sizes.T : total;
+  const int64_t total_columns = transpose ? total : sizes.T;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
-  maybe_validate_matrices(op, "a", bounds, y_offsets.has_value(), sizes.total_rows,
-                          sizes.total_columns, sizes.capacity);
-  const Tensor out = allocate(op, a, {sizes.total, sizes.columns});
-  if (sizes.total == 0 || sizes.columns == 0) return out;
-  const Tensor elements = as_contiguous(op, a), rows = rows_contiguous(op, y);
+  maybe_validate_matrices(op, "a", bounds, y_offsets.has_value(), total_rows, total_columns,
+                          sizes.elems);
+  const Tensor out = allocate(op, a, {total, sizes.N});
+  if (total == 0 || sizes.N == 0) return out;
+  const Tensor elements = as_contiguous(op, a), rows = as_contiguous(op, y, -1);
 
   ArrayJaggedBmmJaggedOutParams params;
   params.a = elements.const_data_ptr();
   params.y = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
-  params.matrices = view_matrices(bounds, sizes.total_rows, sizes.total_columns, sizes.capacity);
-  params.columns = sizes.columns;
+  params.matrices = view_matrices(bounds, total_rows, total_columns, sizes.elems);
+  params.columns = sizes.N;
   params.y_stride = rows.stride(0);
   params.y_vectors = has_aligned_lines(rows, {0});
   params.transpose = transpose;
   params.mma_sync_only = mma_sync_only(op);
-  params.math = product_math(a.scalar_type(), allow_tf32);
+  params.type = element_type(a.scalar_type(), allow_tf32);
   check_cuda(op, launch_array_jagged_bmm_jagged_out(params, current_stream(a)));
-  record_kernel(kernel_name(params.math, transpose, takes_wgmma(params)));
   return out;
 }
 

@@ -1,17 +1,23 @@
-// What every CUDA entry needs beside its contract: stream, offsets, checks, launch errors.
+// What every CUDA entry needs beside its contract: stream, offsets, checks, launch errors, element
+// types, alignment.
 #pragma once
 
 #include "contract/contract.h"
-#include "contract/last_kernel.h"
 
+#include "cuda/checks.h"
+#include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
+#include <vector>
 
 // Exported by libtorch_cuda; torch declares it under USE_CUDA only.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -35,7 +41,53 @@ inline void check_cuda(const char* op, cudaError_t error) {
          "); run `python -m jagged_cuda.info` to see what it holds, and rebuild with "
          "TORCH_CUDA_ARCH_LIST set");
   }
+  if (error == cudaErrorInvalidConfiguration) {
+    fail(std::string(op) + ": the tensors are too large for one launch on CUDA");
+  }
   fail(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
+}
+
+// Products that allow it round f32 to TF32.
+inline ElementType element_type(ScalarType dtype, bool allow_tf32 = false) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return ElementType::kBf16;
+    case ScalarType::Half:
+      return ElementType::kF16;
+    case ScalarType::Double:
+      return ElementType::kF64;
+    default:
+      return allow_tf32 ? ElementType::kTf32 : ElementType::kF32;
+  }
+}
+
+constexpr int64_t kVectorBytes = 16;
+
+// Whether each line of `tensor` begins at a multiple of `bytes` and has a multiple of them. `dims`
+// lead from one line to another; the others make up a line, and are contiguous.
+inline bool has_aligned_lines(const Tensor& tensor, std::initializer_list<int64_t> dims,
+                              int64_t bytes = kVectorBytes) {
+  const int64_t element_bytes = static_cast<int64_t>(tensor.element_size());
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
+  int64_t line_bytes = element_bytes;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (std::find(dims.begin(), dims.end(), dim) == dims.end()) {
+      line_bytes *= tensor.size(dim);
+    } else if (tensor.size(dim) > 1) {
+      aligned = aligned && tensor.stride(dim) * element_bytes % bytes == 0;
+    }
+  }
+  return aligned && line_bytes % bytes == 0;
+}
+
+// The widest unit, up to 16 bytes, in which the lines of `tensor` can be copied. Results are
+// contiguous and aligned.
+inline int copy_unit_bytes(const Tensor& tensor, std::initializer_list<int64_t> dims) {
+  int unit = kVectorBytes;
+  while (unit > static_cast<int>(tensor.element_size()) && !has_aligned_lines(tensor, dims, unit)) {
+    unit /= 2;
+  }
+  return unit;
 }
 
 // JAGGED_CUDA_TENSOR_CORES=mma_sync makes every GPU take the kernels that run on all of them.
@@ -54,28 +106,11 @@ inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
           offsets.scalar_type() == ScalarType::Long};
 }
 
-// Under JAGGED_CUDA_CHECK=1: waits for the stream and names the first bad index. A stream that is
-// being captured into a graph can't be waited for, so nothing is checked there.
-inline void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                                   int64_t total, std::optional<int64_t> max_len = std::nullopt) {
-  if (!checks_enabled()) return;
-  const cudaStream_t stream = current_stream(offsets);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(op, cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) return;
-  const int64_t num_seqs = offsets.size(0) - 1;
-  const auto validate = [&](auto zero) {
-    std::vector<decltype(zero)> host(num_seqs + 1);
-    check_cuda(op, cudaMemcpyAsync(host.data(), offsets.const_data_ptr(),
-                                   host.size() * sizeof(zero), cudaMemcpyDeviceToHost, stream));
-    check_cuda(op, cudaStreamSynchronize(stream));
-    validate_offsets(op, argument, host.data(), num_seqs, total, max_len);
-  };
-  if (offsets.scalar_type() == ScalarType::Long) {
-    validate(int64_t{0});
-  } else {
-    validate(int32_t{0});
-  }
+// A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are
+// arbitrary in torch, and are replaced by 0, so that they do not spoil alignment.
+inline HeadsView view_heads(const Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.size(0) > 1 ? tensor.stride(0) : 0,
+          tensor.size(1) > 1 ? tensor.stride(1) : 0};
 }
 
 }  // namespace jagged_cuda

@@ -1,7 +1,5 @@
 #include "cuda/matrices.h"
-#include "cuda/rows_glue.h"
 #include "cuda/kernels/jagged2_softmax.h"
-#include "contract/jagged2_softmax.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -13,38 +11,29 @@ namespace {
 // How many rows the matrices' sides have is nowhere said: offsets are not bounded above.
 constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
-const char* kernel_name(bool backward, bool over_rows) {
-  if (backward) {
-    return over_rows ? "cuda.jagged2_softmax_backward.rows"
-                     : "cuda.jagged2_softmax_backward.columns";
-  }
-  return over_rows ? "cuda.jagged2_softmax.rows" : "cuda.jagged2_softmax.columns";
-}
-
 // a [sum Lx*Ly], offsets [B + 1], y_offsets [B + 1] or none, matrix_offsets [B + 1] -> like a
 Tensor jagged2_softmax(const Tensor& a, const Tensor& offsets,
                        const std::optional<Tensor>& y_offsets, const Tensor& matrix_offsets,
                        int64_t dim, double scale) {
   constexpr const char* op = "jagged2_softmax";
-  const Jagged2SoftmaxSizes sizes =
-      parse_jagged2_softmax(a, offsets, y_offsets, matrix_offsets, dim);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({a, offsets, y_offsets, matrix_offsets, dim, scale});
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
   maybe_validate_matrices(op, "a", bounds, y_offsets.has_value(), kUnbounded, kUnbounded,
-                          sizes.capacity);
-  const Tensor out = allocate(op, a, {sizes.capacity});
-  if (sizes.capacity == 0) return out;
+                          sizes.elems);
+  const Tensor out = allocate(op, a, {sizes.elems});
+  if (sizes.elems == 0) return out;
   const Tensor elems = as_contiguous(op, a);
 
   Jagged2SoftmaxParams params;
   params.a = elems.const_data_ptr();
   params.out = out.mutable_data_ptr();
-  params.matrices = view_matrices(bounds, kUnbounded, kUnbounded, sizes.capacity);
-  params.over_rows = sizes.over_rows;
+  params.matrices = view_matrices(bounds, kUnbounded, kUnbounded, sizes.elems);
+  params.over_rows = dim == -2;
   params.scale = scale;
-  params.type = element_type_of(a);
+  params.type = element_type(a.scalar_type());
   check_cuda(op, launch_jagged2_softmax(params, current_stream(a)));
-  record_kernel(kernel_name(false, sizes.over_rows));
   return out;
 }
 
@@ -53,26 +42,26 @@ Tensor jagged2_softmax_backward(const Tensor& grad_out, const Tensor& out, const
                                 const std::optional<Tensor>& y_offsets,
                                 const Tensor& matrix_offsets, int64_t dim, double scale) {
   constexpr const char* op = "jagged2_softmax_backward";
-  const Jagged2SoftmaxSizes sizes =
-      parse_jagged2_softmax_backward(grad_out, out, offsets, y_offsets, matrix_offsets, dim);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({grad_out, out, offsets, y_offsets, matrix_offsets, dim, scale});
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
   maybe_validate_matrices(op, "out", bounds, y_offsets.has_value(), kUnbounded, kUnbounded,
-                          sizes.capacity);
-  const Tensor grad_a = allocate(op, out, {sizes.capacity});
-  if (sizes.capacity == 0) return grad_a;
+                          sizes.elems);
+  const Tensor grad_a = allocate(op, out, {sizes.elems});
+  if (sizes.elems == 0) return grad_a;
   const Tensor grad_elems = as_contiguous(op, grad_out), out_elems = as_contiguous(op, out);
 
   Jagged2SoftmaxBackwardParams params;
   params.grad_out = grad_elems.const_data_ptr();
   params.out = out_elems.const_data_ptr();
   params.grad_a = grad_a.mutable_data_ptr();
-  params.matrices = view_matrices(bounds, kUnbounded, kUnbounded, sizes.capacity);
-  params.over_rows = sizes.over_rows;
+  params.matrices = view_matrices(bounds, kUnbounded, kUnbounded, sizes.elems);
+  params.over_rows = dim == -2;
   params.scale = scale;
-  params.type = element_type_of(out);
+  params.type = element_type(out.scalar_type());
   check_cuda(op, launch_jagged2_softmax_backward(params, current_stream(out)));
-  record_kernel(kernel_name(true, sizes.over_rows));
   return grad_a;
 }
 

@@ -1,6 +1,6 @@
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
+#include "contract/rows.h"
 #include "cuda/kernels/jagged_broadcast.h"
-#include "contract/jagged_broadcast.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -10,24 +10,26 @@ namespace {
 // x [B, ...], offsets [B + 1] -> [total, ...]
 Tensor jagged_broadcast(const Tensor& x, const Tensor& offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
-  const JaggedBroadcastSizes sizes = parse_jagged_broadcast(x, offsets, total);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets, total});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, total);
-  const Tensor out = allocate_rows(op, x, with_rows_of(x, 1, {total}));
-  if (total == 0 || sizes.columns == 0) return out;
-  const Tensor rows = contiguous_rows(op, x, 1);
+  const Tensor out = allocate(op, x, with_rows_of(x, 1, {total}));
+  if (total == 0 || sizes.rest == 0) return out;
+  const Tensor rows = as_contiguous(op, x, 1);
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
-  JaggedBroadcastParams params;
-  params.unit_bytes = copy_unit_bytes(rows, sizes.columns, {0});
+  const int unit_bytes = copy_unit_bytes(rows, {0});
+  GatherParams params;
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
-  params.row_units = sizes.columns * elem_bytes / params.unit_bytes;
-  params.x_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
-  check_cuda(op, launch_jagged_broadcast(params, current_stream(x)));
-  record_kernel("cuda.jagged_broadcast");
+  params.row_units = sizes.rest * elem_bytes / unit_bytes;
+  params.seq_stride = rows.stride(0) * elem_bytes / unit_bytes;
+  params.row_stride = 0;
+  params.limit = total;
+  check_cuda(op, launch_jagged_broadcast(params, unit_bytes, current_stream(x)));
   return out;
 }
 

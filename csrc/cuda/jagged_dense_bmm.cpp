@@ -1,28 +1,10 @@
 #include "cuda/glue.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/jagged_dense_bmm.h"
-#include "contract/jagged_dense_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
-
-const char* kernel_name(gemm::Math math) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      return "cuda.jagged_dense_bmm.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      return "cuda.jagged_dense_bmm.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return "cuda.jagged_dense_bmm.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return "cuda.jagged_dense_bmm.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return "cuda.jagged_dense_bmm.fma.fp64";
-  }
-  return "none";
-}
 
 // y [B, D, N] as the kernel takes it: stride 1 along D or N. A dimension of size 1 has any stride,
 // so both may serve; then the one whose lines are aligned.
@@ -49,36 +31,36 @@ DenseOperand prepare_dense(const Tensor& y) {
 Tensor jagged_dense_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32,
                         const std::optional<Tensor>& bias, int64_t activation) {
   constexpr const char* op = "jagged_dense_bmm";
-  const JaggedDenseBmmSizes sizes = parse_jagged_dense_bmm(x, y, offsets, bias, activation);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, y, offsets, allow_tf32, bias, activation});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
-  maybe_validate_offsets(op, "offsets", bounds, sizes.total);
-  const Tensor out = allocate(op, x, {sizes.total, sizes.columns});
-  if (sizes.total == 0 || sizes.columns == 0) return out;
-  const Tensor rows = rows_contiguous(op, x);
+  maybe_validate_offsets(op, "offsets", bounds, sizes.T);
+  const Tensor out = allocate(op, x, {sizes.T, sizes.N});
+  if (sizes.T == 0 || sizes.N == 0) return out;
+  const Tensor rows = as_contiguous(op, x, -1);
   const DenseOperand dense = prepare_dense(y);
   const std::optional<Tensor> bias_rows =
-      bias ? std::optional<Tensor>(rows_contiguous(op, *bias)) : std::nullopt;
+      bias ? std::optional<Tensor>(as_contiguous(op, *bias, -1)) : std::nullopt;
 
   JaggedDenseBmmParams params;
   params.x = rows.const_data_ptr();
   params.y = dense.y.const_data_ptr();
   params.bias = bias_rows ? bias_rows->const_data_ptr() : nullptr;
   params.bias_stride = bias_rows ? bias_rows->stride(0) : 0;
-  params.activation = sizes.activation;
+  params.activation = static_cast<Activation>(activation);
   params.out = out.mutable_data_ptr();
-  params.offsets = view_offsets(bounds, sizes.total);
-  params.inner = sizes.inner;
-  params.columns = sizes.columns;
+  params.offsets = view_offsets(bounds, sizes.T);
+  params.inner = sizes.D;
+  params.columns = sizes.N;
   params.x_stride = rows.stride(0);
   params.y_seq_stride = dense.y.stride(0);
   params.y_stride = dense.y.stride(dense.along_inner ? 2 : 1);
   params.y_along_inner = dense.along_inner;
   params.x_vectors = has_aligned_lines(rows, {0});
   params.y_vectors = dense.vectors;
-  params.math = product_math(x.scalar_type(), allow_tf32);
+  params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_dense_bmm(params, current_stream(x)));
-  record_kernel(kernel_name(params.math));
   return out;
 }
 

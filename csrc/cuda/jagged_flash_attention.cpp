@@ -1,10 +1,7 @@
 // CUDA entry of jagged_flash_attention: parse, fill Params, launch.
 
-#include "contract/jagged_flash_attention.h"
-
 #include "cuda/kernels/jagged_flash_attention.h"
 
-#include "cuda/attention_glue.h"
 #include "cuda/glue.h"
 
 #include <torch/csrc/stable/library.h>
@@ -16,47 +13,35 @@ namespace {
 
 int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
 
-void fill_common(const char* op, AttentionParams& params, const JaggedFlashAttentionSizes& sizes,
-                 const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                 const Tensor& lse, const Tensor& offsets, const Tensor& kv_offsets,
-                 int64_t window_left, int64_t window_right, double scale,
-                 std::optional<int64_t> max_len) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
-  params.q_offsets = view_offsets(offsets, sizes.total_q);
-  params.kv_offsets = view_offsets(kv_offsets, sizes.total_kv);
+void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
+                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                 const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
+                 int64_t window_right, double scale, std::optional<int64_t> max_len) {
+  params.type = element_type(q.scalar_type());
+  params.q_offsets = view_offsets(offsets, sizes.Tq);
+  params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
   params.q = view_heads(q);
   params.k = view_heads(k);
   params.v = view_heads(v);
   params.out = view_heads(out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.heads = static_cast<int>(sizes.heads);
-  params.kv_heads = static_cast<int>(sizes.kv_heads);
-  params.dim_qk = static_cast<int>(sizes.dim_qk);
-  params.dim_v = static_cast<int>(sizes.dim_v);
+  params.heads = static_cast<int>(sizes.H);
+  params.kv_heads = static_cast<int>(sizes.G);
+  params.dim_qk = static_cast<int>(sizes.D);
+  params.dim_v = static_cast<int>(sizes.Dv);
   params.window_left = window_rows(window_left);
   params.window_right = window_rows(window_right);
   params.scale = scale;
   params.max_len = max_len.value_or(0);
   params.mma_sync_only = mma_sync_only(op);
-  params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
-                   aligned(params.k, sizes.dim_qk, element_bytes) &&
-                   aligned(params.v, sizes.dim_v, element_bytes) &&
-                   aligned(params.out, sizes.dim_v, element_bytes);
+  params.aligned = has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1});
 }
 
-void check_heads(const char* op, const JaggedFlashAttentionSizes& sizes) {
-  constexpr int64_t kMaxHeads = 65535;  // the grid's second dimension
-  if (sizes.heads > kMaxHeads) {
-    fail_argument(op, "q", "[Tq, H, D] with H at most 65535 on CUDA",
-                  shape_text({sizes.total_q, sizes.heads, sizes.dim_qk}));
-  }
-}
-
-void validate(const char* op, const JaggedFlashAttentionSizes& sizes, const Tensor& offsets,
+void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
               const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
-  maybe_validate_offsets(op, "offsets", offsets, sizes.total_q, max_len);
-  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.total_kv, max_len);
+  maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
+  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len);
 }
 
 std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
@@ -64,27 +49,25 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
                                                   const std::optional<Tensor>& kv_offsets_any,
                                                   int64_t window_left, int64_t window_right,
                                                   double scale, std::optional<int64_t> max_len,
-                                                  bool /*allow_tf32*/) {
+                                                  bool allow_tf32) {
   constexpr const char* op = "jagged_flash_attention";
-  const auto sizes = parse_jagged_flash_attention(
-      op, q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right, max_len);
-  check_heads(op, sizes);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left,
+                                      window_right, scale, max_len, allow_tf32});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
-  const Tensor q = rows_contiguous(op, q_any), k = rows_contiguous(op, k_any),
-               v = rows_contiguous(op, v_any);
+  const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
+               v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
   validate(op, sizes, offsets, kv_offsets_any, max_len);
-  Tensor out = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_v});
-  Tensor lse = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
-  if (sizes.total_q == 0 || sizes.heads == 0) return {out, lse};
+  Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
+  Tensor lse = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
+  if (sizes.Tq == 0 || sizes.H == 0) return {out, lse};
 
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale, max_len);
-  const char* path = "none";
-  check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
-  record_kernel(path);
+  check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }
 
@@ -92,28 +75,28 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
     const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any, int64_t window_left,
-    int64_t window_right, double scale, std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+    int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32) {
   constexpr const char* op = "jagged_flash_attention_backward";
-  const auto sizes = parse_jagged_flash_attention_backward(
-      grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any, offsets_any,
-      kv_offsets_any, window_left, window_right, max_len);
-  check_heads(op, sizes);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any,
+                                      lse_any, offsets_any, kv_offsets_any, window_left,
+                                      window_right, scale, max_len, allow_tf32});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
-  const Tensor q = rows_contiguous(op, q_any), k = rows_contiguous(op, k_any),
-               v = rows_contiguous(op, v_any);
-  const Tensor grad_out = rows_contiguous(op, grad_out_any), out = rows_contiguous(op, out_any),
+  const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
+               v = as_contiguous(op, v_any, -1);
+  const Tensor grad_out = as_contiguous(op, grad_out_any, -1), out = as_contiguous(op, out_any, -1),
                lse = as_contiguous(op, lse_any);
   const std::optional<Tensor> grad_lse =
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
   validate(op, sizes, offsets, kv_offsets_any, max_len);
-  Tensor grad_q = allocate(op, q, {sizes.total_q, sizes.heads, sizes.dim_qk});
-  Tensor grad_k = allocate(op, q, {sizes.total_kv, sizes.kv_heads, sizes.dim_qk});
-  Tensor grad_v = allocate(op, q, {sizes.total_kv, sizes.kv_heads, sizes.dim_v});
-  const Tensor delta = allocate(op, q, {sizes.total_q, sizes.heads}, lse_dtype(q.scalar_type()));
-  if (sizes.total_q == 0 && sizes.total_kv == 0) return {grad_q, grad_k, grad_v};
-  if (sizes.heads == 0) {
+  Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});
+  Tensor grad_k = allocate(op, q, {sizes.Tk, sizes.G, sizes.D});
+  Tensor grad_v = allocate(op, q, {sizes.Tk, sizes.G, sizes.Dv});
+  const Tensor delta = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
+  if (sizes.Tq == 0 && sizes.Tk == 0) return {grad_q, grad_k, grad_v};
+  if (sizes.H == 0) {
     torch::stable::zero_(grad_k);
     torch::stable::zero_(grad_v);
     return {grad_q, grad_k, grad_v};
@@ -122,17 +105,14 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   AttentionBackwardParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale, max_len);
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
   params.grad_out = view_heads(grad_out);
-  params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);
+  params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
   params.delta = delta.mutable_data_ptr();
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
-  const char* path = "none";
-  check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q), &path));
-  record_kernel(path);
+  check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   return {grad_q, grad_k, grad_v};
 }
 

@@ -1,54 +1,36 @@
 #include "cuda/glue.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/jagged_jagged_bmm.h"
-#include "contract/jagged_jagged_bmm.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
 
-const char* kernel_name(gemm::Math math) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      return "cuda.jagged_jagged_bmm.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      return "cuda.jagged_jagged_bmm.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return "cuda.jagged_jagged_bmm.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return "cuda.jagged_jagged_bmm.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return "cuda.jagged_jagged_bmm.fma.fp64";
-  }
-  return "none";
-}
-
 // x [T, D], y [T, N], offsets [B + 1] -> [B, D, N]
 Tensor jagged_jagged_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32) {
   constexpr const char* op = "jagged_jagged_bmm";
-  const JaggedJaggedBmmSizes sizes = parse_jagged_jagged_bmm(x, y, offsets);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, y, offsets, allow_tf32});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
-  maybe_validate_offsets(op, "offsets", bounds, sizes.total);
-  const Tensor out = allocate(op, x, {sizes.num_seqs, sizes.rows, sizes.columns});
-  if (sizes.num_seqs == 0 || sizes.rows == 0 || sizes.columns == 0) return out;
-  const Tensor left = rows_contiguous(op, x), right = rows_contiguous(op, y);
+  maybe_validate_offsets(op, "offsets", bounds, sizes.T);
+  const Tensor out = allocate(op, x, {sizes.B, sizes.D, sizes.N});
+  if (sizes.B == 0 || sizes.D == 0 || sizes.N == 0) return out;
+  const Tensor left = as_contiguous(op, x, -1), right = as_contiguous(op, y, -1);
 
   JaggedJaggedBmmParams params;
   params.x = left.const_data_ptr();
   params.y = right.const_data_ptr();
   params.out = out.mutable_data_ptr();
-  params.offsets = view_offsets(bounds, sizes.total);
-  params.rows = sizes.rows;
-  params.columns = sizes.columns;
+  params.offsets = view_offsets(bounds, sizes.T);
+  params.rows = sizes.D;
+  params.columns = sizes.N;
   params.x_stride = left.stride(0);
   params.y_stride = right.stride(0);
   params.x_vectors = has_aligned_lines(left, {0});
   params.y_vectors = has_aligned_lines(right, {0});
-  params.math = product_math(x.scalar_type(), allow_tf32);
+  params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_jagged_bmm(params, current_stream(x)));
-  record_kernel(kernel_name(params.math));
   return out;
 }
 

@@ -1,61 +1,41 @@
 #include "cuda/glue.h"
 #include "cuda/matrices.h"
-#include "cuda/product_glue.h"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
-#include "contract/jagged_jagged_bmm_jagged_out.h"
 
 #include <torch/csrc/stable/library.h>
 
 namespace jagged_cuda {
 namespace {
 
-const char* kernel_name(gemm::Math math, bool wgmma) {
-  switch (math) {
-    case gemm::Math::kBf16:
-      return wgmma ? "cuda.jagged_jagged_bmm_jagged_out.wgmma.bf16"
-                   : "cuda.jagged_jagged_bmm_jagged_out.mma_sync.bf16";
-    case gemm::Math::kFp16:
-      return wgmma ? "cuda.jagged_jagged_bmm_jagged_out.wgmma.fp16"
-                   : "cuda.jagged_jagged_bmm_jagged_out.mma_sync.fp16";
-    case gemm::Math::kTf32:
-      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.tf32";
-    case gemm::Math::kFp32:
-      return "cuda.jagged_jagged_bmm_jagged_out.mma_sync.fp32";
-    case gemm::Math::kFp64:
-      return "cuda.jagged_jagged_bmm_jagged_out.fma.fp64";
-  }
-  return "none";
-}
-
 // x [Tx, D], y [Ty, D], offsets, y_offsets and matrix_offsets [B + 1] -> [total_out]
 Tensor jagged_jagged_bmm_jagged_out(const Tensor& x, const Tensor& y, const Tensor& offsets,
                                     std::optional<Tensor> y_offsets, const Tensor& matrix_offsets,
                                     int64_t total_out, bool allow_tf32) {
   constexpr const char* op = "jagged_jagged_bmm_jagged_out";
-  const JaggedJaggedBmmJaggedOutSizes sizes =
-      parse_jagged_jagged_bmm_jagged_out(x, y, offsets, y_offsets, matrix_offsets, total_out);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({x, y, offsets, y_offsets, matrix_offsets, total_out, allow_tf32});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
-  maybe_validate_matrices(op, "total_out", bounds, y_offsets.has_value(), sizes.total_x,
-                          sizes.total_y, sizes.capacity);
-  const Tensor out = allocate(op, x, {sizes.capacity});
-  if (sizes.capacity == 0) return out;
-  const Tensor left = rows_contiguous(op, x), right = rows_contiguous(op, y);
+  maybe_validate_matrices(op, "total_out", bounds, y_offsets.has_value(), sizes.Tx, sizes.Ty,
+                          total_out);
+  const Tensor out = allocate(op, x, {total_out});
+  if (total_out == 0) return out;
+  const Tensor left = as_contiguous(op, x, -1), right = as_contiguous(op, y, -1);
 
   JaggedJaggedBmmJaggedOutParams params;
   params.x = left.const_data_ptr();
   params.y = right.const_data_ptr();
   params.out = out.mutable_data_ptr();
-  params.matrices = view_matrices(bounds, sizes.total_x, sizes.total_y, sizes.capacity);
-  params.inner = sizes.inner;
+  params.matrices = view_matrices(bounds, sizes.Tx, sizes.Ty, total_out);
+  params.inner = sizes.D;
   params.x_stride = left.stride(0);
   params.y_stride = right.stride(0);
   params.x_vectors = has_aligned_lines(left, {0});
   params.y_vectors = has_aligned_lines(right, {0});
   params.mma_sync_only = mma_sync_only(op);
-  params.math = product_math(x.scalar_type(), allow_tf32);
+  params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_jagged_bmm_jagged_out(params, current_stream(x)));
-  record_kernel(kernel_name(params.math, takes_wgmma(params)));
   return out;
 }
 

@@ -1,6 +1,5 @@
 #include "cuda/sum_glue.h"
 #include "cuda/kernels/jagged_mean.h"
-#include "contract/jagged_mean.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,10 +8,10 @@ namespace {
 
 // x [T, ...], offsets [B + 1] -> [B, ...]
 Tensor jagged_mean(const Tensor& x, const Tensor& offsets) {
-  const JaggedMeanSizes sizes = parse_jagged_mean(x, offsets);
-  const Tensor out = reduce_rows("jagged_mean", x, offsets, sizes, launch_jagged_mean);
-  record_kernel("cuda.jagged_mean");
-  return out;
+  constexpr const char* op = "jagged_mean";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets});
+  return reduce_rows(op, x, offsets, sizes, launch_jagged_mean);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) { m.impl("jagged_mean", TORCH_BOX(&jagged_mean)); }

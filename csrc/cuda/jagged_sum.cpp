@@ -1,6 +1,5 @@
 #include "cuda/sum_glue.h"
 #include "cuda/kernels/jagged_sum.h"
-#include "contract/jagged_sum.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,10 +8,10 @@ namespace {
 
 // x [T, ...], offsets [B + 1] -> [B, ...]
 Tensor jagged_sum(const Tensor& x, const Tensor& offsets) {
-  const JaggedSumSizes sizes = parse_jagged_sum(x, offsets);
-  const Tensor out = reduce_rows("jagged_sum", x, offsets, sizes, launch_jagged_sum);
-  record_kernel("cuda.jagged_sum");
-  return out;
+  constexpr const char* op = "jagged_sum";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets});
+  return reduce_rows(op, x, offsets, sizes, launch_jagged_sum);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) { m.impl("jagged_sum", TORCH_BOX(&jagged_sum)); }

@@ -4,23 +4,17 @@
 // key/value head than those hold, the queries are a jagged tensor whose sequences all have N rows,
 // and the kernels of jagged_flash_attention serve.
 
-#include "contract/jagged_target_attention.h"
-
 #include "cuda/kernels/jagged_target_attention.h"
 
-#include "cuda/attention_glue.h"
 #include "cuda/glue.h"
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 namespace jagged_cuda {
 namespace {
-
-using Sizes = JaggedTargetAttentionSizes;
-
-bool is_16_bit(const Tensor& tensor) { return tensor.element_size() == 2; }
 
 // A [B, N, H, dim] tensor with a contiguous last dimension; strides of dimensions of size 1 become
 // 0.
@@ -29,62 +23,76 @@ QueriesView view_queries(const Tensor& tensor) {
   return {tensor.const_data_ptr(), stride(0), stride(1), stride(2)};
 }
 
-bool queries_aligned(const QueriesView& view, int64_t dim, int64_t element_bytes) {
-  return on_vectors(view.data, element_bytes,
-                    {view.seq_stride, view.row_stride, view.head_stride, dim});
-}
-
-void check_limits(const char* op, const Sizes& sizes) {
-  constexpr int64_t kMaxHeads = 65535, kMaxRows = int64_t{1} << 24;
-  if (sizes.heads > kMaxHeads) {
-    fail_argument(op, "q", "[B, N, H, D] with H at most 65535 on CUDA",
-                  shape_text({sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_qk}));
-  }
-  if (sizes.heads > 0 && sizes.num_queries > kMaxRows / (sizes.heads / sizes.kv_heads)) {
-    fail_argument(op, "q", "[B, N, H, D] with N H / G at most 16777216 on CUDA",
-                  shape_text({sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_qk}));
-  }
-}
-
 // --- kernels of its own
 
 int64_t part_columns(int64_t dim) { return (dim + 7) / 8 * 8; }
 
 // Whether some sequence may have more than one chunk.
 bool may_split(const Sizes& sizes, std::optional<int64_t> max_len) {
-  return sizes.total > kTargetChunk && !(max_len && *max_len <= kTargetChunk);
+  return sizes.T > kTargetChunk && !(max_len && *max_len <= kTargetChunk);
 }
 
-// For each slot and row of it, `columns` sums and `stats` statistics.
-Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t columns,
-                      int64_t stats) {
+// For each slot and each of `queries` queries, `columns` sums and `stats` statistics.
+Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t queries,
+                      int64_t columns, int64_t stats) {
   return allocate(
       op, like,
-      {target_slots(sizes.total), sizes.num_queries * sizes.heads, part_columns(columns) + stats},
+      {target_slots(sizes.T, sizes.B).count, queries * sizes.H, part_columns(columns) + stats},
       ScalarType::Float);
 }
 
-void fill_common(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
-                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                 const Tensor& offsets, double scale) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
-  params.offsets = view_offsets(offsets, sizes.total);
-  params.q = view_queries(q);
+// How many queries a pass over the keys takes, if all sequences may be split: so many that the
+// workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of
+// each key/value head, whose parts take about half as much memory as k and v.
+int64_t queries_per_pass(const Sizes& sizes) {
+  constexpr int64_t kWorkspaceBytes = int64_t{256} << 20, kPassRows = 256;
+  const int64_t query_bytes = target_slots(sizes.T, sizes.B).count * sizes.H *
+                              (part_columns(sizes.Dv) + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t most =
+      std::max({kWorkspaceBytes / query_bytes, kPassRows / (sizes.H / sizes.G), int64_t{1}});
+  const int64_t passes = (sizes.N + most - 1) / most;
+  return (sizes.N + passes - 1) / passes;
+}
+
+// Queries [first, first + count) of each sequence.
+TargetAttentionParams select_queries(const TargetAttentionParams& params, int64_t first,
+                                     int64_t count) {
+  constexpr int64_t kElementBytes = 2;
+  TargetAttentionParams pass = params;
+  pass.num_queries = static_cast<int>(count);
+  pass.q.data =
+      static_cast<const char*>(params.q.data) + first * params.q.row_stride * kElementBytes;
+  pass.out = static_cast<char*>(params.out) + first * params.heads * params.dim_v * kElementBytes;
+  pass.lse = params.lse + first * params.heads;
+  return pass;
+}
+
+// What the Params of both kinds of kernels say alike.
+template <typename Params>
+void fill_common(Params& params, const Sizes& sizes, const Tensor& q, const Tensor& k,
+                 const Tensor& v, const Tensor& out) {
+  params.type = element_type(q.scalar_type());
   params.k = view_heads(k);
   params.v = view_heads(v);
+  params.heads = static_cast<int>(sizes.H);
+  params.kv_heads = static_cast<int>(sizes.G);
+  params.dim_qk = static_cast<int>(sizes.D);
+  params.dim_v = static_cast<int>(sizes.Dv);
+  params.aligned = has_aligned_lines(q, {0, 1, 2}) && has_aligned_lines(k, {0, 1}) &&
+                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
+}
+
+void fill_target(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
+                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                 const Tensor& offsets, double scale) {
+  fill_common(params, sizes, q, k, v, out);
+  params.offsets = view_offsets(offsets, sizes.T);
+  params.q = view_queries(q);
   params.out = const_cast<void*>(out.const_data_ptr());
   params.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
-  params.num_queries = static_cast<int>(sizes.num_queries);
-  params.heads = static_cast<int>(sizes.heads);
-  params.kv_heads = static_cast<int>(sizes.kv_heads);
-  params.dim_qk = static_cast<int>(sizes.dim_qk);
-  params.dim_v = static_cast<int>(sizes.dim_v);
+  params.slots_as_tiles = target_slots(sizes.T, sizes.B).as_tiles;
+  params.out_queries = params.num_queries = static_cast<int>(sizes.N);
   params.scale = static_cast<float>(scale);
-  params.aligned = queries_aligned(params.q, sizes.dim_qk, element_bytes) &&
-                   aligned(params.k, sizes.dim_qk, element_bytes) &&
-                   aligned(params.v, sizes.dim_v, element_bytes) &&
-                   on_vectors(params.out, element_bytes, {sizes.dim_v});
 }
 
 // --- kernels of jagged_flash_attention
@@ -106,35 +114,24 @@ Tensor with_uniform_rows(const char* op, const Tensor& tensor) {
 
 // 0, N, 2 N, ...
 Tensor query_offsets(const char* op, const Sizes& sizes, const Tensor& like) {
-  Tensor offsets = allocate(op, like, {sizes.num_seqs + 1}, ScalarType::Long);
-  check_cuda(op, launch_query_offsets(offsets.mutable_data_ptr<int64_t>(), sizes.num_seqs,
-                                      sizes.num_queries, current_stream(like)));
+  Tensor offsets = allocate(op, like, {sizes.B + 1}, ScalarType::Long);
+  check_cuda(op, launch_query_offsets(offsets.mutable_data_ptr<int64_t>(), sizes.B, sizes.N,
+                                      current_stream(like)));
   return offsets;
 }
 
 void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                 const Tensor& q_offsets, const Tensor& offsets, double scale) {
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  params.element = attention_element(q.scalar_type());
-  params.q_offsets = view_offsets(q_offsets, sizes.num_seqs * sizes.num_queries);
-  params.kv_offsets = view_offsets(offsets, sizes.total);
+  fill_common(params, sizes, q, k, v, out);
+  params.q_offsets = view_offsets(q_offsets, sizes.B * sizes.N);
+  params.kv_offsets = view_offsets(offsets, sizes.T);
   params.q = view_as_rows(q);
-  params.k = view_heads(k);
-  params.v = view_heads(v);
   params.out = view_as_rows(out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.heads = static_cast<int>(sizes.heads);
-  params.kv_heads = static_cast<int>(sizes.kv_heads);
-  params.dim_qk = static_cast<int>(sizes.dim_qk);
-  params.dim_v = static_cast<int>(sizes.dim_v);
   params.window_left = params.window_right = AttentionParams::kUnbounded;
   params.scale = scale;
   params.mma_sync_only = mma_sync_only(op);
-  params.aligned = aligned(params.q, sizes.dim_qk, element_bytes) &&
-                   aligned(params.k, sizes.dim_qk, element_bytes) &&
-                   aligned(params.v, sizes.dim_v, element_bytes) &&
-                   aligned(params.out, sizes.dim_v, element_bytes);
 }
 
 // --- entries
@@ -142,106 +139,106 @@ void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, con
 std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Tensor& k_any,
                                                    const Tensor& v_any, const Tensor& offsets_any,
                                                    double scale, std::optional<int64_t> max_len,
-                                                   bool /*allow_tf32*/) {
+                                                   bool allow_tf32) {
   constexpr const char* op = "jagged_target_attention";
-  const Sizes sizes = parse_jagged_target_attention(op, q_any, k_any, v_any, offsets_any, max_len);
-  check_limits(op, sizes);
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({q_any, k_any, v_any, offsets_any, scale, max_len, allow_tf32});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
-  Tensor q = rows_contiguous(op, q_any);
-  const Tensor k = rows_contiguous(op, k_any), v = rows_contiguous(op, v_any);
+  Tensor q = as_contiguous(op, q_any, -1);
+  const Tensor k = as_contiguous(op, k_any, -1), v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any);
-  maybe_validate_offsets(op, "offsets", offsets, sizes.total, max_len);
-  Tensor out = allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_v});
-  Tensor lse =
-      allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads}, lse_dtype(q.scalar_type()));
-  if (sizes.num_seqs * sizes.num_queries * sizes.heads == 0) return {out, lse};
+  maybe_validate_offsets(op, "offsets", offsets, sizes.T, max_len);
+  Tensor out = allocate(op, q, {sizes.B, sizes.N, sizes.H, sizes.Dv});
+  Tensor lse = allocate(op, q, {sizes.B, sizes.N, sizes.H}, sum_dtype(q.scalar_type()));
+  if (sizes.B * sizes.N * sizes.H == 0) return {out, lse};
 
-  const char* path = "none";
-  if (is_16_bit(q)) {
+  if (is_16_bit(element_type(q.scalar_type()))) {
     TargetAttentionParams params{};
-    fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
+    fill_target(params, sizes, q, k, v, out, lse, offsets, scale);
     std::optional<Tensor> parts;
+    int64_t queries = sizes.N;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, sizes.dim_v, 2);
+      queries = queries_per_pass(sizes);
+      parts = allocate_parts(op, sizes, q, queries, sizes.Dv, 2);
       params.parts = parts->mutable_data_ptr<float>();
-      params.part_stats =
-          params.parts + parts->size(0) * parts->size(1) * part_columns(sizes.dim_v);
+      params.part_stats = params.parts + parts->size(0) * parts->size(1) * part_columns(sizes.Dv);
     }
-    check_cuda(op, launch_jagged_target_attention(params, current_stream(q), &path));
+    for (int64_t first = 0; first < sizes.N; first += queries) {
+      const TargetAttentionParams pass =
+          select_queries(params, first, std::min(queries, sizes.N - first));
+      check_cuda(op, launch_jagged_target_attention(pass, current_stream(q)));
+    }
   } else {
     q = with_uniform_rows(op, q);
     const Tensor q_offsets = query_offsets(op, sizes, q);
     AttentionParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
-    check_cuda(op, launch_jagged_flash_attention(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   }
-  record_kernel(path);
   return {out, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
-    const Tensor& offsets_any, double scale, std::optional<int64_t> max_len, bool /*allow_tf32*/) {
+    const Tensor& offsets_any, double scale, std::optional<int64_t> max_len, bool allow_tf32) {
   constexpr const char* op = "jagged_target_attention_backward";
-  const Sizes sizes = parse_jagged_target_attention_backward(
-      grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any, offsets_any, max_len);
-  check_limits(op, sizes);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any,
+                                      lse_any, offsets_any, scale, max_len, allow_tf32});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
-  Tensor q = rows_contiguous(op, q_any), grad_out = rows_contiguous(op, grad_out_any);
-  const Tensor k = rows_contiguous(op, k_any), v = rows_contiguous(op, v_any);
+  Tensor q = as_contiguous(op, q_any, -1), grad_out = as_contiguous(op, grad_out_any, -1);
+  const Tensor k = as_contiguous(op, k_any, -1), v = as_contiguous(op, v_any, -1);
   const Tensor out = as_contiguous(op, out_any), lse = as_contiguous(op, lse_any);
   const std::optional<Tensor> grad_lse =
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
   const Tensor offsets = as_contiguous(op, offsets_any);
-  maybe_validate_offsets(op, "offsets", offsets, sizes.total, max_len);
-  Tensor grad_q = allocate(op, q, {sizes.num_seqs, sizes.num_queries, sizes.heads, sizes.dim_qk});
-  Tensor grad_k = allocate(op, q, {sizes.total, sizes.kv_heads, sizes.dim_qk});
-  Tensor grad_v = allocate(op, q, {sizes.total, sizes.kv_heads, sizes.dim_v});
-  const int64_t queries = sizes.num_seqs * sizes.num_queries * sizes.heads;
+  maybe_validate_offsets(op, "offsets", offsets, sizes.T, max_len);
+  Tensor grad_q = allocate(op, q, {sizes.B, sizes.N, sizes.H, sizes.D});
+  Tensor grad_k = allocate(op, q, {sizes.T, sizes.G, sizes.D});
+  Tensor grad_v = allocate(op, q, {sizes.T, sizes.G, sizes.Dv});
+  const int64_t queries = sizes.B * sizes.N * sizes.H;
   if (queries == 0) {
-    if (sizes.total * sizes.kv_heads > 0) {
+    if (sizes.T * sizes.G > 0) {
       torch::stable::zero_(grad_k);
       torch::stable::zero_(grad_v);
     }
     return {grad_q, grad_k, grad_v};
   }
 
-  const char* path = "none";
-  const int64_t element_bytes = static_cast<int64_t>(q.element_size());
-  const int64_t rows = sizes.num_queries * (sizes.heads / sizes.kv_heads);
-  if (is_16_bit(q) && rows <= target_backward_rows(sizes.dim_qk, sizes.dim_v)) {
+  const int64_t rows = sizes.N * (sizes.H / sizes.G);
+  if (is_16_bit(element_type(q.scalar_type())) && rows <= target_backward_rows(sizes.D, sizes.Dv)) {
     TargetAttentionBackwardParams params{};
-    fill_common(params, sizes, q, k, v, out, lse, offsets, scale);
+    fill_target(params, sizes, q, k, v, out, lse, offsets, scale);
     params.grad_out = view_queries(grad_out);
-    params.aligned = params.aligned && queries_aligned(params.grad_out, sizes.dim_v, element_bytes);
+    params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr<float>() : nullptr;
     params.grad_q = grad_q.mutable_data_ptr();
     params.grad_k = grad_k.mutable_data_ptr();
     params.grad_v = grad_v.mutable_data_ptr();
     std::optional<Tensor> parts;
     if (may_split(sizes, max_len)) {
-      parts = allocate_parts(op, sizes, q, sizes.dim_qk, 0);
+      parts = allocate_parts(op, sizes, q, sizes.N, sizes.D, 0);
       params.parts = parts->mutable_data_ptr<float>();
     }
-    check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_target_attention_backward(params, current_stream(q)));
   } else {
     q = with_uniform_rows(op, q);
     grad_out = with_uniform_rows(op, grad_out);
     const Tensor q_offsets = query_offsets(op, sizes, q);
-    const Tensor delta = allocate(op, q, {queries}, lse_dtype(q.scalar_type()));
+    const Tensor delta = allocate(op, q, {queries}, sum_dtype(q.scalar_type()));
     AttentionBackwardParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
     params.grad_out = view_as_rows(grad_out);
-    params.aligned = params.aligned && aligned(params.grad_out, sizes.dim_v, element_bytes);
+    params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
     params.delta = delta.mutable_data_ptr();
     params.grad_q = view_as_rows(grad_q);
     params.grad_k = view_heads(grad_k);
     params.grad_v = view_heads(grad_v);
-    check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q), &path));
+    check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   }
-  record_kernel(path);
   return {grad_q, grad_k, grad_v};
 }
 

@@ -1,6 +1,6 @@
-#include "cuda/rows_glue.h"
+#include "cuda/glue.h"
+#include "contract/rows.h"
 #include "cuda/kernels/padded_to_jagged.h"
-#include "contract/padded_to_jagged.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -10,26 +10,26 @@ namespace {
 // x [B, M, ...], offsets [B + 1] -> [total, ...]
 Tensor padded_to_jagged(const Tensor& x, const Tensor& offsets, int64_t total) {
   constexpr const char* op = "padded_to_jagged";
-  const PaddedToJaggedSizes sizes = parse_padded_to_jagged(x, offsets, total);
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, offsets, total});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, total);
-  const Tensor out = allocate_rows(op, x, with_rows_of(x, 2, {total}));
-  if (total == 0 || sizes.columns == 0) return out;
-  const Tensor rows = contiguous_rows(op, x, 2);
+  const Tensor out = allocate(op, x, with_rows_of(x, 2, {total}));
+  if (total == 0 || sizes.rest == 0) return out;
+  const Tensor rows = as_contiguous(op, x, 2);
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
-  PaddedToJaggedParams params;
-  params.unit_bytes = copy_unit_bytes(rows, sizes.columns, {0, 1});
+  const int unit_bytes = copy_unit_bytes(rows, {0, 1});
+  GatherParams params;
   params.x = rows.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
-  params.max_len = sizes.max_len;
-  params.row_units = sizes.columns * elem_bytes / params.unit_bytes;
-  params.x_seq_stride = rows.stride(0) * elem_bytes / params.unit_bytes;
-  params.x_row_stride = rows.stride(1) * elem_bytes / params.unit_bytes;
-  check_cuda(op, launch_padded_to_jagged(params, current_stream(x)));
-  record_kernel("cuda.padded_to_jagged");
+  params.row_units = sizes.rest * elem_bytes / unit_bytes;
+  params.seq_stride = rows.stride(0) * elem_bytes / unit_bytes;
+  params.row_stride = rows.stride(1) * elem_bytes / unit_bytes;
+  params.limit = sizes.M;
+  check_cuda(op, launch_padded_to_jagged(params, unit_bytes, current_stream(x)));
   return out;
 }
 

@@ -1,112 +1,243 @@
-"""What every operator asks of its arguments, for the fake kernels.
+"""The contract of an operator: its line of csrc/contract/operators.h, which says its grammar.
 
-The C++ kernels check in csrc/contract/contract.h; the fake kernels check here, with the same texts
-(a test compares them).
+The kernels check their arguments by it in C++ (csrc/contract/shapes.h). Here the same line, in the
+same order and with the same sentences, checks those of fake kernels and of triton_ref, and says
+what fake kernels return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+import ctypes
+import functools
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-_FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+from jagged_cuda import _load
+
+_FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INDEX = (torch.int32, torch.int64)
+_ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
+_COMPARISONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
-def fail_argument(op: str, argument: str, expected: str, actual: str) -> NoReturn:
+def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
     raise RuntimeError(f"{op}: {argument} must be {expected}, got {actual}")
 
 
-def shape_text(shape: Sequence[int | torch.SymInt]) -> str:
-    return "[" + ", ".join(str(size) for size in shape) + "]"
+def shape_text(shape: Sequence[object]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_dim(op: str, argument: str, tensor: Tensor, dim: int, expected: str) -> None:
-    if tensor.dim() != dim:
-        fail_argument(op, argument, expected, shape_text(tensor.shape))
+@dataclass(frozen=True)
+class _Rule:
+    """A tensor argument, or a result, whose name is empty: ``name: class [dims]``."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]  # allowed; empty: that of `like`
+    like: str
+    accumulates: bool  # the dtype of sums of `like`
+    dims: tuple[str, ...]
+
+    @staticmethod
+    def parse(text: str) -> _Rule:
+        found = re.fullmatch(r"(?:(\w+): )?(acc\()?(\w+)\)?\?? \[(.*)\]", text)
+        assert found, text
+        dtypes = _CLASSES.get(found[3], ())
+        return _Rule(found[1] or "", dtypes, found[3], bool(found[2]), tuple(found[4].split(", ")))
+
+    @property
+    def leading(self) -> tuple[str, ...]:
+        return self.dims[:-1] if self.dims[-1] == "..." else self.dims
+
+    def dtype(self, arguments: Mapping[str, Any]) -> torch.dtype:
+        like: torch.dtype = arguments[self.like].dtype
+        sums = torch.float64 if like is torch.float64 else torch.float32
+        return sums if self.accumulates else like
+
+    def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
+        """Numbers for the sizes that are known, and words for the others."""
+        shape: list[Any] = []
+        for dim in self.dims:
+            size, _, one = dim.partition(" + ")
+            known = sizes.get(size, dim)
+            shape += known if size == "..." and size in sizes else [known]
+            if one and size in sizes:
+                shape[-1] = known + 1
+        return shape
 
 
-def check_shape(op: str, argument: str, tensor: Tensor, expected: Sequence[int]) -> None:
-    if tensor.dim() != len(expected) or any(
-        size != wanted for size, wanted in zip(tensor.shape, expected, strict=True)
-    ):
-        fail_argument(op, argument, shape_text(expected), shape_text(tensor.shape))
+@dataclass(frozen=True)
+class Contract:
+    rules: tuple[_Rule, ...]
+    relations: tuple[tuple[tuple[str, ...], str], ...]  # words, and the argument after `unless`
+    results: tuple[_Rule, ...]
 
+    @staticmethod
+    def parse(line: str) -> Contract:
+        left, _, right = line.partition(" -> ")
+        rules, *relations = left.split("; ")
+        parts = [re.split(r", (?![^\[]*\])", text) for text in (rules, right) if text]
+        rule, result = (tuple(map(_Rule.parse, part)) for part in (*parts, [])[:2])
+        pairs = (relation.partition(" unless ")[::2] for relation in relations)
+        words = tuple((tuple(text.split()), unless) for text, unless in pairs)
+        return Contract(rule, words, result)
 
-def check_floating(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _FLOATING:
-        fail_argument(
-            op, argument, "float32, float64, float16 or bfloat16", dtype_name(tensor.dtype)
+    def check(self, op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sizes of a call of `op`; what does not fit raises RuntimeError."""
+        sizes: dict[str, Any] = {}
+        for rule in self.rules:
+            if arguments.get(rule.name) is not None:
+                self._check_tensor(op, rule, arguments, sizes)
+        for words, unless in self.relations:
+            if not (unless and arguments.get(unless) is not None) and not _holds(
+                words, arguments, sizes
+            ):
+                self._fail_relation(op, words, unless, arguments, sizes)
+        return sizes
+
+    def _check_tensor(
+        self, op: str, rule: _Rule, arguments: Mapping[str, Any], sizes: dict[str, Any]
+    ) -> None:
+        tensor, first = arguments[rule.name], arguments[self.rules[0].name]
+        rest = tensor.shape[len(rule.leading) :]
+        fits = len(tensor.shape) >= len(rule.leading) and (rule.dims[-1] == "..." or not rest)
+        if not fits:
+            _fail_shape(op, rule, tensor, sizes)
+        allowed = rule.dtypes or (rule.dtype(arguments),)
+        if tensor.dtype not in allowed:
+            *others, last = map(dtype_name, allowed)
+            text = f"{', '.join(others)} or {last}" if others else last
+            fail_argument(op, rule.name, text, dtype_name(tensor.dtype))
+        if tensor.device != first.device:
+            fail_argument(op, rule.name, f"on {first.device}", f"on {tensor.device}")
+        for dim, actual in zip(rule.leading, tensor.shape, strict=False):
+            size, _, one = dim.partition(" + ")
+            plus = 1 if one else 0
+            if size not in sizes and actual >= plus:
+                sizes[size] = actual - plus
+            elif size not in sizes or sizes[size] + plus != actual:
+                _fail_shape(op, rule, tensor, sizes)
+        if rule.dims[-1] == "..." and sizes.setdefault("...", rest) != rest:
+            _fail_shape(op, rule, tensor, sizes)
+
+    def _fail_relation(
+        self,
+        op: str,
+        words: tuple[str, ...],
+        unless: str,
+        arguments: Mapping[str, Any],
+        sizes: Mapping[str, Any],
+    ) -> NoReturn:
+        """Name what the relation bounds: an integer, or the first argument that has this size.
+
+        What that argument does not have stands there as a number.
+        """
+        subject = words[2] if words[0] not in sizes and words[0] not in arguments else words[0]
+        owner = next((rule for rule in self.rules if subject in rule.dims), None)
+        foreign = {} if owner is None else {k: v for k, v in sizes.items() if k not in owner.dims}
+        words = tuple(str(foreign.get(word, word)) for word in words)
+        text = " ".join(words[1:])
+        if subject != words[0]:
+            text = f"from {words[0]} to {words[4]}"
+        elif words[1] == "%":
+            text = f"a multiple of {words[2]}"
+        if unless:
+            text += f" unless {unless} is given"
+        if owner is None:
+            fail_argument(op, subject, text, arguments[subject])
+        expected = f"{shape_text(owner.dims)} with {subject} {text}"
+        fail_argument(op, owner.name, expected, shape_text(arguments[owner.name].shape))
+
+    def results_of(self, op: str, arguments: Mapping[str, Any]) -> Any:
+        """What a call returns, without values."""
+        known = {**arguments, **self.check(op, arguments)}
+        results = tuple(
+            arguments[rule.like].new_empty(rule.shape(known), dtype=rule.dtype(arguments))
+            for rule in self.results
         )
+        return results if len(results) > 1 else results[0]
 
 
-def check_copied(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.dtype not in (*_FLOATING, torch.int32, torch.int64):
-        expected = "float32, float64, float16, bfloat16, int32 or int64"
-        fail_argument(op, argument, expected, dtype_name(tensor.dtype))
+def _fail_shape(op: str, rule: _Rule, tensor: Tensor, sizes: Mapping[str, Any]) -> NoReturn:
+    fail_argument(op, rule.name, shape_text(rule.shape(sizes)), shape_text(tensor.shape))
 
 
-def check_rows(op: str, argument: str, tensor: Tensor, leading: int, expected: str) -> None:
-    """That so many dimensions come before those of a row."""
-    if tensor.dim() < leading:
-        fail_argument(op, argument, expected, shape_text(tensor.shape))
+def _holds(words: tuple[str, ...], arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool:
+    """Compare products of what the words say, from left to right."""
+    products: list[Any] = [1]
+    comparisons, sign = [], "*"
+    for word in words:
+        if word in _COMPARISONS:
+            comparisons.append(_COMPARISONS[word])
+            products.append(1)
+            sign = "*"
+        elif word in ("*", "%"):
+            sign = word
+        else:
+            number = word.lstrip("-").isdigit()
+            value = int(word) if number else sizes.get(word, arguments.get(word))
+            if value is None:
+                return True
+            if sign == "*":
+                products[-1] = products[-1] * value
+            elif value != 0:  # of 0, only 0 is a multiple
+                products[-1] = products[-1] % value
+    return all(
+        compare(left, right)
+        for compare, left, right in zip(comparisons, products, products[1:], strict=False)
+    )
 
 
-def check_not_negative(op: str, argument: str, value: int) -> None:
-    if value < 0:
-        fail_argument(op, argument, ">= 0", str(value))
+@functools.cache
+def operators() -> Mapping[str, tuple[tuple[str, ...], Contract]]:
+    """The names of the arguments of each registered operator, and its contract."""
+    assert _load.cpu_library is not None
+    read = ctypes.CDLL(str(_load.cpu_library)).jagged_cuda_operators
+    read.restype = ctypes.c_char_p
+    lines = read().decode().splitlines()
+    found = {}
+    for schema, line in zip(lines[::2], lines[1::2], strict=True):
+        op, _, rest = schema.partition("(")
+        arguments = rest.partition(")")[0].split(", ")
+        names = tuple(text.partition("=")[0].split()[-1] for text in arguments)
+        found[op] = names, Contract.parse(line)
+    return found
 
 
-def check_index(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64):
-        fail_argument(op, argument, "int32 or int64", dtype_name(tensor.dtype))
+def check(op: str, **arguments: Any) -> None:
+    """Check arguments by the contract of a registered operator."""
+    operators()[op][1].check(op, arguments)
 
 
-def check_dtype(op: str, argument: str, tensor: Tensor, expected: torch.dtype) -> None:
-    if tensor.dtype != expected:
-        fail_argument(op, argument, dtype_name(expected), dtype_name(tensor.dtype))
+def fake(op: str) -> Callable[..., Any]:
+    """The fake kernel of a registered operator."""
+    names, contract = operators()[op]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return contract.results_of(op, dict(zip(names, args, strict=False)) | kwargs)
+
+    return kernel
 
 
-def check_device(op: str, argument: str, tensor: Tensor, reference: Tensor) -> None:
-    if tensor.device != reference.device:
-        fail_argument(op, argument, f"on {reference.device}", f"on {tensor.device}")
+# What public functions ask of offsets, and of lengths, before they compute with them.
+_OFFSETS = Contract.parse("offsets: index [B + 1], y_offsets: offsets? [B + 1]")
+_LENGTHS = Contract.parse("lengths: index [B]")
 
 
-def check_like(op: str, argument: str, tensor: Tensor, reference: Tensor) -> None:
-    check_dtype(op, argument, tensor, reference.dtype)
-    check_device(op, argument, tensor, reference)
+def check_offsets(op: str, offsets: Tensor, y_offsets: Tensor | None = None) -> None:
+    _OFFSETS.check(op, {"offsets": offsets, "y_offsets": y_offsets})
 
 
-def check_offsets(op: str, argument: str, offsets: Tensor, reference: Tensor) -> None:
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
-        fail_argument(op, argument, "[B + 1]", shape_text(offsets.shape))
-    check_index(op, argument, offsets)
-    check_device(op, argument, offsets, reference)
-
-
-def check_y_offsets(op: str, offsets: Tensor, y_offsets: Tensor) -> None:
-    check_offsets(op, "y_offsets", y_offsets, offsets)
-    check_dtype(op, "y_offsets", y_offsets, offsets.dtype)
-    check_shape(op, "y_offsets", y_offsets, (offsets.shape[0],))
-
-
-def check_matrix_offsets(
-    op: str, offsets: Tensor, y_offsets: Tensor | None, matrix_offsets: Tensor
-) -> None:
-    """For the operators over `[sum Lx*Ly]`, once offsets are checked (csrc/contract/matrices.h)."""
-    if y_offsets is not None:
-        check_y_offsets(op, offsets, y_offsets)
-    check_dtype(op, "matrix_offsets", matrix_offsets, torch.int64)
-    check_shape(op, "matrix_offsets", matrix_offsets, (offsets.shape[0],))
-    check_device(op, "matrix_offsets", matrix_offsets, offsets)
-
-
-def check_capacity(op: str, argument: str, capacity: int) -> None:
-    if capacity < 0:
-        fail_argument(op, argument, ">= 0", str(capacity))
+def check_lengths(op: str, lengths: Tensor) -> None:
+    _LENGTHS.check(op, {"lengths": lengths})

@@ -13,9 +13,7 @@ from jagged_cuda.ops import _contract
 
 def matrix_offsets(op: str, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
     """The running sum of Lx*Ly, `[B + 1]`, for the operator `op`, which messages name."""
-    _contract.check_offsets(op, "offsets", offsets, offsets)
-    if y_offsets is not None:
-        _contract.check_y_offsets(op, offsets, y_offsets)
+    _contract.check_offsets(op, offsets, y_offsets)
     rows = _lengths(offsets)
     columns = rows if y_offsets is None else _lengths(y_offsets)
     return F.pad((rows * columns).cumsum(0), (1, 0))

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract, _matrices
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._precision import allow_tf32
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops import _matrices
+from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
 @overridable
@@ -96,27 +93,6 @@ def array_jagged_bmm_jagged_out(
     )
 
 
-def _fake(
-    a: Tensor,
-    y: Tensor,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    matrix_offsets: Tensor,
-    total: int,
-    transpose: bool = False,
-    allow_tf32: bool = False,
-) -> Tensor:
-    op = "array_jagged_bmm_jagged_out"
-    _contract.check_dim(op, "a", a, 1, "[sum Lx*Ly]")
-    _contract.check_dim(op, "y", y, 2, "[Tx, N]" if transpose else "[Ty, N]")
-    _contract.check_floating(op, "a", a)
-    _contract.check_like(op, "y", y, a)
-    _contract.check_offsets(op, "offsets", offsets, a)
-    _contract.check_matrix_offsets(op, offsets, y_offsets, matrix_offsets)
-    _contract.check_capacity(op, "total", total)
-    return a.new_empty((total, y.shape[1]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, y, offsets, y_offsets, matrix_offsets, _, ctx.transpose, ctx.allow_tf32 = inputs
     ctx.save_for_backward(a, y, offsets, y_offsets, matrix_offsets)
@@ -139,7 +115,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 register(
     "array_jagged_bmm_jagged_out",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="lower_precision",

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract, _matrices
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops import _matrices
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -68,51 +66,6 @@ def jagged2_softmax(
     return call(op, a, offsets, y_offsets, matrix_offsets, dim, scale)
 
 
-def _fake(
-    a: Tensor,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    matrix_offsets: Tensor,
-    dim: int = -1,
-    scale: float = 1.0,
-) -> Tensor:
-    return _fake_softmax("jagged2_softmax", "a", a, offsets, y_offsets, matrix_offsets, dim)
-
-
-def _fake_softmax(
-    op: str,
-    argument: str,
-    a: Tensor,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    matrix_offsets: Tensor,
-    dim: int,
-) -> Tensor:
-    _contract.check_dim(op, argument, a, 1, "[sum Lx*Ly]")
-    _contract.check_floating(op, argument, a)
-    _contract.check_offsets(op, "offsets", offsets, a)
-    _contract.check_matrix_offsets(op, offsets, y_offsets, matrix_offsets)
-    if dim not in (-1, -2):
-        _contract.fail_argument(op, "dim", "-1 or -2", str(dim))
-    return a.new_empty(a.shape)
-
-
-def _fake_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    matrix_offsets: Tensor,
-    dim: int = -1,
-    scale: float = 1.0,
-) -> Tensor:
-    op = "jagged2_softmax_backward"
-    grad_a = _fake_softmax(op, "out", out, offsets, y_offsets, matrix_offsets, dim)
-    _contract.check_shape(op, "grad_out", grad_out, out.shape)
-    _contract.check_like(op, "grad_out", grad_out, out)
-    return grad_a
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, offsets, y_offsets, matrix_offsets, *ctx.options = inputs
     ctx.save_for_backward(output, offsets, y_offsets, matrix_offsets)
@@ -123,10 +76,9 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return call(op, grad_out, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
-register("jagged2_softmax_backward", fake=_fake_backward)
+register("jagged2_softmax_backward")
 register(
     "jagged2_softmax",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="float32",

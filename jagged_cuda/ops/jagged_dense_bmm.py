@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._precision import allow_tf32
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 # In the order of csrc/contract/activation.h.
 _ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
@@ -74,29 +71,6 @@ def jagged_dense_bmm(
     return call(op, x, y, offsets, allow_tf32(x.dtype), bias, _ACTIVATIONS.index(activation))
 
 
-def _fake(
-    x: Tensor,
-    y: Tensor,
-    offsets: Tensor,
-    allow_tf32: bool = False,
-    bias: Tensor | None = None,
-    activation: int = 0,
-) -> Tensor:
-    op = "jagged_dense_bmm"
-    _contract.check_dim(op, "x", x, 2, "[T, D]")
-    _contract.check_dim(op, "y", y, 3, "[B, D, N]")
-    _contract.check_floating(op, "x", x)
-    _contract.check_like(op, "y", y, x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    _contract.check_shape(op, "y", y, (offsets.shape[0] - 1, x.shape[1], y.shape[2]))
-    if bias is not None:
-        _contract.check_shape(op, "bias", bias, (y.shape[0], y.shape[2]))
-        _contract.check_like(op, "bias", bias, x)
-    if not 0 <= activation < len(_ACTIVATIONS):
-        _contract.fail_argument(op, "activation", "from 0 to 5", str(activation))
-    return x.new_empty((x.shape[0], y.shape[2]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, y, offsets, ctx.allow_tf32, bias, activation = inputs
     ctx.activation = _ACTIVATIONS[activation]
@@ -143,7 +117,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 register(
     "jagged_dense_bmm",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="lower_precision",

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._precision import allow_tf32
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
 @overridable
@@ -53,17 +49,6 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_jagged_bmm.default, x, y, offsets, allow_tf32(x.dtype))
 
 
-def _fake(x: Tensor, y: Tensor, offsets: Tensor, allow_tf32: bool = False) -> Tensor:
-    op = "jagged_jagged_bmm"
-    _contract.check_dim(op, "x", x, 2, "[T, D]")
-    _contract.check_dim(op, "y", y, 2, "[T, N]")
-    _contract.check_floating(op, "x", x)
-    _contract.check_like(op, "y", y, x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    _contract.check_shape(op, "y", y, (x.shape[0], y.shape[1]))
-    return x.new_empty((offsets.shape[0] - 1, x.shape[1], y.shape[1]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, y, offsets, ctx.allow_tf32 = inputs
     ctx.save_for_backward(x, y, offsets)
@@ -82,7 +67,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 register(
     "jagged_jagged_bmm",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="lower_precision",

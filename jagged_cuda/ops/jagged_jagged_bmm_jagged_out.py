@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract, _matrices
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._precision import allow_tf32
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops import _matrices
+from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
 @overridable
@@ -86,30 +83,6 @@ def jagged_jagged_bmm_jagged_out(
     )
 
 
-def _fake(
-    x: Tensor,
-    y: Tensor,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    matrix_offsets: Tensor,
-    total_out: int,
-    allow_tf32: bool = False,
-) -> Tensor:
-    op = "jagged_jagged_bmm_jagged_out"
-    _contract.check_dim(op, "x", x, 2, "[Tx, D]")
-    _contract.check_dim(op, "y", y, 2, "[Ty, D]")
-    _contract.check_floating(op, "x", x)
-    _contract.check_like(op, "y", y, x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    _contract.check_shape(op, "y", y, (y.shape[0], x.shape[1]))
-    if y_offsets is None and y.shape[0] != x.shape[0]:
-        expected = f"{_contract.shape_text(x.shape)} (the rows of x, as y_offsets is None)"
-        _contract.fail_argument(op, "y", expected, _contract.shape_text(y.shape))
-    _contract.check_matrix_offsets(op, offsets, y_offsets, matrix_offsets)
-    _contract.check_capacity(op, "total_out", total_out)
-    return x.new_empty((total_out,))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, y, offsets, y_offsets, matrix_offsets, _, ctx.allow_tf32 = inputs
     ctx.save_for_backward(x, y, offsets, y_offsets, matrix_offsets)
@@ -128,7 +101,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 register(
     "jagged_jagged_bmm_jagged_out",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="lower_precision",

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
-from jagged_cuda.ops.jagged_sum import fake_sum
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -46,10 +43,6 @@ def jagged_mean(x: Tensor, offsets: Tensor) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_mean.default, x, offsets)
 
 
-def _fake(x: Tensor, offsets: Tensor) -> Tensor:
-    return fake_sum("jagged_mean", x, offsets)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, offsets = inputs
     ctx.total = x.shape[0]
@@ -68,7 +61,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
 
 register(
     "jagged_mean",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="unchanged",

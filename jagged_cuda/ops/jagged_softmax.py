@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -48,26 +45,6 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_softmax.default, x, offsets, scale)
 
 
-def _fake(x: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
-    return _fake_softmax("jagged_softmax", "x", x, offsets)
-
-
-def _fake_softmax(op: str, argument: str, x: Tensor, offsets: Tensor) -> Tensor:
-    if x.dim() < 1:
-        _contract.fail_argument(op, argument, "[T, ...]", _contract.shape_text(x.shape))
-    _contract.check_floating(op, argument, x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(grad_out: Tensor, out: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
-    op = "jagged_softmax_backward"
-    grad_x = _fake_softmax(op, "out", out, offsets)
-    _contract.check_shape(op, "grad_out", grad_out, out.shape)
-    _contract.check_like(op, "grad_out", grad_out, out)
-    return grad_x
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, offsets, ctx.scale = inputs
     ctx.save_for_backward(output, offsets)
@@ -79,10 +56,9 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
     return call(op, grad_out, out, offsets, ctx.scale), None, None
 
 
-register("jagged_softmax_backward", fake=_fake_backward)
+register("jagged_softmax_backward")
 register(
     "jagged_softmax",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="float32",

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -45,18 +42,6 @@ def jagged_sum(x: Tensor, offsets: Tensor) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_sum.default, x, offsets)
 
 
-def _fake(x: Tensor, offsets: Tensor) -> Tensor:
-    return fake_sum("jagged_sum", x, offsets)
-
-
-def fake_sum(op: str, x: Tensor, offsets: Tensor) -> Tensor:
-    """Of jagged_sum and jagged_mean."""
-    _contract.check_rows(op, "x", x, 1, "[T, ...]")
-    _contract.check_floating(op, "x", x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, offsets = inputs
     ctx.total = x.shape[0]
@@ -71,7 +56,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
 
 register(
     "jagged_sum",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="unchanged",

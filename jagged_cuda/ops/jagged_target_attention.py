@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _attention, _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._precision import allow_tf32
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops import _attention
+from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
 @overridable
@@ -95,65 +92,6 @@ def jagged_target_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(op: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_len: int | None) -> None:
-    """The checks of csrc/contract/jagged_target_attention.h, in the same order."""
-    fail, text = _contract.fail_argument, _contract.shape_text
-    _contract.check_dim(op, "q", q, 4, "[B, N, H, D]")
-    _contract.check_dim(op, "k", k, 3, "[T, G, D]")
-    _contract.check_dim(op, "v", v, 3, "[T, G, Dv]")
-    _contract.check_floating(op, "q", q)
-    _contract.check_like(op, "k", k, q)
-    _contract.check_like(op, "v", v, q)
-    _contract.check_offsets(op, "offsets", offsets, q)
-    _, num_queries, heads, dim_qk = q.shape
-    total, kv_heads, _ = k.shape
-    dim_v = v.shape[2]
-    _contract.check_shape(op, "q", q, (offsets.shape[0] - 1, num_queries, heads, dim_qk))
-    _contract.check_shape(op, "k", k, (total, kv_heads, dim_qk))
-    _contract.check_shape(op, "v", v, (total, kv_heads, dim_v))
-    if dim_qk < 1 or dim_qk > 256:
-        fail(op, "q", "[B, N, H, D] with D from 1 to 256", text(q.shape))
-    if dim_v < 1 or dim_v > 256:
-        fail(op, "v", "[T, G, Dv] with Dv from 1 to 256", text(v.shape))
-    if heads > 0 if kv_heads < 1 else heads % kv_heads != 0:
-        expected = f"[B, N, H, D] with H a multiple of the {kv_heads} heads of k"
-        fail(op, "q", expected, text(q.shape))
-    if max_len is not None and max_len < 0:
-        fail(op, "max_len", ">= 0", str(max_len))
-
-
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    scale: float,
-    max_len: int | None = None,
-    allow_tf32: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check("jagged_target_attention", q, k, v, offsets, max_len)
-    return _attention.fake_results(q, v)
-
-
-def _fake_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    scale: float,
-    max_len: int | None = None,
-    allow_tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    op = "jagged_target_attention_backward"
-    _check(op, q, k, v, offsets, max_len)
-    _attention.check_results(op, q, v, out, lse, grad_out, grad_lse)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, offsets, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, offsets)
@@ -167,10 +105,9 @@ def _backward(
     return _attention.backward(op, ctx, grad_out, grad_lse)
 
 
-register("jagged_target_attention_backward", fake=_fake_backward)
+register("jagged_target_attention_backward")
 register(
     "jagged_target_attention",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="lower_precision",

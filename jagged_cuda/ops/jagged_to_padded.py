@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _contract
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -22,7 +20,7 @@ def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 
     from there to max_len.
 
     Args:
-        x: `[T, ...]` jagged; float32, float64, float16, bfloat16, int32 or int64.
+        x: `[T, ...]` jagged; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]``.
         max_len: M, the padded length; rows of a sequence beyond it are cut.
@@ -49,21 +47,17 @@ def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 
                 [ 2,  3]])
     """
     op = "jagged_to_padded"
-    if x.dtype in (torch.int32, torch.int64):
-        info = torch.iinfo(x.dtype)
-        if not (info.min <= fill <= info.max and math.floor(fill) == fill):
+    if not x.dtype.is_floating_point:
+        low, high = (0, 1) if x.dtype is torch.bool else _integers(x.dtype)
+        if not (low <= fill <= high and math.floor(fill) == fill):
             expected = f"an integer that fits into {_contract.dtype_name(x.dtype)}"
             _contract.fail_argument(op, "fill", expected, str(fill))
     return call(torch.ops.jagged_cuda.jagged_to_padded.default, x, offsets, max_len, fill)
 
 
-def _fake(x: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> Tensor:
-    op = "jagged_to_padded"
-    _contract.check_rows(op, "x", x, 1, "[T, ...]")
-    _contract.check_copied(op, "x", x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    _contract.check_not_negative(op, "max_len", max_len)
-    return x.new_empty((offsets.shape[0] - 1, max_len, *x.shape[1:]))
+def _integers(dtype: torch.dtype) -> tuple[int, int]:
+    info = torch.iinfo(dtype)
+    return info.min, info.max
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -80,7 +74,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None, None]:
 
 register(
     "jagged_to_padded",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="unchanged",

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _contract, _matrices
-from jagged_cuda.ops._memory import call
-from jagged_cuda.ops._override import overridable
-from jagged_cuda.ops._registration import register
+from jagged_cuda.ops._dispatch import call, overridable, register
 
 
 @overridable
@@ -20,7 +18,7 @@ def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
     For each sequence b of length L: ``z_b[i] = x[b, i]`` for i < min(L, M), and 0 from there to L.
 
     Args:
-        x: `[B, M, ...]` padded; float32, float64, float16, bfloat16, int32 or int64.
+        x: `[B, M, ...]` padded; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]`` of the result.
         total: T, rows of the result: at least the last of offsets. None reads that number, which
@@ -47,19 +45,9 @@ def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
     """
     op = "padded_to_jagged"
     if total is None:
-        _contract.check_offsets(op, "offsets", offsets, offsets)
+        _contract.check_offsets(op, offsets)
         total = _matrices.read_size(op, "total", offsets)
     return call(torch.ops.jagged_cuda.padded_to_jagged.default, x, offsets, total)
-
-
-def _fake(x: Tensor, offsets: Tensor, total: int) -> Tensor:
-    op = "padded_to_jagged"
-    _contract.check_rows(op, "x", x, 2, "[B, M, ...]")
-    _contract.check_copied(op, "x", x)
-    _contract.check_offsets(op, "offsets", offsets, x)
-    _contract.check_shape(op, "x", x, (offsets.shape[0] - 1, *x.shape[1:]))
-    _contract.check_not_negative(op, "total", total)
-    return x.new_empty((total, *x.shape[2:]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -76,7 +64,6 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
 
 register(
     "padded_to_jagged",
-    fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast="unchanged",

@@ -7,17 +7,9 @@ import argparse
 import torch
 
 from jagged_cuda.testing._kernels import last_kernel
-from jagged_cuda.testing.cases import Case
+from jagged_cuda.testing.cases import DTYPES, EVERY, Case, key_of
 from jagged_cuda.testing.comparison import with_environment
 from jagged_cuda.testing.judge import judge
-from jagged_cuda.testing.variants import EVERY, key_of
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 def judge_seed(

@@ -46,6 +46,7 @@ def compare(
     command: Callable[[], str] | None = None,
     rounding: float = 0.0,
     accumulator: float | None = None,
+    slack: float = 1.0,
 ) -> None:
     """Raise MismatchError unless, for every sequence, with eps the machine epsilon of a dtype::
 
@@ -70,6 +71,7 @@ def compare(
         command: says what reproduces the failure; by default the test that runs.
         rounding: operand_eps of a product.
         accumulator: eps of the dtype in which sums run; by default that of actual's dtype.
+        slack: the factor by which the limit is widened: 1 for all that is ours.
     """
 
     def fail(text: str) -> NoReturn:
@@ -104,7 +106,7 @@ def compare(
     peer_error = torch.stack([per_seq((peer - exact).abs()) for peer in peers]).amax(0)
     magnitude = per_seq(exact.abs())
     limit = 2 * peer_error + 2 * eps * magnitude
-    limit += (64 * accumulator + rounding) * per_seq(scale)
+    limit = slack * (limit + (64 * accumulator + rounding) * per_seq(scale))
     limit[num_seqs] = 0.0
     excess = (error - limit[seq_of_row][:, None]).masked_fill(misplaced, torch.inf)
     if not bool((excess > 0).any()):

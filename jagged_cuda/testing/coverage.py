@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jagged_cuda.testing._kernels import kernel_paths
-from jagged_cuda.testing.draws import DTYPES, ENVIRONMENT, Drawn, Wanted, dtypes_of, ops_of
+from jagged_cuda.testing.cases import DTYPES, EVERY
+from jagged_cuda.testing.draws import ENVIRONMENT, Drawn, Wanted, dtypes_of
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, TILES
 from jagged_cuda.testing.samples import STORAGES
-from jagged_cuda.testing.variants import EVERY
 
 # Names of the sections, in the report's order.
 SECTIONS = (
@@ -78,9 +78,7 @@ def expected(wanted: Wanted, backends: Iterable[tuple[str, str]]) -> list[tuple[
     served = {dtype for place in places for dtype in dtypes_of(*place)}
     devices = [backend for backend, _ in places if backend != "triton"]
     sizes = ("file",) if wanted.lengths is not None else tuple(DISTRIBUTIONS)
-    items = [
-        ("operators", f"{backend}: {op}") for backend, _ in places for op in ops_of(backend, wanted)
-    ]
+    items = [("operators", f"{backend}: {op}") for backend, _ in places for op in wanted.ops]
     items += [("dtypes", dtype) for dtype in DTYPES if dtype in served and dtype in wanted.dtypes]
     items += [("lengths", name) for name in sizes]
     items += [("rows of a sequence", row) for row in ("0", "1", *map(str, _EDGES), "longer")]

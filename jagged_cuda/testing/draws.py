@@ -10,7 +10,7 @@ import json
 import os
 import random
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +18,11 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing._kernels import last_kernel
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import DTYPES, EVERY, Case, Tensors
 from jagged_cuda.testing.judge import check, run
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
 from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
-from jagged_cuda.testing.variants import EVERY, VARIANTS
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 BACKENDS = ("cpu", "cuda", "triton")
 
 # What makes a backend take other kernels, or validate, and must change no result.
@@ -205,7 +198,7 @@ def place_of(backend: str, device: str) -> str:
 def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Drawn:
     """The draw of a number under a seed: always the same one for the same arguments."""
     rng = random.Random(f"{seed} {backend} {index}")
-    op = rng.choice(ops_of(backend, wanted))
+    op = rng.choice(wanted.ops)
     case = EVERY[op]
     where = place_of(backend, device)
     sizes = SIZES[where]
@@ -214,8 +207,6 @@ def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Dr
     size_name = rng.choices(tuple(sizes), [size.weight for size in sizes.values()])[0]
     size = sizes[size_name]
     spec, distribution = _draw_spec(rng, case, size, wanted.lengths, where)
-    if where == "triton" and spec.choices.keys() & {"dims", "D", "N"}:
-        spec = dataclasses.replace(spec, choices=_listed(rng, case, size, spec.choices))
     outputs = tuple(case.outputs)
     dtype = rng.choice([d for d in dtypes_of(backend, device) if d in wanted.dtypes])
     return Drawn(
@@ -225,7 +216,7 @@ def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Dr
             dtype=dtype,
             backend=backend,
             device=device,
-            backward=bool(case.differentiable) and rng.random() < 0.9,
+            backward=rng.random() < 0.9,
             outputs=(rng.choice(outputs),) if len(outputs) > 1 and rng.random() < 0.2 else None,
             gradient_storage={
                 name: rng.choice(tuple(STORAGES)) for name in outputs if rng.random() < 0.3
@@ -240,11 +231,6 @@ def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Dr
     )
 
 
-def ops_of(backend: str, wanted: Wanted) -> tuple[str, ...]:
-    """Those that a backend serves: the Triton twins have no variants."""
-    return tuple(op for op in wanted.ops if backend != "triton" or op not in VARIANTS)
-
-
 def dtypes_of(backend: str, device: str) -> tuple[str, ...]:
     """Those that a backend serves on a device."""
     if backend != "triton":
@@ -257,90 +243,30 @@ def dtypes_of(backend: str, device: str) -> tuple[str, ...]:
 def _draw_spec(
     rng: random.Random, case: Case, size: Size, lengths: tuple[int, ...] | None, where: str
 ) -> tuple[Spec, str]:
+    """A spec, and the distribution that its lengths are of."""
     profile = case.profiles[size.profile]
-    choices = {
-        name: _draw_choice(rng, name, profile.choices.get(name, candidates))
-        for name, candidates in case.choices.items()
-    }
     if size.num_seqs is not None and size.max_len is not None:
         num_seqs, max_len = rng.randint(*size.num_seqs), rng.randint(*size.max_len)
     else:
         num_seqs = rng.randint(1, max(profile.num_seqs) + 1)
         max_len = rng.choice((rng.choice(profile.max_len), rng.randint(1, max(profile.max_len))))
-    if rng.random() < 0.02:
-        num_seqs = 0
-    names = [rng.choice(tuple(DISTRIBUTIONS)) for _ in range(2)]
     if lengths is not None:
-        longest, most_seqs = FILE_LIMITS[where]
+        max_len, most_seqs = FILE_LIMITS[where]
         num_seqs = rng.randint(1, most_seqs)
-        names = ["file", "file"]
+    elif rng.random() < 0.02:
+        num_seqs = 0
+    names: list[str] = []
 
-    def layout(name: str) -> Layout:
-        if lengths is None:
-            return draw_layout(rng, name, num_seqs, max_len)
-        outside = draw_layout(rng, "constant", 1, 1)
-        drawn = tuple(min(longest, n) for n in rng.choices(lengths, k=num_seqs))
-        return dataclasses.replace(outside, lengths=drawn)
+    def layout() -> Layout:
+        names.append("file" if lengths else rng.choice(tuple(DISTRIBUTIONS)))
+        if not lengths:
+            return draw_layout(rng, names[-1], num_seqs, max_len)
+        drawn = tuple(min(max_len, n) for n in rng.choices(lengths, k=num_seqs))
+        return dataclasses.replace(draw_layout(rng, "constant", 1, 1), lengths=drawn)
 
-    inputs = [name for name in case.rows if name not in case.outputs]
-    spec = Spec(
-        seed=rng.randrange(10**6),
-        layout=layout(names[0]),
-        choices=choices,
-        kv_layout=layout(names[1]) if choices.get("cross") else None,
-        storage={name: rng.choice(tuple(STORAGES)) for name in inputs if rng.random() < 0.4},
-        offsets_dtype=rng.choice((torch.int32, torch.int64)),
-        poisoned=rng.random() < 0.9,
-    )
-    return spec, names[0]
-
-
-def _draw_choice(rng: random.Random, name: str, candidates: Sequence[Any]) -> Any:
-    """One of the candidates, or for a third of the draws any value among them."""
-    listed = rng.choice(candidates)
-    if rng.random() < 2 / 3:
-        return listed
-    if name in _ANY:
-        return _ANY[name](rng, candidates)
-    kinds = {type(candidate) for candidate in candidates}
-    if kinds == {int} and min(candidates) > 0:
-        return rng.randint(min(candidates), max(candidates))
-    return listed
-
-
-def _largest(candidates: Sequence[Any]) -> int:
-    return max((n for each in candidates if each is not None for n in each), default=1)
-
-
-def _any_heads(rng: random.Random, candidates: Sequence[Any]) -> tuple[int, int]:
-    kv_heads = rng.randint(1, 3)
-    return kv_heads * rng.randint(1, 4), kv_heads
-
-
-def _any_dims(rng: random.Random, candidates: Sequence[Any]) -> tuple[int, int]:
-    return rng.randint(1, _largest(candidates)), rng.randint(1, _largest(candidates))
-
-
-def _any_window(rng: random.Random, candidates: Sequence[Any]) -> tuple[int, int]:
-    widest = _largest(candidates)
-    return rng.randint(-1, widest), rng.randint(-1, widest)
-
-
-# Choices whose candidates are examples of what is allowed.
-_ANY: dict[str, Callable[[random.Random, Sequence[Any]], Any]] = {
-    "heads": _any_heads,
-    "dims": _any_dims,
-    "window_size": _any_window,
-}
-
-
-def _listed(
-    rng: random.Random, case: Case, size: Size, choices: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The same choices with sizes that others have too, so that kernels are compiled once."""
-    profile = case.profiles[size.profile]
-    listed = {name: profile.choices.get(name, case.choices[name]) for name in choices}
-    return {n: v if v in listed[n] else rng.choice(listed[n]) for n, v in choices.items()}
+    # On a GPU each size is another compilation of Triton.
+    spec = case.draw(rng, size.profile, rng.randrange(10**6), layout, freely=where != "triton")
+    return dataclasses.replace(spec, poisoned=rng.random() < 0.9), names[0]
 
 
 def _draw_environment(rng: random.Random, backend: str, spec: Spec) -> dict[str, str]:

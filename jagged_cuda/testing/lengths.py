@@ -75,7 +75,7 @@ def _uniform(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
 
 def _long_tailed(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
     median = math.log(max(1.0, max_len / 12))
-    return [min(max_len, round(rng.lognormvariate(median, 1.2))) for _ in range(num_seqs)]
+    return [round(min(max_len, rng.lognormvariate(median, 1.2))) for _ in range(num_seqs)]
 
 
 def _giant_among_tiny(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
@@ -111,7 +111,7 @@ def _zipf(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
 
 def _exponential(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
     """A mean far below the longest, which one sequence has."""
-    lengths = [min(max_len, round(rng.expovariate(16 / max_len))) for _ in range(num_seqs)]
+    lengths = [round(min(max_len, rng.expovariate(16 / max_len))) for _ in range(num_seqs)]
     lengths[rng.randrange(num_seqs)] = max_len
     return lengths
 

@@ -1,5 +1,7 @@
 """Call every operator, forward and backward, with wrong offsets, and see that it stays in bounds.
 
+The CPU refuses wrong offsets, which is all that is asked of it.
+
 Batches go round all operators; offsets, those of keys or columns, and the beginnings of matrices
 decrease, are negative, reach past the end or are extreme. Tensors lie between guard rows. What an
 operator writes there is found afterwards; what it reads there is so large that it shows in the
@@ -23,6 +25,7 @@ import functools
 import os
 import queue
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -37,11 +40,10 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.cases import Case, Tensors
+from jagged_cuda.testing.cases import EVERY, Case, Tensors
 from jagged_cuda.testing.draws import DTYPES
 from jagged_cuda.testing.judge import run
 from jagged_cuda.testing.samples import Sample
-from jagged_cuda.testing.variants import EVERY
 
 GUARD_ROWS = 400
 GUARD = 3e4
@@ -51,6 +53,9 @@ LIMIT = 5e3
 # What may be wrong; "kv_offsets" are y_offsets to the operators over matrices.
 KINDS = ("offsets", "kv_offsets", "matrix_offsets")
 TENSOR_CORES = "JAGGED_CUDA_TENSOR_CORES"
+
+# What the CPU says of wrong offsets, always.
+REFUSED = re.compile(r"offsets\[\d+\] must be ")
 
 
 @dataclass
@@ -175,7 +180,12 @@ def run_batch(batch: Batch, number: int, memory: Memory) -> None:
 
     os.environ[TENSOR_CORES] = "mma_sync" if batch.mma_sync else ""
     torch.use_deterministic_algorithms(batch.deterministic)
-    found = run(case, sample, lambda s: case.call(ops, s), cotangents)
+    try:
+        found = run(case, sample, lambda s: case.call(ops, s), cotangents)
+    except RuntimeError as error:
+        if device == "cpu" and REFUSED.search(str(error)):
+            return
+        raise
     if device != "cpu":
         torch.cuda.synchronize()
     where = f"{batch.op}, {batch.dtype}, batch {number}"

@@ -20,8 +20,8 @@ def covering_draws(
 ) -> tuple[list[Draw], frozenset[str]]:
     """Search draws for so long; return a set that takes each path found, and the paths not found.
 
-    Of the draws that take a path, the one is kept whose batch is nearest to GOOD_TOTAL rows, and
-    whose tensors are small.
+    Each operator is drawn at least once. Of the draws that take a path, the one is kept whose batch
+    is nearest to GOOD_TOTAL rows, and whose tensors are small.
     """
     best: dict[tuple[str, str], tuple[float, Draw]] = {}
     deadline = time.monotonic() + seconds
@@ -32,7 +32,7 @@ def covering_draws(
         for op in wanted.ops
     ]
     for index, turn in enumerate(itertools.cycle(turns)):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and index >= len(wanted.ops):
             break
         given = draw(turn, seed, backend, device, index).draw
         total = max(given.spec.layout.total, given.spec.kv.total)

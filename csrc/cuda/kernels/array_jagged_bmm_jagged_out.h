@@ -1,7 +1,7 @@
 // array_jagged_bmm_jagged_out on CUDA: z_b = A_b y_b, or A_b^T y_b, for each sequence b.
 #pragma once
 
-#include "cuda/kernels/gemm/math.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/matrices.cuh"
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace jagged_cuda {
 
-// No pointer may be null, except for tensors without elements. Element types follow from `math`.
+// No pointer may be null, except for tensors without elements.
 struct ArrayJaggedBmmJaggedOutParams {
   const void* a;          // [capacity], contiguous, aligned to an element
   const void* y;          // [Ty, N], or [Tx, N] if `transpose`, stride 1 along N
@@ -21,11 +21,8 @@ struct ArrayJaggedBmmJaggedOutParams {
   bool y_vectors;         // y is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool transpose;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
-  gemm::Math math;
+  ElementType type;
 };
-
-// Whether the product runs on wgmma (array_jagged_bmm_jagged_out_wgmma.cuh).
-bool takes_wgmma(const ArrayJaggedBmmJaggedOutParams& params);
 
 // Enqueues the product; every row of `out` is written. No memory of its own, no synchronisation.
 cudaError_t launch_array_jagged_bmm_jagged_out(const ArrayJaggedBmmJaggedOutParams& params,

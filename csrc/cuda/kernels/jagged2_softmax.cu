@@ -7,25 +7,13 @@
 namespace jagged_cuda {
 namespace {
 
-template <typename Element, typename Params>
-cudaError_t launch_type(const Params& params, cudaStream_t stream) {
-  return params.over_rows ? softmax::launch_over_rows<Element>(params, stream)
-                          : softmax::launch_over_columns<Element>(params, stream);
-}
-
 template <typename Params>
 cudaError_t launch_any(const Params& params, cudaStream_t stream) {
-  switch (params.type) {
-    case ElementType::kFp32:
-      return launch_type<float>(params, stream);
-    case ElementType::kFp64:
-      return launch_type<double>(params, stream);
-    case ElementType::kFp16:
-      return launch_type<__half>(params, stream);
-    case ElementType::kBf16:
-      return launch_type<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element(params.type, [&](auto element) {
+    using Element = decltype(element);
+    return params.over_rows ? softmax::launch_over_rows<Element>(params, stream)
+                            : softmax::launch_over_columns<Element>(params, stream);
+  });
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // its columns or over its rows, and its gradient.
 #pragma once
 
-#include "cuda/kernels/prim/element_type.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/matrices.cuh"
 
 #include <cuda_runtime_api.h>

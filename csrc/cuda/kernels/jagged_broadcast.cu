@@ -5,16 +5,9 @@
 
 namespace jagged_cuda {
 
-cudaError_t launch_jagged_broadcast(const JaggedBroadcastParams& params, cudaStream_t stream) {
-  rows::GatherLaunch launch{};
-  launch.x = params.x;
-  launch.out = params.out;
-  launch.offsets = params.offsets;
-  launch.row_units = params.row_units;
-  launch.seq_stride = params.x_stride;
-  launch.row_stride = 0;
-  launch.limit = params.offsets.total;
-  return rows::launch_gather(launch, params.unit_bytes, stream);
+cudaError_t launch_jagged_broadcast(const GatherParams& params, int unit_bytes,
+                                    cudaStream_t stream) {
+  return rows::launch_gather(params, unit_bytes, stream, "cuda.jagged_broadcast");
 }
 
 }  // namespace jagged_cuda

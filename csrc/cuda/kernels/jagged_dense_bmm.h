@@ -1,7 +1,7 @@
 // jagged_dense_bmm on CUDA: z_b = activation(x_b y_b + bias_b), for each sequence b.
 #pragma once
 
-#include "cuda/kernels/gemm/math.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 #include "contract/activation.h"
 
@@ -11,8 +11,7 @@
 
 namespace jagged_cuda {
 
-// No pointer may be null, except for bias and for tensors without elements. Element types follow
-// from `math`.
+// No pointer may be null, except for bias and for tensors without elements.
 struct JaggedDenseBmmParams {
   const void* x;         // [T, D], stride 1 along D
   const void* y;         // [B, D, N], stride 1 along D or along N
@@ -29,7 +28,7 @@ struct JaggedDenseBmmParams {
   bool x_vectors;        // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool y_vectors;        // the same of y, of its lines and its matrices
   Activation activation;
-  gemm::Math math;
+  ElementType type;
 };
 
 // Enqueues the product; every row of `out` is written. No memory of its own, no synchronisation.

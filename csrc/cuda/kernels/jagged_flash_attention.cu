@@ -1,100 +1,97 @@
 // Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, plain FMA for
-// fp32 and fp64.
+// f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/attention/window.cuh"
-#include "cuda/kernels/prim/wgmma_support.h"
+#include "cuda/kernels/prim/element.cuh"
+#include "cuda/kernels/prim/hopper.h"
 
 namespace jagged_cuda {
+namespace {
 
-bool attention::takes_wgmma(const AttentionParams& params) {
-  const int dim = dim_bucket(params);
+// Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that
+// can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
+// has the instruction.
+bool takes_wgmma(const AttentionParams& params) {
   const auto copyable = [](const HeadsView& view, int64_t rows, int64_t heads) {
     return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
   };
-  return dim <= 128 && params.aligned && !params.mma_sync_only &&
+  return attention::dim_bucket(params) <= 128 && params.aligned && !params.mma_sync_only &&
          copyable(params.q, params.q_offsets.total, params.heads) &&
          copyable(params.k, params.kv_offsets.total, params.kv_heads) &&
          copyable(params.v, params.kv_offsets.total, params.kv_heads) &&
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
 
-namespace {
+// Whether the kernels for tiny sequences take these operands: head dims of at most 64, rows that can
+// be moved in 16-byte pieces, and items, rows and bytes of strides that can be counted in 32 bits.
+bool takes_tiny(const AttentionParams& params) {
+  constexpr int64_t kMaxCount = int64_t{1} << 30;
+  const auto narrow = [](const HeadsView& view, int64_t heads) {
+    return view.row_stride < kMaxCount && heads * view.head_stride < kMaxCount;
+  };
+  return attention::dim_bucket(params) <= 64 && params.aligned &&
+         params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 &&
+         params.q_offsets.num_seqs * params.heads < kMaxCount && narrow(params.q, params.heads) &&
+         narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads);
+}
 
-// "cuda.attention.<direction>.<instruction>.d<head dim bucket>" for head dims 32, 64, 128, 256. The
-// second and the fourth line of each are those for long sequences (launch.h): in ".rows128" a warp
-// owns 32 rows, in ".step64" an iteration takes 64.
-constexpr const char* kForwardPaths[4][4] = {
-    {"cuda.attention.forward.mma_sync.d32", "cuda.attention.forward.mma_sync.d64",
-     "cuda.attention.forward.mma_sync.d128", "cuda.attention.forward.mma_sync.d256"},
-    {"cuda.attention.forward.mma_sync.d32.rows128", "cuda.attention.forward.mma_sync.d64.rows128",
-     "cuda.attention.forward.mma_sync.d128.rows128", "cuda.attention.forward.mma_sync.d256"},
-    {"cuda.attention.forward.wgmma.d32", "cuda.attention.forward.wgmma.d64",
-     "cuda.attention.forward.wgmma.d128", ""},
-    {"cuda.attention.forward.wgmma.d32", "cuda.attention.forward.wgmma.d64",
-     "cuda.attention.forward.wgmma.d128", ""}};
-constexpr const char* kBackwardPaths[4][4] = {
-    {"cuda.attention.backward.mma_sync.d32", "cuda.attention.backward.mma_sync.d64",
-     "cuda.attention.backward.mma_sync.d128", "cuda.attention.backward.mma_sync.d256"},
-    {"cuda.attention.backward.mma_sync.d32.rows128", "cuda.attention.backward.mma_sync.d64.rows128",
-     "cuda.attention.backward.mma_sync.d128.rows128", "cuda.attention.backward.mma_sync.d256"},
-    {"cuda.attention.backward.wgmma.d32", "cuda.attention.backward.wgmma.d64",
-     "cuda.attention.backward.wgmma.d128", ""},
-    {"cuda.attention.backward.wgmma.d32.step64", "cuda.attention.backward.wgmma.d64.step64",
-     "cuda.attention.backward.wgmma.d128", ""}};
+// Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.
+bool all_tiny(const AttentionParams& params) {
+  return (params.max_len > 0 && params.max_len <= kTinyRows) ||
+         (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
+}
 
-const char* tensor_core_path(const AttentionParams& params, const char* const (&paths)[4][4]) {
-  const int kind =
-      (attention::takes_wgmma(params) ? 2 : 0) + (attention::has_long_sequences(params) ? 1 : 0);
-  for (int i = 0; i < 4; ++i) {
-    if (attention::kDims[i] == attention::dim_bucket(params)) return paths[kind][i];
-  }
-  return "none";
+// Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
+// operands, and not at all where no sequence can be longer. A sequence's own length decides which
+// of the two takes it, so its bits do not depend on the batch. The path is that of the last.
+template <typename Params, typename Launch>
+cudaError_t launch_by_length(Params params, cudaStream_t stream, Launch launch_longer,
+                             cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
+  if (!takes_tiny(params)) return launch_longer(params);
+  const cudaError_t error = launch_tiny(params, stream);
+  if (error != cudaSuccess || all_tiny(params)) return error;
+  params.split_by_length = true;
+  return launch_longer(params);
 }
 
 }  // namespace
 
-cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
-                                          const char** path) {
-  switch (params.element) {
-    case AttentionElement::kFloat16:
-      *path = tensor_core_path(params, kForwardPaths);
-      return attention::takes_wgmma(params) ? attention::forward_wgmma_f16(params, stream)
-                                            : attention::forward_mma_sync_f16(params, stream);
-    case AttentionElement::kBFloat16:
-      *path = tensor_core_path(params, kForwardPaths);
-      return attention::takes_wgmma(params) ? attention::forward_wgmma_bf16(params, stream)
-                                            : attention::forward_mma_sync_bf16(params, stream);
-    case AttentionElement::kFloat32:
-      *path = "cuda.attention.forward.simt.f32";
-      return attention::forward_simt_f32(params, stream);
-    case AttentionElement::kFloat64:
-      *path = "cuda.attention.forward.simt.f64";
-      return attention::forward_simt_f64(params, stream);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
+  return with_element(params.type, [&](auto element) {
+    using Element = decltype(element);
+    if constexpr (sizeof(Element) != 2) {
+      return attention::launch_forward_fma<Element>(params, stream);
+    } else {
+      const auto launch_longer = [&](const AttentionParams& longer) {
+        if (takes_wgmma(longer)) {
+          const cudaError_t error = attention::launch_forward_wgmma<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+        }
+        return attention::launch_forward_mma_sync<Element>(longer, stream);
+      };
+      return launch_by_length(params, stream, launch_longer,
+                              attention::launch_forward_tiny<Element>);
+    }
+  });
 }
 
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
-                                                   cudaStream_t stream, const char** path) {
-  switch (params.element) {
-    case AttentionElement::kFloat16:
-      *path = tensor_core_path(params, kBackwardPaths);
-      return attention::takes_wgmma(params) ? attention::backward_wgmma_f16(params, stream)
-                                            : attention::backward_mma_sync_f16(params, stream);
-    case AttentionElement::kBFloat16:
-      *path = tensor_core_path(params, kBackwardPaths);
-      return attention::takes_wgmma(params) ? attention::backward_wgmma_bf16(params, stream)
-                                            : attention::backward_mma_sync_bf16(params, stream);
-    case AttentionElement::kFloat32:
-      *path = "cuda.attention.backward.simt.f32";
-      return attention::backward_simt_f32(params, stream);
-    case AttentionElement::kFloat64:
-      *path = "cuda.attention.backward.simt.f64";
-      return attention::backward_simt_f64(params, stream);
-  }
-  return cudaErrorInvalidValue;
+                                                   cudaStream_t stream) {
+  return with_element(params.type, [&](auto element) {
+    using Element = decltype(element);
+    if constexpr (sizeof(Element) != 2) {
+      return attention::launch_backward_fma<Element>(params, stream);
+    } else {
+      const auto launch_longer = [&](const AttentionBackwardParams& longer) {
+        return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
+                                   : attention::launch_backward_mma_sync<Element>(longer, stream);
+      };
+      return launch_by_length(params, stream, launch_longer,
+                              attention::launch_backward_tiny<Element>);
+    }
+  });
 }
 
 }  // namespace jagged_cuda

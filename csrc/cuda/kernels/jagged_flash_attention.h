@@ -1,6 +1,7 @@
 // The kernels of jagged_flash_attention, as host code sees them.
 #pragma once
 
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
@@ -9,7 +10,8 @@
 
 namespace jagged_cuda {
 
-enum class AttentionElement { kFloat16, kBFloat16, kFloat32, kFloat64 };
+// Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
+constexpr int kTinyRows = 64;
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
 struct HeadsView {
@@ -18,9 +20,9 @@ struct HeadsView {
   int64_t head_stride;
 };
 
-// Sums, LSE and its gradient are fp32 (fp64 for fp64), contiguous.
+// Sums, LSE and its gradient are f32 (f64 for f64), contiguous.
 struct AttentionParams {
-  AttentionElement element;
+  ElementType type;
   OffsetsView q_offsets;   // [B + 1], rows of q
   OffsetsView kv_offsets;  // [B + 1], rows of k and v; a copy of q_offsets in self-attention
   HeadsView q;             // [Tq, H, D]
@@ -40,6 +42,9 @@ struct AttentionParams {
   // multiples of 16 bytes.
   bool aligned;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
+  // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
+  // rows outside all sequences are the latter's.
+  bool split_by_length;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
@@ -53,10 +58,8 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_v;      // [Tk, G, Dv] contiguous
 };
 
-// Both record the kernel path they take in `path`, such as "cuda.attention.forward.mma_sync.d64".
-cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream,
-                                          const char** path);
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
-                                                   cudaStream_t stream, const char** path);
+                                                   cudaStream_t stream);
 
 }  // namespace jagged_cuda

@@ -1,7 +1,7 @@
 // jagged_jagged_bmm on CUDA: z_b = x_b^T y_b, for each sequence b.
 #pragma once
 
-#include "cuda/kernels/gemm/math.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace jagged_cuda {
 
-// No pointer may be null, except for tensors without elements. Element types follow from `math`.
+// No pointer may be null, except for tensors without elements.
 struct JaggedJaggedBmmParams {
   const void* x;        // [T, D], stride 1 along D
   const void* y;        // [T, N], stride 1 along N
@@ -22,7 +22,7 @@ struct JaggedJaggedBmmParams {
   int64_t y_stride;     // elements between rows of y
   bool x_vectors;       // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool y_vectors;       // the same of y
-  gemm::Math math;
+  ElementType type;
 };
 
 // Enqueues the product; every element of `out` is written. No memory of its own, no

@@ -1,6 +1,6 @@
 // jagged_jagged_bmm_jagged_out: choice of the kernel, and those that every GPU has: z_b = x_b y_b^T
-// for each sequence b, on mma.sync with fp32 sums, or in fp64 (gemm/fp64.cuh). The one on wgmma is
-// in jagged_jagged_bmm_jagged_out_wgmma.cuh.
+// for each sequence b, on mma.sync with f32 sums, or in f64 (gemm/f64.cuh). The one on wgmma is in
+// jagged_jagged_bmm_jagged_out_wgmma.cu.
 //
 // A = x_b [Lx, D], B = y_b^T [D, Ly], both with stride 1 along K; C = z_b [Lx, Ly], jagged along M
 // and N, with the pitch Ly, at any element of the result.
@@ -14,25 +14,24 @@
 //
 // Shared memory and barriers are the engine's, and for each warp 8 rows of its part of C, of which
 // it makes runs of 32 elements (gemm/matrices.cuh; __syncwarp): Tile<64, 128> has three stages of
-// 64 x 144 + 128 x 144 bytes and 8 x 8 x 40 elements beside them, in all 93,208 bytes for fp32: two
-// CTAs an SM on Hopper, and one where a CTA may have no more than 99 KiB.
+// 64 x 144 + 128 x 144 bytes and 8 x 8 x 40 elements beside them, in all 93,208 bytes for f32: two
+// CTAs per SM on Hopper, and one where a CTA may have no more than 99 KiB.
 //
 // Virtual tiles without rows, rows outside every sequence and matrices that do not fit return at
 // once, as does a sequence without columns; a tile ends with its sequence in both directions, and
 // its stores are predicated.
-#include "cuda/kernels/gemm/fp64.cuh"
+#include "cuda/kernels/gemm/f64.cuh"
 #include "cuda/kernels/gemm/matrices.cuh"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/prim/launch.cuh"
-#include "cuda/kernels/prim/wgmma_support.h"
 
 #include <limits>
 
 namespace jagged_cuda {
 namespace gemm {
 
-cudaError_t launch_matrices_wgmma_bf16(const JaggedJaggedBmmJaggedOutParams&, cudaStream_t);
-cudaError_t launch_matrices_wgmma_f16(const JaggedJaggedBmmJaggedOutParams&, cudaStream_t);
+// jagged_jagged_bmm_jagged_out_wgmma.cu; cudaErrorNotSupported where x or y has no tensor map.
+cudaError_t launch_wgmma(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream);
 
 namespace {
 
@@ -102,35 +101,38 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
 }
 
 template <typename Config>
-cudaError_t launch_tile(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+constexpr PathName kPath =
+    PathName("cuda.jagged_jagged_bmm_jagged_out.mma_sync.") + Config::Math::kName;
+
+template <typename Config>
+cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   const OffsetsView& rows = params.matrices.rows;
   const int64_t row_tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
   const ColumnSplit split = split_columns(params.matrices.columns.total, Config::kTileN, row_tiles);
   const int64_t ctas = row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch<jagged_jagged_bmm_jagged_out_kernel<Config>>(
-      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles},
-      dim3(static_cast<unsigned>(ctas), split.parts), Config::kThreads,
-      sizeof(MatrixStorage<Config>), stream);
+      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles}, {ctas, split.parts}, Config::kThreads,
+      sizeof(MatrixStorage<Config>), stream, kPath<Config>);
 }
 
 // 64 rows, since sequences are short, and as many columns as spare most of them a second walk over
-// x. The compensated sums of Fp32 take half as many registers again: fewer columns there.
+// x. The compensated sums of F32 take half as many registers again: fewer columns there.
 template <typename Math>
 cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   using Tile =
       std::conditional_t<Math::kCompensated, Tile<64, 64, 2, 2, 3>, Tile<64, 128, 2, 4, 3>>;
-  return launch_tile<Config<Math, Tile, Layout::kAlongK, Layout::kAlongK>>(params, stream);
+  return launch_config<Config<Math, Tile, Layout::kAlongK, Layout::kAlongK>>(params, stream);
 }
 
-__global__ __launch_bounds__(kThreadsFp64) void jagged_jagged_bmm_jagged_out_fp64_kernel(
+__global__ __launch_bounds__(kThreadsF64) void jagged_jagged_bmm_jagged_out_f64_kernel(
     const __grid_constant__ JaggedJaggedBmmJaggedOutLaunch launch) {
   const JaggedJaggedBmmJaggedOutParams& params = launch.params;
   double* gOut = static_cast<double*>(params.out);
   if (blockIdx.x >= launch.row_tiles) {
-    zero_outside<kThreadsFp64>(params.matrices, gOut, blockIdx.x - launch.row_tiles);
+    zero_outside<kThreadsF64>(params.matrices, gOut, blockIdx.x - launch.row_tiles);
     return;
   }
-  const JaggedTile tile = find_tile<kTileFp64>(params.matrices.rows, blockIdx.x);
+  const JaggedTile tile = find_tile<kTileF64>(params.matrices.rows, blockIdx.x);
   if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
   if (!matrix.fits) return;
@@ -139,59 +141,49 @@ __global__ __launch_bounds__(kThreadsFp64) void jagged_jagged_bmm_jagged_out_fp6
       static_cast<const double*>(params.x) + (tile.rows.begin + tile.row) * params.x_stride;
   const double* gY = static_cast<const double*>(params.y) + matrix.columns.begin * params.y_stride;
   gOut += matrix.begin + tile.row * pitch;
-  const int row = threadIdx.x / kTileFp64, column = threadIdx.x % kTileFp64;
-  for (int64_t n = 0; n < pitch; n += kTileFp64) {
+  const int row = threadIdx.x / kTileF64, column = threadIdx.x % kTileF64;
+  for (int64_t n = 0; n < pitch; n += kTileF64) {
     const double sum =
-        multiply_fp64({gX, params.x_stride, 1}, {gY + n * params.y_stride, 1, params.y_stride},
-                      rows, pitch - n, params.inner);
+        multiply_f64({gX, params.x_stride, 1}, {gY + n * params.y_stride, 1, params.y_stride}, rows,
+                     pitch - n, params.inner);
     if (row < rows && n + column < pitch) gOut[row * pitch + n + column] = sum;
   }
 }
 
-cudaError_t launch_fp64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+cudaError_t launch_f64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   const OffsetsView& rows = params.matrices.rows;
-  const int64_t row_tiles = num_tiles(rows.total, rows.num_seqs, kTileFp64);
+  const int64_t row_tiles = num_tiles(rows.total, rows.num_seqs, kTileF64);
   const int64_t ctas = row_tiles + num_zero_ctas(params.matrices.capacity);
-  return launch<jagged_jagged_bmm_jagged_out_fp64_kernel>(
-      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles}, dim3(static_cast<unsigned>(ctas)),
-      kThreadsFp64, 0, stream);
+  return launch<jagged_jagged_bmm_jagged_out_f64_kernel>(
+      JaggedJaggedBmmJaggedOutLaunch{params, row_tiles}, {ctas}, kThreadsF64, 0, stream,
+      "cuda.jagged_jagged_bmm_jagged_out.fma.f64");
 }
 
-}  // namespace
-}  // namespace gemm
-
+// Whether the product runs on wgmma.
 bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
   constexpr int64_t kMaxInner = 1 << 20;
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
   const auto copyable = [&](int64_t rows, int64_t stride, bool vectors) {
     return vectors && rows <= kMaxRows && (rows <= 1 || stride >= params.inner);
   };
-  return (params.math == gemm::Math::kBf16 || params.math == gemm::Math::kFp16) &&
-         !params.mma_sync_only && params.inner % 8 == 0 && params.inner > 0 &&
-         params.inner <= kMaxInner &&
+  return is_16_bit(params.type) && !params.mma_sync_only && params.inner % 8 == 0 &&
+         params.inner > 0 && params.inner <= kMaxInner &&
          copyable(params.matrices.rows.total, params.x_stride, params.x_vectors) &&
          copyable(params.matrices.columns.total, params.y_stride, params.y_vectors) && has_wgmma();
 }
 
+}  // namespace
+}  // namespace gemm
+
 cudaError_t launch_jagged_jagged_bmm_jagged_out(const JaggedJaggedBmmJaggedOutParams& params,
                                                 cudaStream_t stream) {
-  if (takes_wgmma(params)) {
-    return params.math == gemm::Math::kBf16 ? gemm::launch_matrices_wgmma_bf16(params, stream)
-                                            : gemm::launch_matrices_wgmma_f16(params, stream);
+  if (params.type == ElementType::kF64) return gemm::launch_f64(params, stream);
+  if (gemm::takes_wgmma(params)) {
+    const cudaError_t error = gemm::launch_wgmma(params, stream);
+    if (error != cudaErrorNotSupported) return error;
   }
-  switch (params.math) {
-    case gemm::Math::kBf16:
-      return gemm::launch_math<gemm::Bf16>(params, stream);
-    case gemm::Math::kFp16:
-      return gemm::launch_math<gemm::Fp16>(params, stream);
-    case gemm::Math::kTf32:
-      return gemm::launch_math<gemm::Tf32>(params, stream);
-    case gemm::Math::kFp32:
-      return gemm::launch_math<gemm::Fp32>(params, stream);
-    case gemm::Math::kFp64:
-      return gemm::launch_fp64(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return gemm::with_math(
+      params.type, [&](auto math) { return gemm::launch_math<decltype(math)>(params, stream); });
 }
 
 }  // namespace jagged_cuda

@@ -1,7 +1,7 @@
 // jagged_jagged_bmm_jagged_out on CUDA: z_b = x_b y_b^T, for each sequence b.
 #pragma once
 
-#include "cuda/kernels/gemm/math.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/matrices.cuh"
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace jagged_cuda {
 
-// No pointer may be null, except for tensors without elements. Element types follow from `math`.
+// No pointer may be null, except for tensors without elements.
 struct JaggedJaggedBmmJaggedOutParams {
   const void* x;          // [Tx, D], stride 1 along D
   const void* y;          // [Ty, D], stride 1 along D
@@ -22,11 +22,8 @@ struct JaggedJaggedBmmJaggedOutParams {
   bool x_vectors;         // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool y_vectors;         // the same of y
   bool mma_sync_only;     // JAGGED_CUDA_TENSOR_CORES=mma_sync
-  gemm::Math math;
+  ElementType type;
 };
-
-// Whether the product runs on wgmma (jagged_jagged_bmm_jagged_out_wgmma.cuh).
-bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params);
 
 // Enqueues the product; every element of `out` is written. No memory of its own, no
 // synchronisation.

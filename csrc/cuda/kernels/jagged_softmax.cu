@@ -5,8 +5,8 @@
 //   dx[i, c] = scale p[i, c] (dp[i, c] - sum_j dp[j, c] p[j, c])
 //
 // Grid: x, one CTA of 128 threads for each sequence, or for each 4 sequences of a large batch; y,
-// groups of up to 32 vectors (4 elements, 2 of fp64, or one where alignment forbids more) beside
-// each other. The threads that share a sequence stand in a grid, columns fastest, so that a warp
+// groups of up to 32 vectors (4 elements, 2 of f64, or one where alignment forbids more) beside
+// each other. The threads that share a sequence form a grid, columns fastest, so that a warp
 // reads whole rows. Who shares it depends on its own length alone, so that results don't depend on
 // the batch:
 //   - up to 4 vectors for each lane of one warp: one warp; sums go by shuffles
@@ -35,7 +35,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kItems = 4;      // vectors that a thread keeps in registers
 constexpr int kMaxLanes = 32;  // vectors of a row beside each other
-// Elements of a vector: 16 bytes of fp32, but 8 of 16-bit types, whose sums fill the registers.
+// Elements of a vector: 16 bytes of f32, but 8 of 16-bit types, whose sums fill the registers.
 constexpr int kMaxVector = 4;
 // Up to here, each sequence has a CTA of its own; 132 SMs hold 1,056 at once.
 constexpr int kManySeqs = 2048;
@@ -344,7 +344,7 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams&
     const int row = place.row + i * place.row_step;
     if (row < len) view.store(sum, rGrad[i], rP[i], row);
   }
-  if (place.in_cta) __syncthreads();  // one reduction a sequence: its buffer is used again
+  if (place.in_cta) __syncthreads();  // one reduction per sequence: its buffer is used again
 }
 
 // A longer one, read twice by the whole CTA.
@@ -427,42 +427,35 @@ __global__ __launch_bounds__(kThreads, sizeof(Element) == 8 ? 4 : 8) void jagged
               offsets.total * params.columns);
 }
 
+template <typename Params, typename Element>
+constexpr PathName kPath =
+    PathName(std::is_same_v<Params, JaggedSoftmaxParams> ? "cuda.jagged_softmax."
+                                                         : "cuda.jagged_softmax_backward.") +
+    kElementName<Element>;
+
 template <typename Element, int kVector, typename Params>
 cudaError_t launch_vector(const Params& params, cudaStream_t stream) {
-  constexpr int64_t kMaxGroups = 65535;  // grid.y
   const int64_t vectors = (params.columns + kVector - 1) / kVector;
   int lanes_log2 = 0;
   while ((1 << lanes_log2) < std::min<int64_t>(vectors, kMaxLanes)) ++lanes_log2;
   const int64_t groups = (vectors + (int64_t{1} << lanes_log2) - 1) >> lanes_log2;
-  const int64_t grid_y = std::min(groups, kMaxGroups);
+  const int64_t grid_y = std::min(groups, Grid::kMaxY);
   const int64_t num_seqs = params.offsets.num_seqs;
   const int seqs_each = num_seqs > kManySeqs / grid_y ? kWarps : 1;
   const int64_t grid_x = std::max<int64_t>(1, (num_seqs + seqs_each - 1) / seqs_each);
   return launch<jagged_softmax_kernel<Params, Element, kVector>>(
-      SoftmaxLaunch<Params>{params, lanes_log2, groups, seqs_each},
-      dim3(static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y)), kThreads, 0, stream);
-}
-
-template <typename Element, typename Params>
-cudaError_t launch_type(const Params& params, cudaStream_t stream) {
-  constexpr int kVector = std::is_same_v<Element, double> ? 2 : 4;
-  return params.vectors ? launch_vector<Element, kVector>(params, stream)
-                        : launch_vector<Element, 1>(params, stream);
+      SoftmaxLaunch<Params>{params, lanes_log2, groups, seqs_each}, {grid_x, grid_y}, kThreads, 0,
+      stream, kPath<Params, Element>);
 }
 
 template <typename Params>
 cudaError_t launch_any(const Params& params, cudaStream_t stream) {
-  switch (params.type) {
-    case ElementType::kFp32:
-      return launch_type<float>(params, stream);
-    case ElementType::kFp64:
-      return launch_type<double>(params, stream);
-    case ElementType::kFp16:
-      return launch_type<__half>(params, stream);
-    case ElementType::kBf16:
-      return launch_type<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element(params.type, [&](auto element) {
+    using Element = decltype(element);
+    constexpr int kVector = std::is_same_v<Element, double> ? 2 : 4;
+    return params.vectors ? launch_vector<Element, kVector>(params, stream)
+                          : launch_vector<Element, 1>(params, stream);
+  });
 }
 
 }  // namespace

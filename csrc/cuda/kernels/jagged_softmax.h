@@ -1,7 +1,7 @@
 // jagged_softmax on CUDA: softmax of scale * x over the rows of each sequence, and its gradient.
 #pragma once
 
-#include "cuda/kernels/prim/element_type.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
@@ -18,7 +18,7 @@ struct JaggedSoftmaxParams {
   int64_t columns;
   int64_t x_stride;  // elements between rows of x
   double scale;
-  bool vectors;  // every row of x and of out is aligned to vectors of 4 elements (fp64: 2)
+  bool vectors;  // every row of x and of out is aligned to vectors of 4 elements (f64: 2)
   ElementType type;
 };
 
@@ -31,7 +31,7 @@ struct JaggedSoftmaxBackwardParams {
   int64_t grad_out_stride;  // elements between rows of grad_out
   int64_t out_stride;       // elements between rows of out
   double scale;
-  bool vectors;  // every row of all three is aligned to vectors of 4 elements (fp64: 2)
+  bool vectors;  // every row of all three is aligned to vectors of 4 elements (f64: 2)
   ElementType type;
 };
 

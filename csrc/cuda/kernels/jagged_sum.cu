@@ -5,17 +5,12 @@
 namespace jagged_cuda {
 
 cudaError_t launch_jagged_sum(const JaggedSumParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case ElementType::kFp32:
-      return rows::launch_sum_type<float>(params, stream);
-    case ElementType::kFp64:
-      return rows::launch_sum_type<double>(params, stream);
-    case ElementType::kFp16:
-      return rows::launch_sum_type<__half>(params, stream);
-    case ElementType::kBf16:
-      return rows::launch_sum_type<__nv_bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_element(params.type, [&](auto element) {
+    using Element = decltype(element);
+    constexpr int kVector = 16 / sizeof(Element);
+    return params.vectors ? rows::launch_sum_vector<Element, kVector>(params, stream)
+                          : rows::launch_sum_vector<Element, 1>(params, stream);
+  });
 }
 
 }  // namespace jagged_cuda

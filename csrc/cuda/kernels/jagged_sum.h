@@ -1,7 +1,7 @@
 // jagged_sum and jagged_mean on CUDA: over the rows of each sequence.
 #pragma once
 
-#include "cuda/kernels/prim/element_type.h"
+#include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@ namespace jagged_cuda {
 struct JaggedSumParams {
   const void* x;        // [T, columns], stride 1 along columns
   void* out;            // [B, columns], contiguous
-  void* partial;        // [num_sum_slots(T), columns] fp32 (fp64 of fp64); null if that is 0
+  void* partial;        // [num_sum_slots(T), columns] f32 (f64 of f64); null if that is 0
   OffsetsView offsets;  // [B + 1]
   int64_t columns;
   int64_t x_stride;  // elements between rows of x

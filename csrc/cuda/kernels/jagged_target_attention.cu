@@ -1,35 +1,14 @@
-// Which kernels jagged_target_attention takes, by element type, head dim and rows.
+// jagged_target_attention: its kernels by element type, and dense queries as a jagged tensor.
 #include "cuda/kernels/jagged_target_attention.h"
 
-#include "cuda/kernels/attention/target_launch.h"
+#include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/prim/launch.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 namespace jagged_cuda {
 namespace {
-
-// "cuda.target.<direction>.mma_sync.d<head dim bucket>.r<rows of a tile>"
-constexpr const char* kForwardPaths[4][3] = {
-    {"cuda.target.forward.mma_sync.d32.r16", "cuda.target.forward.mma_sync.d32.r32",
-     "cuda.target.forward.mma_sync.d32.r128"},
-    {"cuda.target.forward.mma_sync.d64.r16", "cuda.target.forward.mma_sync.d64.r32",
-     "cuda.target.forward.mma_sync.d64.r128"},
-    {"cuda.target.forward.mma_sync.d128.r16", "cuda.target.forward.mma_sync.d128.r32",
-     "cuda.target.forward.mma_sync.d128.r128"},
-    {"cuda.target.forward.mma_sync.d256.r16", "cuda.target.forward.mma_sync.d256.r32",
-     "cuda.target.forward.mma_sync.d256.r64"},
-};
-constexpr const char* kBackwardPaths[4][2] = {
-    {"cuda.target.backward.mma_sync.d32.r32", "cuda.target.backward.mma_sync.d32.r128"},
-    {"cuda.target.backward.mma_sync.d64.r32", "cuda.target.backward.mma_sync.d64.r128"},
-    {"cuda.target.backward.mma_sync.d128.r32", "cuda.target.backward.mma_sync.d128.r128"},
-    {"cuda.target.backward.mma_sync.d256.r32", "cuda.target.backward.mma_sync.d256.r64"},
-};
-
-int dim_index(const TargetAttentionParams& params) {
-  int index = 0;
-  while (attention::kDims[index] != attention::target_dim_bucket(params)) ++index;
-  return index;
-}
 
 struct QueryOffsets {
   int64_t* offsets;  // [B + 1]
@@ -46,29 +25,25 @@ __global__ void fill_query_offsets(const QueryOffsets params) {
 
 }  // namespace
 
-cudaError_t launch_jagged_target_attention(const TargetAttentionParams& params, cudaStream_t stream,
-                                           const char** path) {
-  const int rows = attention::target_forward_rows(params);
-  *path = kForwardPaths[dim_index(params)][rows == 16 ? 0 : (rows == 32 ? 1 : 2)];
-  return params.element == AttentionElement::kFloat16
-             ? attention::target_forward_f16(params, stream)
-             : attention::target_forward_bf16(params, stream);
+cudaError_t launch_jagged_target_attention(const TargetAttentionParams& params,
+                                           cudaStream_t stream) {
+  return params.type == ElementType::kBf16
+             ? attention::launch_target_forward<__nv_bfloat16>(params, stream)
+             : attention::launch_target_forward<__half>(params, stream);
 }
 
 cudaError_t launch_jagged_target_attention_backward(const TargetAttentionBackwardParams& params,
-                                                    cudaStream_t stream, const char** path) {
-  *path = kBackwardPaths[dim_index(params)][attention::target_backward_tile(params) == 32 ? 0 : 1];
-  return params.element == AttentionElement::kFloat16
-             ? attention::target_backward_f16(params, stream)
-             : attention::target_backward_bf16(params, stream);
+                                                    cudaStream_t stream) {
+  return params.type == ElementType::kBf16
+             ? attention::launch_target_backward<__nv_bfloat16>(params, stream)
+             : attention::launch_target_backward<__half>(params, stream);
 }
 
 cudaError_t launch_query_offsets(int64_t* offsets, int64_t num_seqs, int64_t num_queries,
                                  cudaStream_t stream) {
   const QueryOffsets params{offsets, num_seqs + 1, num_queries};
   const int64_t ctas = (params.count + kFillThreads - 1) / kFillThreads;
-  return launch<fill_query_offsets>(params, dim3(static_cast<unsigned>(ctas)), kFillThreads, 0,
-                                    stream);
+  return launch<fill_query_offsets>(params, {ctas}, kFillThreads, 0, stream, nullptr);
 }
 
 }  // namespace jagged_cuda

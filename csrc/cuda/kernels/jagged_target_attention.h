@@ -23,30 +23,42 @@ struct QueriesView {
 // depend on its neighbours.
 constexpr int kTargetChunk = 512;
 
-// Sequence b, which begins at row begin(b), owns slots 2 begin(b) / kTargetChunk, one a chunk, if
-// it has more than one chunk: the slots of two such sequences never overlap, and all lie below this
-// number, whatever the offsets.
-inline int64_t target_slots(int64_t total) { return 2 * total / kTargetChunk + 1; }
+// A sequence of more than one chunk owns a slot of the workspace for each, counted from
+// 2 begin / kTargetChunk on, where begin is its first row, or, if that makes fewer slots, as
+// virtual tiles are counted (prim/jagged.cuh). The slots of two such sequences never overlap, and
+// all lie below `count`, whatever the offsets.
+struct TargetSlots {
+  bool as_tiles;
+  int64_t count;
+};
+
+inline TargetSlots target_slots(int64_t total, int64_t num_seqs) {
+  const int64_t by_rows = 2 * total / kTargetChunk + 1;
+  const int64_t as_tiles = num_tiles(total, num_seqs, kTargetChunk);
+  return {as_tiles < by_rows, as_tiles < by_rows ? as_tiles : by_rows};
+}
 
 // 16-bit elements. Of one key/value head of one sequence, row r is query r / group of head
 // r % group of the group; there are N * group rows.
 struct TargetAttentionParams {
-  AttentionElement element;  // kFloat16 or kBFloat16
-  OffsetsView offsets;       // [B + 1], rows of k and v
-  QueriesView q;             // [B, N, H, D]
-  HeadsView k;               // [T, G, D]
-  HeadsView v;               // [T, G, Dv]
-  void* out;                 // [B, N, H, Dv] contiguous: written forward, read backward
-  float* lse;                // [B, N, H] contiguous: written forward, read backward
+  ElementType type;     // kBf16 or kF16
+  OffsetsView offsets;  // [B + 1], rows of k and v
+  QueriesView q;        // [B, N, H, D]
+  HeadsView k;          // [T, G, D]
+  HeadsView v;          // [T, G, Dv]
+  void* out;            // [B, N, H, Dv] contiguous: written forward, read backward
+  float* lse;           // [B, N, H] contiguous: written forward, read backward
   // Workspace: forward the weighted sums of values of each part, backward its part of dq. Null if
   // no sequence has more than one chunk, as far as the host knows. 16-byte aligned.
-  float* parts;       // [slots, G, rows, dim_v (backward dim_qk) rounded up to 8], may be null
-  float* part_stats;  // [slots, G, rows, 2]: maximum and sum; null backward and with parts
-  int num_queries;    // N
-  int heads;          // H
-  int kv_heads;       // G, divides H
-  int dim_qk;         // D
-  int dim_v;          // Dv
+  float* parts;         // [slots, G, rows, dim_v (backward dim_qk) rounded up to 8], may be null
+  float* part_stats;    // [slots, G, rows, 2]: maximum and sum; null backward and with parts
+  bool slots_as_tiles;  // TargetSlots
+  int out_queries;      // N of out and lse
+  int num_queries;      // that this launch computes: the first of q, out and lse
+  int heads;            // H
+  int kv_heads;         // G, divides H
+  int dim_qk;           // D
+  int dim_v;            // Dv
   float scale;
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 8.
@@ -67,12 +79,10 @@ inline int64_t target_backward_rows(int64_t dim_qk, int64_t dim_v) {
   return dim_qk > 128 || dim_v > 128 ? 64 : 128;
 }
 
-// Both record the kernel path they take in `path`, such as "cuda.target.forward.mma_sync.d64.r16":
-// the head dim and the rows of a tile.
-cudaError_t launch_jagged_target_attention(const TargetAttentionParams& params, cudaStream_t stream,
-                                           const char** path);
+cudaError_t launch_jagged_target_attention(const TargetAttentionParams& params,
+                                           cudaStream_t stream);
 cudaError_t launch_jagged_target_attention_backward(const TargetAttentionBackwardParams& params,
-                                                    cudaStream_t stream, const char** path);
+                                                    cudaStream_t stream);
 
 // Fills offsets [B + 1] with 0, N, 2 N, ...: dense queries as a jagged tensor.
 cudaError_t launch_query_offsets(int64_t* offsets, int64_t num_seqs, int64_t num_queries,

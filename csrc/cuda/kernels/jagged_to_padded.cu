@@ -3,7 +3,7 @@
 //   z[b, i] = x[offsets[b] + i] for i < L, else fill
 //
 // Grid: x, a warp for each kRows rows of the result, taken as [B * M] rows: each is divided into
-// its sequence and its row. Lanes stand beside each other along a row, in units of up to 16 bytes;
+// its sequence and its row. Lanes are beside each other along a row, in units of up to 16 bytes;
 // what they leave over of the warp takes the next rows. No shared memory, no barriers, and nothing
 // ragged but the last rows of the result.
 #include "cuda/kernels/jagged_to_padded.h"
@@ -58,7 +58,7 @@ __global__ __launch_bounds__(kThreads) void jagged_to_padded_kernel(
         rX[item] = fill;
         if (i + item * step >= rows) continue;
         int64_t seq = first_seq, row = first_row + i + item * step;
-        if (row >= max_len) {  // with few rows a sequence, the warp holds several
+        if (row >= max_len) {  // with few rows per sequence, the warp holds several
           const int64_t passed =
               max_len >= kRows ? 1 : static_cast<int>(row) / static_cast<int>(max_len);
           seq += passed;
@@ -84,8 +84,8 @@ cudaError_t launch_jagged_to_padded(const JaggedToPaddedParams& params, cudaStre
   constexpr int64_t kCtaRows = int64_t{kWarps} * kRows;
   const int64_t ctas = (params.offsets.num_seqs * params.max_len + kCtaRows - 1) / kCtaRows;
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_to_padded_kernel<decltype(unit)>>(
-        arguments, dim3(static_cast<unsigned>(ctas)), kThreads, 0, stream);
+    return launch<jagged_to_padded_kernel<decltype(unit)>>(arguments, {ctas}, kThreads, 0, stream,
+                                                           "cuda.jagged_to_padded");
   });
 }
 

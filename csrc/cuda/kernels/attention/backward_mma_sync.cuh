@@ -5,12 +5,12 @@
 // delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
 // Two kernels, in this order on one stream, each recomputing S and dP, so that no sum crosses a
-// CTA: no atomics, no fp32 copy of dq, the same bits at every run.
-//   backward_dq:   a CTA owns a tile of queries of one head, walks over its keys, and leaves delta
-//   behind. backward_dkdv: a CTA owns a tile of keys of one kv head, walks over the queries of
-//   every head of its group; it works on S^T and
-//                  dP^T, so that a warp owns 16 keys and P^T, dS^T go from accumulator to operand
-//                  without leaving registers.
+// CTA: no atomics, no f32 copy of dq, the same bits at every run.
+//   backward_dq    A CTA owns a tile of queries of one head, walks over its keys, and leaves delta
+//                  behind.
+//   backward_dkdv  A CTA owns a tile of keys of one kv head and walks over the queries of every
+//                  head of its group. It works on S^T and dP^T, so that a warp owns 16 keys and
+//                  P^T, dS^T go from accumulator to operand without leaving registers.
 //
 // Grid: x = tiles of kRows rows (find_tile), y = heads. Warps of 16 or 32 rows as in the forward
 // pass. For 256 dims dK and dV of 16 rows would take 256 registers: there two warps share 16 keys
@@ -43,13 +43,15 @@ struct DqConfig {
   static constexpr int kWarpRows = kRowBlocks * 16;
   static constexpr int kRows = kWarps * kWarpRows;  // queries that a CTA owns
   static constexpr int kStep = 32;                  // keys of an iteration
-  static constexpr int kMinBlocks = kRowBlocks == 2 ? 2
-                                    : kDim == 32    ? 5
-                                    : kDim == 64    ? 4
-                                    : kDim == 128   ? 3
-                                                    : 1;
+  static constexpr int kMinCtas = kRowBlocks == 2 ? 2
+                                  : kDim == 32    ? 5
+                                  : kDim == 64    ? 4
+                                  : kDim == 128   ? 3
+                                                  : 1;
   static constexpr int kStages = 2;
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
+  static constexpr PathName kName =
+      PathName("cuda.attention.backward.mma_sync.d") + kDim + (kRowBlocks == 2 ? ".rows128" : "");
 };
 
 template <typename Element_, int kDim_, int kRowBlocks_>
@@ -63,11 +65,11 @@ struct DkdvConfig {
   static constexpr int kWarpRows = kRowBlocks * 16;
   static constexpr int kRows = kRowWarps * kWarpRows;  // keys that a CTA owns
   static constexpr int kStep = kDim <= 128 ? 32 : 16;  // queries of an iteration
-  static constexpr int kMinBlocks = kDim == 256       ? 1
-                                    : kRowBlocks == 2 ? 2
-                                    : kDim == 32      ? 5
-                                    : kDim == 64      ? 3
-                                                      : 2;
+  static constexpr int kMinCtas = kDim == 256       ? 1
+                                  : kRowBlocks == 2 ? 2
+                                  : kDim == 32      ? 5
+                                  : kDim == 64      ? 3
+                                                    : 2;
   static constexpr int kStages = 2;
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
 };
@@ -115,7 +117,7 @@ __device__ __forceinline__ float row_dot(Tile& sGradOut, int row, const Element*
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dq_mma_sync(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_mma_sync(
     const __grid_constant__ AttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
@@ -126,33 +128,29 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
 
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gGradQ = static_cast<Element*>(params.grad_q.data) +
-                    global_row * params.grad_q.row_stride + head * params.grad_q.head_stride;
+  Element* gGradQ = row_of<Element>(params.grad_q, global_row, head);
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
 
-  const Element* gQ = static_cast<const Element*>(params.q.data) +
-                      global_row * params.q.row_stride + head * params.q.head_stride;
-  const Element* gOut = static_cast<const Element*>(params.out.data) +
-                        global_row * params.out.row_stride + head * params.out.head_stride;
-  const Element* gGradOut = static_cast<const Element*>(params.grad_out.data) +
-                            global_row * params.grad_out.row_stride +
-                            head * params.grad_out.head_stride;
-  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
-                      kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
-                      kv_head * params.v.head_stride;
+  const Element* gQ = row_of<Element>(params.q, global_row, head);
+  const Element* gOut = row_of<Element>(params.out, global_row, head);
+  const Element* gGradOut = row_of<Element>(params.grad_out, global_row, head);
+  const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
+  const Element* gV = row_of<Element>(params.v, kv.begin, kv_head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kStep), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
@@ -230,7 +228,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dkdv_mma_sync(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_mma_sync(
     const __grid_constant__ AttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
@@ -248,35 +246,29 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gGradK = static_cast<Element*>(params.grad_k.data) +
-                    global_row * params.grad_k.row_stride + kv_head * params.grad_k.head_stride;
-  Element* gGradV = static_cast<Element*>(params.grad_v.data) +
-                    global_row * params.grad_v.row_stride + kv_head * params.grad_v.head_stride;
+  Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
+  Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradK, params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(gGradV, params.grad_v.row_stride, rows, params.dim_v);
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const Window window =
       Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
   const int64_t first_query = window.first_column(tile.row) / kStep * kStep;
 
-  const Element* gK = static_cast<const Element*>(params.k.data) +
-                      global_row * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) +
-                      global_row * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gK = row_of<Element>(params.k, global_row, kv_head);
+  const Element* gV = row_of<Element>(params.v, global_row, kv_head);
   const auto load_queries = [&](int head, int64_t query, int stage) {
     const int valid = static_cast<int>(min(static_cast<int64_t>(kStep), queries.len - query));
     const int64_t first = queries.begin + query;
-    load_tile<kThreads>(shared.sQ[stage],
-                        static_cast<const Element*>(params.q.data) + first * params.q.row_stride +
-                            head * params.q.head_stride,
+    load_tile<kThreads>(shared.sQ[stage], row_of<Element>(params.q, first, head),
                         params.q.row_stride, valid, params.dim_qk, params.aligned);
-    load_tile<kThreads>(shared.sGradOut[stage],
-                        static_cast<const Element*>(params.grad_out.data) +
-                            first * params.grad_out.row_stride + head * params.grad_out.head_stride,
+    load_tile<kThreads>(shared.sGradOut[stage], row_of<Element>(params.grad_out, first, head),
                         params.grad_out.row_stride, valid, params.dim_v, params.aligned);
     for (int row = threadIdx.x; row < kStep; row += kThreads) {
       const int64_t statistic = (first + (row < valid ? row : 0)) * params.heads + head;
@@ -367,6 +359,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
              params.dim_qk, params.aligned, lane);
   store_rows(dv, ones, shared.sV, warp_row, column, gGradV, params.grad_v.row_stride, rows,
              params.dim_v, params.aligned, lane);
+}
+
+template <typename Element>
+cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
+    using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
+    using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
+    const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
+        params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+        sizeof(DqStorage<Dq>), stream, Dq::kName);
+    if (error != cudaSuccess) return error;
+    return launch<backward_dkdv_mma_sync<Dkdv>>(
+        params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+        sizeof(DkdvStorage<Dkdv>), stream, nullptr);
+  });
 }
 
 }  // namespace jagged_cuda::attention

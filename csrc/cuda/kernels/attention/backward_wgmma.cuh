@@ -11,8 +11,10 @@
 // for 64 dims and 96 for 128 (dkdv 1 more), with steps of 32 both 32 for 64. Gradients leave
 // through the rows of Q, or of K and V.
 //
-// Barriers: one __syncthreads per step, as in forward_wgmma.cuh; dq has one more, when dO has
-// arrived, of which each warp reads its rows for delta.
+// Barriers: one __syncthreads per step: every thread has waited for its copies of the step, and all
+// have finished the step before, whose stage is filled next. dq has one more, when dO has arrived
+// (each warp reads its rows of it for delta), and a barrier of the warpgroup before dq leaves; dkdv
+// one before dk and dv leave.
 //
 // Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
 // that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
@@ -34,7 +36,9 @@ struct DqWgmmaConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;      // queries that a CTA owns
   static constexpr int kStep = kStep_;  // keys of an iteration
-  static constexpr int kMinBlocks = kDim == 128 ? 2 : kStep == 64 ? 4 : (kDim == 64 ? 5 : 6);
+  static constexpr int kMinCtas = kDim == 128 ? 2 : kStep == 64 ? 4 : (kDim == 64 ? 5 : 6);
+  static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
+                                    (kDim <= 64 && kStep == 64 ? ".step64" : "");
   static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
 };
 
@@ -45,9 +49,9 @@ struct DkdvWgmmaConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;      // keys that a CTA owns
   static constexpr int kStep = kStep_;  // queries of an iteration
-  static constexpr int kMinBlocks = kDim == 128   ? 2
-                                    : kStep == 64 ? (kDim == 64 ? 3 : 4)
-                                                  : (kDim == 64 ? 4 : 5);
+  static constexpr int kMinCtas = kDim == 128   ? 2
+                                  : kStep == 64 ? (kDim == 64 ? 3 : 4)
+                                                : (kDim == 64 ? 4 : 5);
   static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
 };
 
@@ -67,8 +71,7 @@ struct DkdvWgmmaStorage {
   alignas(16) float sDelta[2][Config::kStep];
 };
 
-// A lane's quarter of one row of O, in registers: chunks of 8 elements, of which every fourth is
-// its own.
+// A lane's quarter of one row of O, in registers: every fourth chunk of 8 elements.
 template <typename Element, int kDim>
 struct OutRows {
   static constexpr int kChunks = kDim / 8 / 4;
@@ -101,7 +104,7 @@ struct OutRows {
 };
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dq_wgmma(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
@@ -111,6 +114,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
   ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
@@ -118,11 +122,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
                           params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
@@ -187,7 +193,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
     ptx::cp_async_commit();
     ptx::wgmma_wait_group<1>();
-    ptx::pin_registers(s[0]);
+    ptx::fence_operands(s[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
 #pragma unroll
@@ -195,7 +201,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
         s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i / 2]);
     }
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(dp[0]);
+    ptx::fence_operands(dp[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
 #pragma unroll
@@ -205,21 +211,24 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
       replace_unseen(s, 0.0f, window, row + warp_row + lane / 4, key, num_keys, lane);
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
-    ptx::pin_registers(dq[0]);
+    ptx::fence_operands(dq[0]);
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(dq[0]);
+    ptx::fence_operands(dq[0]);
   }
   ptx::cp_async_wait<0>();
+  // dq leaves through sQ: each warp overwrites its own 16 rows. Nothing in the manual says that the
+  // products of another warp of the warpgroup do not read them, so all must be done first.
+  ptx::bar_sync(1, kThreads);
   const float scales[1][2] = {{scale, scale}};
   store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward_dkdv_wgmma(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
@@ -237,6 +246,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(row_of<Element>(params.grad_k, global_row, kv_head),
                           params.grad_k.row_stride, rows, params.dim_qk);
     store_zeros<kThreads>(row_of<Element>(params.grad_v, global_row, kv_head),
@@ -244,6 +254,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window =
       WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),
@@ -302,7 +313,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
     ptx::cp_async_commit();
     ptx::wgmma_wait_group<1>();
-    ptx::pin_registers(s[0]);
+    ptx::fence_operands(s[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
       const float2 lse =
@@ -316,12 +327,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
       replace_unseen(s, 0.0f, window, row + warp_row + lane / 4, query, num_queries, lane);
     }
     const PackedRows<Element, kScoreBlocks> p(s);
-    ptx::pin_registers(dv[0]);
+    ptx::fence_operands(dv[0]);
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
-    ptx::pin_registers(dp[0]);
+    ptx::fence_operands(dp[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
       const float2 delta =
@@ -331,13 +342,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
         s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
-    ptx::pin_registers(dk[0]);
+    ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(dv[0]);
-    ptx::pin_registers(dk[0]);
+    ptx::fence_operands(dv[0]);
+    ptx::fence_operands(dk[0]);
     head = next_head;
     query = next_query;
     stage ^= 1;
@@ -350,6 +361,31 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void backward
              params.dim_qk, true, lane);
   store_rows(dv, ones, shared.sV, warp_row, 0, row_of<Element>(params.grad_v, global_row, kv_head),
              params.grad_v.row_stride, rows, params.dim_v, true, lane);
+}
+
+template <typename Element, int kDim, int kStep>
+cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
+  using Dq = DqWgmmaConfig<Element, kDim, kStep>;
+  using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
+  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq>>(
+      params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+      sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
+  if (error != cudaSuccess) return error;
+  return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
+      params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+      sizeof(DkdvWgmmaStorage<Dkdv>), stream);
+}
+
+template <typename Element>
+cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return for_dim<128>(params, [&](auto dim) {
+    if constexpr (dim.value <= 64) {
+      if (!has_long_sequences(params)) {
+        return launch_backward_step<Element, dim.value, 32>(params, stream);
+      }
+    }
+    return launch_backward_step<Element, dim.value, 64>(params, stream);
+  });
 }
 
 }  // namespace jagged_cuda::attention

@@ -6,7 +6,7 @@
 //     m_j = max(m_{j-1}, rowmax S_j),  r_j = exp2(c (m_{j-1} - m_j)),  c = |scale| log2(e)
 //     P_j = exp2(c (S_j - m_j))
 //     l_j = l_{j-1} r_j + rowsum P_j,  O_j = O_{j-1} r_j + P_j V_j
-// and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are fp32; P is rounded to
+// and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are f32; P is rounded to
 // the element type for its product.
 //
 // Grid: x = query tiles of kTileM rows (find_tile), y = query heads. A CTA has 4 warps of 16 rows
@@ -21,22 +21,19 @@
 // waits for its copies of tile j; after it tile j is visible to all, and all have finished tile
 // j - 1, whose stage the copies of tile j + 1 may now overwrite.
 //
-//
 // A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no
 // iteration: out 0, lse -inf. Rows and keys past the end are zeros in shared memory, their scores
 // -inf, and they are not stored.
 #pragma once
 
+#include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/window.cuh"
-#include "cuda/kernels/jagged_flash_attention.h"
 
 #include <cmath>
 
 namespace jagged_cuda::attention {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 template <typename Element>
 __device__ __forceinline__ Element* row_of(const HeadsView& view, int64_t row, int head) {
@@ -57,14 +54,16 @@ struct ForwardConfig {
   // Chosen by time on an H100 (docs/performance_log.md). The step depends on kDim alone, so that a
   // row's bits do not depend on the tile that it lies in: the forward pass is batch-invariant.
   static constexpr int kTileN = kDim == 32 || kDim == 256 ? 32 : 64;
-  static constexpr int kMinBlocks = kDim == 32                      ? (kRowBlocks == 1 ? 6 : 4)
-                                    : kDim == 64 && kRowBlocks == 1 ? 4
-                                                                    : 2;
+  static constexpr int kMinCtas = kDim == 32                      ? (kRowBlocks == 1 ? 6 : 4)
+                                  : kDim == 64 && kRowBlocks == 1 ? 4
+                                                                  : 2;
   static constexpr int kStages = 2;
   // Warps whose rows lie past the end only copy and wait: 7 % faster where sequences are tiny, but
   // the branch costs 2 to 5 % where they are long.
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;
   static constexpr bool kHoldsQ = kDim == 128 && kRowBlocks == 1;  // Q stays in registers
+  static constexpr PathName kName =
+      PathName("cuda.attention.forward.mma_sync.d") + kDim + (kRowBlocks == 2 ? ".rows128" : "");
   static_assert(kDim % 16 == 0 && kDim <= 256);
 };
 
@@ -170,7 +169,7 @@ __device__ __forceinline__ void replace_unseen(Accumulator<kRowBlocks, kBlocks>&
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_mma_sync(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mma_sync(
     const __grid_constant__ AttentionParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kTileN = Config::kTileN,
@@ -181,31 +180,30 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
   auto& shared = *reinterpret_cast<ForwardStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  Element* gOut = static_cast<Element*>(params.out.data) + global_row * params.out.row_stride +
-                  head * params.out.head_stride;
+  Element* gOut = row_of<Element>(params.out, global_row, head);
   float* gLse = static_cast<float*>(params.lse) + global_row * params.heads + head;
   if (tile.seq < 0) {
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
     for (int row = threadIdx.x; row < rows; row += kThreads)
       gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;
 
-  const Element* gQ = static_cast<const Element*>(params.q.data) +
-                      global_row * params.q.row_stride + head * params.q.head_stride;
-  const Element* gK = static_cast<const Element*>(params.k.data) + kv.begin * params.k.row_stride +
-                      kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) + kv.begin * params.v.row_stride +
-                      kv_head * params.v.head_stride;
+  const Element* gQ = row_of<Element>(params.q, global_row, head);
+  const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
+  const Element* gV = row_of<Element>(params.v, kv.begin, kv_head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kTileN), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
@@ -219,8 +217,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
   ptx::cp_async_commit();
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
-  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
-  // must stay so.
+  // At least a tiny positive number: with scale 0 all scores are equal, but a
+  // masked one, -inf, must stay so.
   const float scale = static_cast<float>(params.scale),
               scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
   ptx::cp_async_wait<1>();
@@ -275,6 +273,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
   }
   store_rows(o, inverse_sum, shared.sQ, warp_row, 0, gOut, params.out.row_stride, rows,
              params.dim_v, params.aligned, lane);
+}
+
+template <typename Element>
+cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream) {
+  return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
+    using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
+    return launch_longer<forward_mma_sync<Config>>(
+        params, params, tile_grid(params.q_offsets, Config::kTileM, params.heads), Config::kThreads,
+        sizeof(ForwardStorage<Config>), stream, Config::kName);
+  });
 }
 
 }  // namespace jagged_cuda::attention

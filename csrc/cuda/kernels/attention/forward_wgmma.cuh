@@ -3,8 +3,8 @@
 //
 // Grid: x = query tiles of kTileM rows (find_tile), y = groups of heads. A CTA takes the heads of
 // its group one after another, so that the tile is searched for once, and the copies for one head
-// run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows a warp); a
-// fifth, the producer, finds the tile and keeps the copies ahead.
+// run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp);
+// a fifth, the producer, finds the tile and keeps the copies ahead.
 //
 //     producer                          warpgroup
 //     for each head:                    for each head:
@@ -12,8 +12,7 @@
 //       for each key tile j:              for each key tile j:
 //         K_{j+1}, V_j                      P_j = softmax step of S, to registers
 //                                           start S = Q K_{j+1}^T, start O += P_j V_j
-//                                           wait for S (its softmax step overlaps with O += P_j
-//                                           V_j)
+//                                           wait for S (its softmax step overlaps with P_j V_j)
 //                                         write O
 //
 // Shared memory: Q, and kSlots slots through which K and V pass in the order above; 64 rows of 2
@@ -24,7 +23,7 @@
 //     q_empty       4 warps, after the head's last S     producer, before it copies the next Q
 //     full[slot]    producer, with the bytes of a tile   warpgroup, before it reads the slot
 //     empty[slot]   4 warps, after their product         producer, before it copies into the slot
-// One __syncthreads when the barriers stand.
+// One __syncthreads once the barriers are initialised.
 //
 // A copy may reach into the next sequence. Of K that gives scores that are masked; rows of V past
 // the end are overwritten with zeros, since 0 times NaN is NaN; rows of Q give rows that are not
@@ -33,7 +32,6 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/launch_wgmma.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 
@@ -51,7 +49,8 @@ struct ForwardWgmmaConfig {
   static constexpr int kTileN = 64;
   static constexpr int kSlots = 4;
   // As many as registers allow: one more would leave too few for S, P and O.
-  static constexpr int kMinBlocks = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
+  static constexpr int kMinCtas = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
+  static constexpr PathName kName = PathName("cuda.attention.forward.wgmma.d") + kDim;
   static_assert(kDim == 32 || kDim == 64 || kDim == 128);
 };
 
@@ -118,11 +117,11 @@ __device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params
 template <typename Tile>
 __device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
                                           uint64_t& full) {
+  const int first = static_cast<int>(min(row, int64_t{kMaxRows32}));  // rows past the end are zeros
   ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
 #pragma unroll
   for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
-    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head,
-                                 static_cast<int>(row), full);
+    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full);
   }
 }
 
@@ -136,10 +135,12 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   QueryTile tile;
   tile.global_row = found.rows.begin + found.row;
   tile.key_begin = kv.begin;
-  tile.row = static_cast<int>(found.row);
+  tile.row = static_cast<int>(min(found.row, found.rows.len));
   tile.num_queries = static_cast<int>(found.rows.len);
-  tile.rows = max(0, min(kTileM, tile.num_queries - tile.row));
+  tile.rows = min(kTileM, tile.num_queries - tile.row);
   tile.num_keys = static_cast<int>(kv.len);
+  if (found.seq < 0 ? params.split_by_length : left_to_tiny(params, found.rows.len, kv.len))
+    tile.rows = 0;
   return tile;
 }
 
@@ -197,8 +198,8 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
   constexpr int kScoreBlocks = kTileN / 8, kOutBlocks = Config::kDim / 8;
   const AttentionParams& attention = params.attention;
   const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
-  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
-  // must stay so.
+  // At least a tiny positive number: with scale 0 all scores are equal, but a
+  // masked one, -inf, must stay so.
   const float scale = static_cast<float>(attention.scale),
               scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
 
@@ -223,7 +224,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     };
     // What becomes of the scores of the keys from `key` on, when their product is done.
     const auto finish_scores = [&](int key, int slot) {
-      ptx::pin_registers(s[0]);
+      ptx::fence_operands(s[0]);
       const bool last = key + kTileN >= keys.last;
       if (lane == 0) {
         ptx::mbarrier_arrive(shared.empty[slot]);
@@ -239,12 +240,12 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       }
       softmax.update(s, rescale, scale_log2);
     };
-    // O += P V for a tile of which `rows` rows exist.
+    // O += P V for a tile with `rows` rows.
     const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
       auto& sV = shared.slots[ring.slot];
       ptx::mbarrier_wait(shared.full[ring.slot], ring.parity);
       if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
-      ptx::pin_registers(o[0]);
+      ptx::fence_operands(o[0]);
       ptx::wgmma_fence();
       wgmma_packed_by_columns(o, p, sV);
       ptx::wgmma_commit_group();
@@ -252,7 +253,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     };
     const auto finish_output = [&](int slot) {
       ptx::wgmma_wait_group<0>();
-      ptx::pin_registers(o[0]);
+      ptx::fence_operands(o[0]);
       if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
     };
 
@@ -294,11 +295,12 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_wgmma(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
     const __grid_constant__ ForwardWgmmaParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kConsumers / 32;
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   if (threadIdx.x == Config::kConsumers) {
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
@@ -319,26 +321,30 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void forward_
   }
 }
 
-template <typename Config>
+template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
-  using Tile = typename ForwardWgmmaStorage<Config>::Tile;
-  ForwardWgmmaParams params;
-  params.attention = attention;
-  const cudaError_t errors[] = {
-      encode_heads<Tile>(params.q, attention, attention.q, attention.q_offsets.total,
-                         attention.heads, attention.dim_qk),
-      encode_heads<Tile>(params.k, attention, attention.k, attention.kv_offsets.total,
-                         attention.kv_heads, attention.dim_qk),
-      encode_heads<Tile>(params.v, attention, attention.v, attention.kv_offsets.total,
-                         attention.kv_heads, attention.dim_v)};
-  for (cudaError_t error : errors) {
-    if (error != cudaSuccess) return error;
-  }
-  dim3 grid = tile_grid(attention.q_offsets, Config::kTileM, attention.heads);
-  params.heads_per_cta = heads_per_cta(attention, grid.x);
-  grid.y /= static_cast<unsigned>(params.heads_per_cta);
-  return launch<forward_wgmma<Config>>(params, grid, Config::kThreads,
-                                       sizeof(ForwardWgmmaStorage<Config>), stream);
+  return for_dim<128>(attention, [&](auto dim) {
+    using Config = ForwardWgmmaConfig<Element, dim.value>;
+    using Tile = typename ForwardWgmmaStorage<Config>::Tile;
+    ForwardWgmmaParams params;
+    params.attention = attention;
+    const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
+    const cudaError_t errors[] = {encode_heads<Tile>(params.q, attention, attention.q, queries,
+                                                     attention.heads, attention.dim_qk),
+                                  encode_heads<Tile>(params.k, attention, attention.k, keys,
+                                                     attention.kv_heads, attention.dim_qk),
+                                  encode_heads<Tile>(params.v, attention, attention.v, keys,
+                                                     attention.kv_heads, attention.dim_v)};
+    for (cudaError_t error : errors) {
+      if (error != cudaSuccess) return error;
+    }
+    Grid grid = tile_grid(attention.q_offsets, Config::kTileM, attention.heads);
+    params.heads_per_cta = heads_per_cta(attention, grid.x);
+    grid.y /= params.heads_per_cta;
+    return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,
+                                                sizeof(ForwardWgmmaStorage<Config>), stream,
+                                                Config::kName);
+  });
 }
 
 }  // namespace jagged_cuda::attention

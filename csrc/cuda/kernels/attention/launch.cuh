@@ -11,32 +11,20 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// Calls launch(Constant<bucket>) for the smallest compiled head dim that holds D and Dv.
-template <typename Launch>
-cudaError_t for_dim(const AttentionParams& params, Launch launch) {
+// Calls launch(Constant<bucket>) for the smallest compiled head dim, at most kMaxDim, that holds D
+// and Dv.
+template <int kMaxDim = 256, typename Params, typename Launch>
+cudaError_t for_dim(const Params& params, Launch launch) {
   switch (dim_bucket(params)) {
     case 32:
       return launch(Constant<32>{});
     case 64:
       return launch(Constant<64>{});
     case 128:
-      return launch(Constant<128>{});
+      if constexpr (kMaxDim >= 128) return launch(Constant<128>{});
+      return cudaErrorInvalidValue;
     case 256:
-      return launch(Constant<256>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-// The same for the head dims that the wgmma kernels take.
-template <typename Launch>
-cudaError_t for_wgmma_dim(const AttentionParams& params, Launch launch) {
-  switch (dim_bucket(params)) {
-    case 32:
-      return launch(Constant<32>{});
-    case 64:
-      return launch(Constant<64>{});
-    case 128:
-      return launch(Constant<128>{});
+      if constexpr (kMaxDim >= 256) return launch(Constant<256>{});
   }
   return cudaErrorInvalidValue;
 }
@@ -49,9 +37,43 @@ cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
   });
 }
 
-inline dim3 tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
-  return dim3(static_cast<unsigned>(num_tiles(offsets.total, offsets.num_seqs, tile_rows)),
-              static_cast<unsigned>(heads));
+inline Grid tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
+  return {num_tiles(offsets.total, offsets.num_seqs, tile_rows), heads};
+}
+
+// Launches the first kernel for longer sequences. Behind that for tiny ones, with which it shares
+// nothing, it may start while that one still runs.
+template <auto kKernel, typename Params>
+cudaError_t launch_longer(const AttentionParams& attention, const Params& params, const Grid& grid,
+                          int threads, int shared_bytes, cudaStream_t stream, const char* path) {
+  return attention.split_by_length
+             ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
+             : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+}
+
+// Boxes of a tile's rows and of the columns of its blocks, of one head. A tensor without rows is
+// never copied from, but its map must be valid: it borrows q's address.
+template <typename Tile>
+cudaError_t encode_heads(CUtensorMap& map, const AttentionParams& params, const HeadsView& view,
+                         int64_t rows, int64_t heads, int64_t dim) {
+  return encode_tensor_map(map,
+                           {rows > 0 ? view.data : params.q.data, params.type, rows, heads, dim,
+                            view.row_stride, view.head_stride},
+                           Tile::kRows, Tile::kBlockColumns);
+}
+
+// Heads that a CTA takes one after another where sequences are short, so that finding a tile and
+// starting a CTA is paid for once: as many as leave enough CTAs to fill the GPU, but no more than
+// two where a giant may hide among the short, whose heads are better spread over CTAs. Only max_len
+// tells.
+inline int heads_per_cta(const AttentionParams& params, int64_t tiles) {
+  constexpr int64_t kEnoughCtas = 1024, kLongRows = 1024;
+  if (has_long_sequences(params)) return 1;
+  const bool no_giants = params.max_len > 0 && params.max_len <= kLongRows;
+  for (int group = no_giants ? 4 : 2; group > 1; --group) {
+    if (params.heads % group == 0 && tiles * (params.heads / group) >= kEnoughCtas) return group;
+  }
+  return 1;
 }
 
 }  // namespace jagged_cuda::attention

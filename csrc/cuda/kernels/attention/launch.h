@@ -1,17 +1,20 @@
-// One function a path and element type, each in a file of its own so that they compile in parallel.
-// All launch for every head dim up to 256 and return the launch error.
+// What host code chooses among the attention kernels by, and their launches. Each launch serves
+// every head dim up to 256 (wgmma 128), is instantiated for an element type in a .cu file beside
+// its kernel, and records its path, such as "cuda.attention.forward.mma_sync.d64.rows128"
+// (Config::kName).
 #pragma once
 
-#include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/jagged_target_attention.h"
+
+#include <initializer_list>
 
 namespace jagged_cuda::attention {
 
-// Head dims that kernels are compiled for; D and Dv are rounded up to the next.
-constexpr int kDims[] = {32, 64, 128, 256};
-
-inline int dim_bucket(const AttentionParams& params) {
+// The head dim that kernels are compiled for: D and Dv, rounded up.
+template <typename Params>
+int dim_bucket(const Params& params) {
   const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  for (int bucket : kDims) {
+  for (int bucket : {32, 64, 128, 256}) {
     if (dim <= bucket) return bucket;
   }
   return 0;
@@ -26,24 +29,34 @@ inline bool has_long_sequences(const AttentionParams& params) {
   return params.q_offsets.total >= long_rows * params.q_offsets.num_seqs;
 }
 
-// Whether the wgmma kernels take these operands: the two head dims that they are compiled for, rows
-// that can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU
-// that has the instruction.
-bool takes_wgmma(const AttentionParams& params);
+// 16-bit elements. cudaErrorNotSupported where an operand has no tensor map.
+template <typename Element>
+cudaError_t launch_forward_wgmma(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream);
 
-cudaError_t forward_wgmma_f16(const AttentionParams& params, cudaStream_t stream);
-cudaError_t forward_wgmma_bf16(const AttentionParams& params, cudaStream_t stream);
-cudaError_t backward_wgmma_f16(const AttentionBackwardParams& params, cudaStream_t stream);
-cudaError_t backward_wgmma_bf16(const AttentionBackwardParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
-cudaError_t forward_mma_sync_f16(const AttentionParams& params, cudaStream_t stream);
-cudaError_t forward_mma_sync_bf16(const AttentionParams& params, cudaStream_t stream);
-cudaError_t forward_simt_f32(const AttentionParams& params, cudaStream_t stream);
-cudaError_t forward_simt_f64(const AttentionParams& params, cudaStream_t stream);
+// 16-bit elements, head dims up to 64, sequences of up to kTinyRows.
+template <typename Element>
+cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
 
-cudaError_t backward_mma_sync_f16(const AttentionBackwardParams& params, cudaStream_t stream);
-cudaError_t backward_mma_sync_bf16(const AttentionBackwardParams& params, cudaStream_t stream);
-cudaError_t backward_simt_f32(const AttentionBackwardParams& params, cudaStream_t stream);
-cudaError_t backward_simt_f64(const AttentionBackwardParams& params, cudaStream_t stream);
+// f32 and f64.
+template <typename Element>
+cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// Target attention, 16-bit elements.
+template <typename Element>
+cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
+                                   cudaStream_t stream);
 
 }  // namespace jagged_cuda::attention

@@ -2,14 +2,15 @@
 // outside, fragments, and the products of one warp's rows.
 #pragma once
 
+#include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
 namespace jagged_cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 // A [kRows, kColumns] tile in 16-byte chunks of 8 elements. Chunks are exchanged within groups of 8
 // (of 4 in rows of 64 bytes) so that the 8 rows that ldmatrix reads at once lie in 8 different
@@ -107,19 +108,6 @@ __device__ __forceinline__ void load_tile(Tile& tile, const typename Tile::Eleme
       *reinterpret_cast<uint4*>(tile.chunk(row, chunk)) = *reinterpret_cast<const uint4*>(elements);
     }
   }
-}
-
-template <typename Element>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // A warp's accumulator of kRowBlocks * 16 rows and kBlocks * 8 columns. Lane l holds, of each

@@ -18,11 +18,11 @@
 // kStep rows of 2 kTileM bytes, lse and delta: for 32 rows 28, 48, 88, 101 KiB for kDim 32, 64,
 // 128, 256.
 //
-// Barriers: two a step. Before the first every thread waits for its copies of that step (before the
-// first of all, those of Q and dO too, and writes lse and delta), and after it the other stage, P
-// and dS may be overwritten; the second comes when P and dS are there.
+// Barriers: two per step. Before the first every thread waits for its copies of that step (before
+// the first of all, those of Q and dO too, and writes lse and delta), and after it the other stage,
+// P and dS may be overwritten; the second comes when P and dS are there.
 //
-// A sequence of one chunk gets its dQ at once. Of longer ones each chunk writes its part in fp32 to
+// A sequence of one chunk gets its dQ at once. Of longer ones each chunk writes its part in f32 to
 // the workspace, and merge_backward adds them up in order: no atomics, the same bits at every run.
 //
 // An empty sequence has one chunk without keys: dQ 0. Rows and keys past the end are zeros in
@@ -31,11 +31,11 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/target_launch.cuh"
+#include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
 
-// kRows_: 32 or 128, of which 256 dims take 64.
+// kRows_: 32 or 128; with 256 dims 128 means 64.
 template <typename Element_, int kDim_, int kRows_>
 struct TargetBackwardConfig {
   using Element = Element_;
@@ -51,10 +51,12 @@ struct TargetBackwardConfig {
   static constexpr int kPiece = kKeyColumns < 64 ? kKeyColumns : 64;  // that are summed at a time
   static constexpr int kRowWarps = kTileM / 16;                       // of dQ
   static constexpr int kRowColumns = kDim / (kWarps / kRowWarps);
-  static constexpr int kMinBlocks = kTileM > 32  ? (kDim == 32 ? 2 : 1)
-                                    : kDim == 32 ? 5
-                                    : kDim == 64 ? 4
-                                                 : 2;
+  static constexpr int kMinCtas = kTileM > 32  ? (kDim == 32 ? 2 : 1)
+                                  : kDim == 32 ? 5
+                                  : kDim == 64 ? 4
+                                               : 2;
+  static constexpr PathName kName =
+      PathName("cuda.target.backward.mma_sync.d") + kDim + ".r" + kTileM;
   static_assert(kScoreColumns % 16 == 0 && kPiece % 16 == 0 && kRowColumns % 16 == 0);
 };
 
@@ -79,7 +81,7 @@ __device__ __forceinline__ LaneAddress<Tile> from_column(LaneAddress<Tile> addre
   return address;
 }
 
-// acc += a b: a 16 rows of a warp, of which the first `depth` columns count, b as many rows.
+// acc += a b over the first `depth` columns of a (16 rows of a warp) and rows of b.
 template <int kBlocks, typename ATile, typename BTile>
 __device__ __forceinline__ void mma_rows_by_columns(Accumulator<1, kBlocks>& acc,
                                                     const RowOperand<false, 1, ATile>& a_rows,
@@ -174,8 +176,8 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
   }
 }
 
-// lse and delta of all rows, four lanes a row. O and dO come from global memory, so that this need
-// not wait for the copies that are under way.
+// lse and delta of all rows, four lanes per row. O and dO come from global memory, so that this
+// need not wait for the copies that are under way.
 template <typename Config>
 __device__ __forceinline__ void load_row_statistics(TargetBackwardStorage<Config>& shared,
                                                     const TargetAttentionBackwardParams& params,
@@ -214,7 +216,7 @@ __device__ __forceinline__ void load_row_statistics(TargetBackwardStorage<Config
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_backward(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kStep = Config::kStep,
@@ -229,7 +231,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_b
   ptx::griddepcontrol_launch_dependents();
 
   const int kv_head = blockIdx.x % params.kv_heads;
-  const TargetChunk chunk = find_chunk(params.offsets, blockIdx.x / params.kv_heads);
+  const TargetChunk chunk = find_chunk(params, blockIdx.x / params.kv_heads);
   if (!chunk.exists) return;
   const int64_t grad_k_stride = int64_t{params.kv_heads} * params.dim_qk,
                 grad_v_stride = int64_t{params.kv_heads} * params.dim_v;
@@ -245,10 +247,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_b
   const TargetRows target(params, chunk.seq, kv_head);
   const int rows = target.count();
 
-  const Element* gK = static_cast<const Element*>(params.k.data) +
-                      chunk.first_key * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) +
-                      chunk.first_key * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gK = row_of<Element>(params.k, chunk.first_key, kv_head);
+  const Element* gV = row_of<Element>(params.v, chunk.first_key, kv_head);
   const auto load_step = [&](int step) {
     const int key = step * kStep, stage = step % kStages;
     if (key < chunk.keys) {
@@ -389,26 +389,24 @@ __global__ __launch_bounds__(kMergeThreads) void merge_backward(
 }
 
 template <typename Config>
-cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
-                                   cudaStream_t stream) {
-  dim3 grid;
+cudaError_t launch_target_backward_rows(const TargetAttentionBackwardParams& params,
+                                        cudaStream_t stream) {
   if (target_rows(params) > Config::kTileM) return cudaErrorInvalidValue;
-  if (cudaError_t error = target_grid(params, 1, &grid); error != cudaSuccess) return error;
-  const cudaError_t error = launch<target_backward<Config>>(
-      params, grid, Config::kThreads, sizeof(TargetBackwardStorage<Config>), stream);
+  const cudaError_t error =
+      launch<target_backward<Config>>(params, target_grid(params, 1), Config::kThreads,
+                                      sizeof(TargetBackwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
   return launch_merge<merge_backward<typename Config::Element>>(params, params.dim_qk, stream);
 }
 
 template <typename Element>
-cudaError_t launch_target_backward_of(const TargetAttentionBackwardParams& params,
-                                      cudaStream_t stream) {
-  return for_target_dim(params, [&](auto dim) {
-    return target_backward_tile(params) == 32
-               ? launch_target_backward<TargetBackwardConfig<Element, dim.value, 32>>(params,
-                                                                                      stream)
-               : launch_target_backward<TargetBackwardConfig<Element, dim.value, 128>>(params,
-                                                                                       stream);
+cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
+                                   cudaStream_t stream) {
+  return for_dim(params, [&](auto dim) {
+    using Few = TargetBackwardConfig<Element, dim.value, 32>;
+    using Many = TargetBackwardConfig<Element, dim.value, 128>;
+    return target_rows(params) <= 32 ? launch_target_backward_rows<Few>(params, stream)
+                                     : launch_target_backward_rows<Many>(params, stream);
   });
 }
 

@@ -10,13 +10,13 @@
 // warps hold the same rows and half of O's columns each (kSplit), and both compute P.
 //
 // Shared memory: Q kTileM rows, K and V kStep rows in kStages stages, of 2 kDim bytes: for 16 rows
-// 25, 34, 68, 72 KiB for kDim 32, 64, 128, 256. Afterwards O of each key warp in fp32 takes
+// 25, 34, 68, 72 KiB for kDim 32, 64, 128, 256. Afterwards O of each key warp in f32 takes
 // their place.
 //
-// Barriers: where Q stays in registers, one when it has arrived; one a step, before which every
+// Barriers: where Q stays in registers, one when it has arrived; one per step, before which every
 // thread waits for its copies of that step, and after which the stage of the step before may be
-// overwritten; one when every warp has finished and its maxima and sums stand in shared memory; one
-// when its O does.
+// overwritten; one when every warp has finished and written its maxima and sums to shared memory;
+// one when it has written its O there.
 //
 // A sequence of one chunk gets its result at once. Of longer ones each chunk writes its O, not yet
 // divided by the sum, its maxima and sums to the workspace, and merge_forward adds them up in
@@ -27,11 +27,11 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
-#include "cuda/kernels/attention/target_launch.cuh"
+#include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
 
-// kRows_: 16, 32 or 128, of which 256 dims take 64.
+// kRows_: 16, 32 or 128; with 256 dims 128 means 64.
 template <typename Element_, int kDim_, int kRows_>
 struct TargetForwardConfig {
   using Element = Element_;
@@ -44,7 +44,7 @@ struct TargetForwardConfig {
   static constexpr int kRowWarps = kTileM / (16 * kRowBlocks);
   static constexpr int kKeyWarps = kWarps / (kRowWarps * kSplit);
   // Where keys are divided, what is in flight must hide the latency of memory: with 16 rows, whose
-  // O is small, by more CTAs an SM, which also hide each other's beginnings and ends; with 32 by a
+  // O is small, by more CTAs per SM, which also hide each other's beginnings and ends; with 32 by a
   // third stage. Where rows are divided, products hide it; at 128 dims scores of 64 keys would
   // leave O too few registers.
   static constexpr int kStep = kDim == 256 || (kDim == 128 && kKeyWarps == 1) ? 32 : 64;  // keys
@@ -52,12 +52,14 @@ struct TargetForwardConfig {
   static constexpr int kStages = kKeyWarps == 1               ? (kDim == 128 ? 3 : 2)
                                  : kTileM == 16 && kDim >= 64 ? 2
                                                               : 3;
-  static constexpr int kMinBlocks = kKeyWarps == 1 ? (kDim == 32 ? 3 : 2)
-                                    : kDim == 32   ? 6
-                                    : kDim == 64   ? (kTileM == 16 ? 5 : 3)
-                                                   : (kTileM == 16 ? 3 : 2);
+  static constexpr int kMinCtas = kKeyWarps == 1 ? (kDim == 32 ? 3 : 2)
+                                  : kDim == 32   ? 6
+                                  : kDim == 64   ? (kTileM == 16 ? 5 : 3)
+                                                 : (kTileM == 16 ? 3 : 2);
   static constexpr bool kHoldsQ = kRowBlocks == 1 && kDim == 128;  // Q stays in registers
   static constexpr int kOutPitch = kDim + 8;  // rows of O: no two of 4 in the same banks
+  static constexpr PathName kName =
+      PathName("cuda.target.forward.mma_sync.d") + kDim + ".r" + kTileM;
   static_assert(kRowWarps * kKeyWarps * kSplit == kWarps && kWarpKeys % 16 == 0);
 };
 
@@ -80,7 +82,7 @@ struct TargetForwardStorage {
 };
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_forward(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_forward(
     const __grid_constant__ TargetAttentionParams params) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kStep = Config::kStep,
@@ -96,17 +98,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
   const int row_tiles =
       (params.num_queries * (params.heads / params.kv_heads) + kTileM - 1) / kTileM;
   const int tiles_of_chunk = row_tiles * params.kv_heads, tile = blockIdx.x % tiles_of_chunk;
-  const TargetChunk chunk = find_chunk(params.offsets, blockIdx.x / tiles_of_chunk);
+  const TargetChunk chunk = find_chunk(params, blockIdx.x / tiles_of_chunk);
   if (chunk.seq < 0 || !chunk.exists) return;
   const int kv_head = tile / row_tiles, first_row = tile % row_tiles * kTileM;
   const TargetRows target(params, chunk.seq, kv_head);
   const int rows = min(kTileM, target.count() - first_row);
   const bool whole = chunk.whole || params.parts == nullptr;
 
-  const Element* gK = static_cast<const Element*>(params.k.data) +
-                      chunk.first_key * params.k.row_stride + kv_head * params.k.head_stride;
-  const Element* gV = static_cast<const Element*>(params.v.data) +
-                      chunk.first_key * params.v.row_stride + kv_head * params.v.head_stride;
+  const Element* gK = row_of<Element>(params.k, chunk.first_key, kv_head);
+  const Element* gV = row_of<Element>(params.v, chunk.first_key, kv_head);
   const auto load_step = [&](int step) {
     const int key = step * kStep, stage = step % kStages;
     if (key < chunk.keys) {
@@ -127,8 +127,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void target_f
   const int key_warp = warp % kKeyWarps, warp_key = key_warp * Config::kWarpKeys;
   const int warp_row = warp / kKeyWarps % Config::kRowWarps * (kRowBlocks * 16);
   const int warp_column = warp / (kKeyWarps * Config::kRowWarps) * (kOutBlocks * 8);
-  // At least a tiny positive number: with scale 0 every score counts alike, but a masked one, -inf,
-  // must stay so.
+  // At least a tiny positive number: with scale 0 all scores are equal, but a
+  // masked one, -inf, must stay so.
   const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);
   if (Config::kHoldsQ) {
     ptx::cp_async_wait<kStages - 1>();
@@ -302,27 +302,25 @@ __global__ __launch_bounds__(kMergeThreads) void merge_forward(
 }
 
 template <typename Config>
-cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStream_t stream) {
-  dim3 grid;
+cudaError_t launch_target_forward_rows(const TargetAttentionParams& params, cudaStream_t stream) {
   const int64_t row_tiles = (target_rows(params) + Config::kTileM - 1) / Config::kTileM;
-  if (cudaError_t error = target_grid(params, row_tiles, &grid); error != cudaSuccess) return error;
-  const cudaError_t error = launch<target_forward<Config>>(
-      params, grid, Config::kThreads, sizeof(TargetForwardStorage<Config>), stream);
+  const cudaError_t error =
+      launch<target_forward<Config>>(params, target_grid(params, row_tiles), Config::kThreads,
+                                     sizeof(TargetForwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
   return launch_merge<merge_forward<typename Config::Element>>(params, params.dim_v, stream);
 }
 
 template <typename Element>
-cudaError_t launch_target_forward_of(const TargetAttentionParams& params, cudaStream_t stream) {
-  return for_target_dim(params, [&](auto dim) {
-    switch (target_forward_rows(params)) {
-      case 16:
-        return launch_target_forward<TargetForwardConfig<Element, dim.value, 16>>(params, stream);
-      case 32:
-        return launch_target_forward<TargetForwardConfig<Element, dim.value, 32>>(params, stream);
-      default:
-        return launch_target_forward<TargetForwardConfig<Element, dim.value, 128>>(params, stream);
-    }
+cudaError_t launch_target_forward(const TargetAttentionParams& params, cudaStream_t stream) {
+  return for_dim(params, [&](auto dim) {
+    const auto with_rows = [&](auto rows) {
+      return launch_target_forward_rows<TargetForwardConfig<Element, dim.value, rows.value>>(
+          params, stream);
+    };
+    const int64_t rows = target_rows(params);
+    return rows <= 16 ? with_rows(Constant<16>{})
+                      : (rows <= 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
   });
 }
 

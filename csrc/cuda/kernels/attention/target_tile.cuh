@@ -1,7 +1,8 @@
-// What the kernels of jagged_target_attention share: which keys and rows a CTA has, and moving the
-// rows of dense queries.
+// What the kernels of jagged_target_attention share: which keys and rows a CTA has, moving the rows
+// of dense queries, and their launches.
 #pragma once
 
+#include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/mma_tile.cuh"
 #include "cuda/kernels/jagged_target_attention.h"
 
@@ -17,9 +18,16 @@ struct TargetChunk {
   int64_t slot;  // of this part in the workspace
 };
 
+// The first slot that a sequence owns.
+__device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& params, int64_t seq,
+                                              int64_t begin) {
+  return params.slots_as_tiles ? begin / kTargetChunk + seq + 1 : 2 * begin / kTargetChunk;
+}
+
 // All lanes of a warp call it together.
-__device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, int64_t index) {
-  const JaggedTile tile = find_tile<kTargetChunk>(offsets, index);
+__device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
+                                                  int64_t index) {
+  const JaggedTile tile = find_tile<kTargetChunk>(params.offsets, index);
   const int64_t left = tile.rows.len - tile.row;
   TargetChunk chunk;
   chunk.seq = tile.seq;
@@ -27,7 +35,7 @@ __device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, in
   chunk.keys = static_cast<int>(left < 0 ? 0 : (left < kTargetChunk ? left : kTargetChunk));
   chunk.exists = chunk.keys > 0 || (tile.seq >= 0 && tile.row == 0);
   chunk.whole = tile.rows.len <= kTargetChunk;
-  chunk.slot = 2 * tile.rows.begin / kTargetChunk + tile.row / kTargetChunk;
+  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + tile.row / kTargetChunk;
   return chunk;
 }
 
@@ -36,6 +44,7 @@ __device__ __forceinline__ TargetChunk find_chunk(const OffsetsView& offsets, in
 struct TargetRows {
   int64_t seq;
   int num_queries;
+  int out_queries;
   int heads;
   int group;
   int first_head;
@@ -44,6 +53,7 @@ struct TargetRows {
                                         int kv_head)
       : seq(seq),
         num_queries(params.num_queries),
+        out_queries(params.out_queries),
         heads(params.heads),
         group(params.heads / params.kv_heads),
         first_head(kv_head * (params.heads / params.kv_heads)) {}
@@ -54,7 +64,7 @@ struct TargetRows {
            (first_head + row % group) * view.head_stride;
   }
   __device__ __forceinline__ int64_t index(int row) const {
-    return (seq * num_queries + row / group) * heads + first_head + row % group;
+    return (seq * out_queries + row / group) * heads + first_head + row % group;
   }
 };
 
@@ -129,7 +139,7 @@ struct MergeItem {
     const RowRange range = sequence_rows(params.offsets, seq);
     const bool split = range.len > kTargetChunk && vector < vectors;
     parts = split ? static_cast<int>((range.len + kTargetChunk - 1) / kTargetChunk) : 0;
-    slot = 2 * range.begin / kTargetChunk;
+    slot = first_slot(params, seq, range.begin);
     const int64_t all_rows = vector / row_vectors;
     column = static_cast<int>(vector % row_vectors) * 4;
     kv_head = static_cast<int>(all_rows / rows);
@@ -142,6 +152,25 @@ __device__ __forceinline__ int64_t part_row(const TargetAttentionParams& params,
                                             int kv_head, int row) {
   const int64_t rows = int64_t{params.num_queries} * (params.heads / params.kv_heads);
   return (slot * params.kv_heads + kv_head) * rows + row;
+}
+
+inline int64_t target_rows(const TargetAttentionParams& params) {
+  return int64_t{params.num_queries} * (params.heads / params.kv_heads);
+}
+
+// Chunks, times key/value heads, times row tiles of each.
+inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
+  const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, kTargetChunk);
+  const int64_t tiles = row_tiles * params.kv_heads;
+  return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
+}
+
+// Merges the parts of long sequences, if there may be any.
+template <auto kKernel, typename Params>
+cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
+  if (params.parts == nullptr) return cudaSuccess;
+  const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
+  return launch_dependent<kKernel>(params, {ctas}, kMergeThreads, 0, stream);
 }
 
 }  // namespace jagged_cuda::attention

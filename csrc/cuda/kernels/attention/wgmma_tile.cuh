@@ -92,6 +92,37 @@ __device__ __forceinline__ void wgmma_packed_by_columns(
     Product::run(o[0], p.fragments[k / 16], b_rows + BTile::row_step_bytes(k), true);
 }
 
+// Tensor cores truncate as they add, which drifts over long sums. So a product over more than
+// kSumDepth adds up its sums over that depth, rounded to nearest. The total lies in local memory,
+// by an index that the compiler does not know: wide tiles leave no registers for it, and it is
+// touched only once in kSumDepth.
+constexpr int kSumDepth = 4096;
+
+template <int kBlocks>
+struct RoundedSum {
+  float total[kBlocks * 4];
+  bool exists = false;
+
+  // Takes `sum`, which starts from zero again.
+  __device__ __forceinline__ void add(float (&sum)[kBlocks][4]) {
+    finish(sum);
+    float* first = total + ptx::opaque(0);
+#pragma unroll
+    for (int i = 0; i < kBlocks * 4; ++i) {
+      first[i] = sum[i / 4][i % 4];
+      sum[i / 4][i % 4] = 0.0f;
+    }
+    exists = true;
+  }
+  // Adds to the last sum what was taken.
+  __device__ __forceinline__ void finish(float (&sum)[kBlocks][4]) const {
+    if (!exists) return;
+    const float* first = total + ptx::opaque(0);
+#pragma unroll
+    for (int i = 0; i < kBlocks * 4; ++i) sum[i / 4][i % 4] += first[i];
+  }
+};
+
 // Writes a warp's 16 rows, each times its scale, straight from registers: the quads of lanes that
 // share a row exchange their elements, so that each lane writes 16 bytes. `g` is the row of this
 // lane's first half, `rows` how many exist from there on.

@@ -5,7 +5,7 @@
 // Each operand has stride 1 along K or along its other dimension (Layout) and any stride between. A
 // CTA owns kTileM rows of C and walks a range of N in steps of kTileN; kWarpsM x kWarpsN warps
 // share a tile of C, each with kFragmentsM x kFragmentsN fragments of 16 x 8. K runs in stages of
-// 128 bytes (64 elements of 16 bits, 32 of fp32) through a ring of kStages stages of shared memory,
+// 128 bytes (64 elements of 16 bits, 32 of f32) through a ring of kStages stages of shared memory,
 // filled by cp.async kStages - 1 ahead. Lines of 16 bits that begin at any element come as the
 // granules that hold them, and are shifted into place when their stage is due (gemm/shifted.cuh).
 // The ring runs on across tiles of N: the first loads of the next tile are in flight while the last
@@ -21,17 +21,18 @@
 // it, whose buffer is filled next.
 //
 // Ragged edges: what lies outside [rows, columns, K] is not read, or, in a granule, masked by the
-// shift; zeros stand in its place, so that neither a neighbour's NaN nor stale shared memory
+// shift; zeros take its place, so that neither a neighbour's NaN nor stale shared memory
 // reaches a sum. K = 0 gives zeros.
 //
-// Sums: tensor cores add in fp32 but truncate, which drifts over long sums; so each stage is summed
-// from zero and then added to the total, rounded to nearest. Fp32 (Math::kFp32) splits each
+// Sums: tensor cores add in f32 but truncate, which drifts over long sums; so each stage is summed
+// from zero and then added to the total, rounded to nearest. F32 splits each
 // operand into a big and a small TF32 part and sums big * big apart from big * small + small * big.
 // An infinite operand turns the second sum into NaN, so it counts only where the first one is
 // finite.
 #pragma once
 
 #include "cuda/kernels/gemm/shifted.cuh"
+#include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <cstdint>
@@ -42,26 +43,43 @@ namespace jagged_cuda::gemm {
 // Which dimension of an operand has stride 1: K, or the other one (M of A, N of B).
 enum class Layout { kAlongK, kAcross };
 
-struct Bf16 {
-  using Element = __nv_bfloat16;
-  static constexpr int kStepK = 16;  // of one mma
-  static constexpr bool kCompensated = false;
+// The arithmetic of a product.
+template <typename Element_, int kStepK_, bool kCompensated_>
+struct Arithmetic {
+  using Element = Element_;
+  static constexpr int kStepK = kStepK_;  // of one mma
+  static constexpr bool kCompensated = kCompensated_;
 };
-struct Fp16 {
-  using Element = __half;
-  static constexpr int kStepK = 16;
-  static constexpr bool kCompensated = false;
+struct Bf16 : Arithmetic<__nv_bfloat16, 16, false> {
+  static constexpr const char* kName = "bf16";
 };
-struct Tf32 {
-  using Element = float;
-  static constexpr int kStepK = 8;
-  static constexpr bool kCompensated = false;
+struct F16 : Arithmetic<__half, 16, false> {
+  static constexpr const char* kName = "f16";
 };
-struct Fp32 {
-  using Element = float;
-  static constexpr int kStepK = 8;
-  static constexpr bool kCompensated = true;
+struct Tf32 : Arithmetic<float, 8, false> {
+  static constexpr const char* kName = "tf32";
 };
+struct F32 : Arithmetic<float, 8, true> {
+  static constexpr const char* kName = "f32";
+};
+
+// launch(math) with the arithmetic that `type` names; f64 has kernels of its own.
+template <typename Launch>
+cudaError_t with_math(ElementType type, Launch launch) {
+  switch (type) {
+    case ElementType::kBf16:
+      return launch(Bf16{});
+    case ElementType::kF16:
+      return launch(F16{});
+    case ElementType::kTf32:
+      return launch(Tf32{});
+    case ElementType::kF32:
+      return launch(F32{});
+    case ElementType::kF64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
 
 template <int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kStages_>
 struct Tile {
@@ -84,7 +102,7 @@ struct Config {
   static constexpr int kFragmentsM = kWarpTileM / 16, kFragmentsN = kWarpTileN / 8;
   static constexpr int kVectorElems = 16 / sizeof(Element);
 
-  // CTAs an SM that the registers must leave room for: as many as sums allow without spills.
+  // CTAs per SM that the registers must leave room for: as many as sums allow without spills.
   static constexpr int kSums = kFragmentsM * kFragmentsN * 4 * (Math::kCompensated ? 3 : 2);
   static constexpr int kMinCtas = (kSums >= 96 ? 3 : kSums > 16 ? 4 : 5) * 128 / kThreads;
 
@@ -94,7 +112,7 @@ struct Config {
   static_assert(kTileK % Math::kStepK == 0 && kStages >= 2);
 
   // Elements from one line of a tile in shared memory to the next. ldmatrix reads 8 lines of 16
-  // bytes: free of conflicts if a line is an odd number of 16-byte units. fp32 across K is read as
+  // bytes: free of conflicts if a line is an odd number of 16-byte units. f32 across K is read as
   // single words, 4 lines x 8 words: free if a line is 8 words more than a multiple of 16 words.
   static constexpr int line_elems(Layout layout, int across) {
     if (layout == Layout::kAlongK) return kTileK + kVectorElems;
@@ -133,6 +151,7 @@ __device__ __forceinline__ SharedStorage<Config>& shared_storage() {
 // An operand of one product.
 template <typename Element>
 struct Operand {
+  static constexpr bool kUnaligned = false;
   const Element* data;  // element (0, 0): A [rows of the tile, K], B [K, N]
   int64_t stride;       // elements from one line to the next; along a line the stride is 1
   bool vectors;         // data is 16-byte aligned, and stride and lines are multiples of 16 bytes
@@ -141,18 +160,10 @@ struct Operand {
 // One whose lines are as a rule not aligned.
 template <typename Element>
 struct UnalignedOperand : Operand<Element> {
+  static constexpr bool kUnaligned = true;
   Extent tensor;  // around it
   bool at_edge;   // the 16-byte granules that hold its elements reach out of the tensor
 };
-
-template <typename Element>
-constexpr bool is_unaligned(const Operand<Element>*) {
-  return false;
-}
-template <typename Element>
-constexpr bool is_unaligned(const UnalignedOperand<Element>*) {
-  return true;
-}
 
 // ---- Loading -----------------------------------------------------------------------------------
 
@@ -175,7 +186,7 @@ __device__ __forceinline__ void load_tile(Element* sTile, const Operand& operand
       ptx::cp_async_16(&sTile[line * kLine + elem], source, line < lines ? bytes : 0);
       source += kLineStep * operand.stride;
     }
-  } else if constexpr (is_unaligned(static_cast<const Operand*>(nullptr)) && sizeof(Element) == 4) {
+  } else if constexpr (Operand::kUnaligned && sizeof(Element) == 4) {
     constexpr int kLineStep = kThreads / kElems;
     static_assert(kThreads % kElems == 0 && kLines % kLineStep == 0);
     const int first = threadIdx.x / kElems, elem = threadIdx.x % kElems;
@@ -266,7 +277,7 @@ __device__ __forceinline__ void load_fragments_b(uint32_t (&r)[kCount][2],
   }
 }
 
-// Rounds fp32 registers to TF32 and returns what the rounding left, itself as TF32.
+// Rounds f32 registers to TF32 and returns what the rounding left, itself as TF32.
 __device__ __forceinline__ uint32_t split_tf32(uint32_t& value) {
   const float whole = __uint_as_float(value);
   value = ptx::cvt_rna_tf32(whole);
@@ -283,7 +294,7 @@ struct Accumulator {
   static constexpr int kSmallN = Config::Math::kCompensated ? Config::kFragmentsN : 1;
 
   float total[Config::kFragmentsM][Config::kFragmentsN][4];
-  float small[kSmallM][kSmallN][4];  // big * small + small * big, of Fp32 alone
+  float small[kSmallM][kSmallN][4];  // big * small + small * big, of F32 alone
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -400,28 +411,6 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Config>& rAcc,
 
 // ---- Storing -----------------------------------------------------------------------------------
 
-template <typename Element>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  if constexpr (std::is_same_v<Element, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
-template <typename Element>
-__device__ __forceinline__ Element to_element(float value) {
-  if constexpr (std::is_same_v<Element, float>) {
-    return value;
-  } else if constexpr (std::is_same_v<Element, __half>) {
-    return __float2half_rn(value);
-  } else {
-    return __float2bfloat16_rn(value);
-  }
-}
-
 // kCount neighbouring elements of which `exist` lie inside the result. With `vectors` the address
 // is a multiple of kCount elements, and either all or none exist.
 template <int kCount, typename Element>
@@ -438,14 +427,14 @@ __device__ __forceinline__ void store_elements(Element* global, const float (&r)
       }
     } else if constexpr (kCount == 4) {
       *reinterpret_cast<uint2*>(global) =
-          make_uint2(pack_pair<Element>(r[0], r[1]), pack_pair<Element>(r[2], r[3]));
+          make_uint2(pack<Element>(r[0], r[1]), pack<Element>(r[2], r[3]));
     } else {
-      *reinterpret_cast<uint32_t*>(global) = pack_pair<Element>(r[0], r[1]);
+      *reinterpret_cast<uint32_t*>(global) = pack<Element>(r[0], r[1]);
     }
   } else {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      if (e < exist) global[e] = to_element<Element>(r[e]);
+      if (e < exist) global[e] = from_sum<Element>(r[e]);
     }
   }
 }
@@ -506,8 +495,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
   using Element = typename Config::Element;
   constexpr bool kAlongK = Config::kLayoutA == Layout::kAlongK;
   constexpr int kLinesA = Config::kLinesA, kElemsA = kAlongK ? kTileK : kTileM;
-  constexpr bool kShifts =
-      is_unaligned(static_cast<const OperandA*>(nullptr)) && sizeof(Element) == 2;
+  constexpr bool kShifts = OperandA::kUnaligned && sizeof(Element) == 2;
   using Shifted = ShiftedTile<kThreads, kLinesA, kElemsA, Config::kLineA, Element>;
   int64_t load_n = begin, load_k = 0;
   const auto start_next = [&](Stage<Config>& stage) {
@@ -574,18 +562,16 @@ __device__ __forceinline__ void multiply(SharedStorage<Config>& shared, const Op
 // CTAs enough for every SM.
 struct ColumnSplit {
   int64_t columns_each;  // a multiple of the tile
-  unsigned parts;
+  int64_t parts;
 };
 
 inline ColumnSplit split_columns(int64_t columns, int tile_columns, int64_t row_tiles) {
   constexpr int64_t kWantedCtas = 1024;  // about 8 for each of 132 SMs
-  constexpr int64_t kMaxParts = 65535;   // grid.y
   const int64_t tiles = columns > 0 ? (columns + tile_columns - 1) / tile_columns : 1;
   int64_t parts = (kWantedCtas + row_tiles - 1) / (row_tiles > 0 ? row_tiles : 1);
   parts = parts < tiles ? parts : tiles;
-  parts = parts < kMaxParts ? parts : kMaxParts;
   const int64_t each = (tiles + parts - 1) / parts;
-  return {each * tile_columns, static_cast<unsigned>((tiles + each - 1) / each)};
+  return {each * tile_columns, (tiles + each - 1) / each};
 }
 
 }  // namespace jagged_cuda::gemm

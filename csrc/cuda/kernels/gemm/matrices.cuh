@@ -1,4 +1,4 @@
-// What the products that write one matrix a sequence share: storing tiles at any alignment, and
+// What the products that write one matrix per sequence share: storing tiles at any alignment, and
 // zeros where there is no matrix.
 #pragma once
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_rows(const Accumulator<Config>& rAcc, Warp
         if constexpr (sizeof(Element) == 4) {
           *reinterpret_cast<float2*>(sPair) = make_float2(low, high);
         } else {
-          *reinterpret_cast<uint32_t*>(sPair) = pack_pair<Element>(low, high);
+          *reinterpret_cast<uint32_t*>(sPair) = pack<Element>(low, high);
         }
       }
       __syncwarp();  // the rows are there for all lanes

@@ -1,8 +1,8 @@
 // How a kernel finds its part of a jagged tensor, from offsets on the device alone: no lengths on
 // the host, no preparation kernel.
 //
-// With bound[] = 0, offsets[0..B], T there are B + 2 stretches: stretch 0 holds the rows before all
-// sequences, stretch s the rows of sequence s - 1, stretch B + 1 the rows after all. Stretch s owns
+// With bound[] = 0, offsets[0..B], T there are B + 2 segments: segment 0 holds the rows before all
+// sequences, segment s the rows of sequence s - 1, segment B + 1 the rows after all. Segment s owns
 // the virtual tiles from
 //     start(s) = bound[s] / kTile + s      to      start(s + 1) - 1,
 // which are always enough for its rows, so that num_tiles(T, B) = T / kTile + B + 2 tiles cover
@@ -31,7 +31,7 @@ struct RowRange {
 };
 
 // A tile of kTile rows that starts at row `row` of sequence `seq`, which holds `rows`. Outside all
-// sequences seq is -1 and `rows` a stretch between them. `row >= rows.len` marks a virtual tile
+// sequences seq is -1 and `rows` a segment between them. `row >= rows.len` marks a virtual tile
 // without rows.
 struct JaggedTile {
   int64_t seq;
@@ -58,10 +58,10 @@ __device__ __forceinline__ RowRange sequence_rows(const OffsetsView& offsets, in
   return {begin, end > begin ? end - begin : 0};
 }
 
-__device__ __forceinline__ int64_t stretch_bound(const OffsetsView& offsets, int64_t stretch) {
-  if (stretch <= 0) return 0;
-  if (stretch > offsets.num_seqs + 1) return offsets.total;
-  return clamped_offset(offsets, stretch - 1);
+__device__ __forceinline__ int64_t segment_bound(const OffsetsView& offsets, int64_t segment) {
+  if (segment <= 0) return 0;
+  if (segment > offsets.num_seqs + 1) return offsets.total;
+  return clamped_offset(offsets, segment - 1);
 }
 
 // The tile with index `tile`, out of num_tiles(). All 32 lanes of a warp must call it together:
@@ -75,7 +75,7 @@ __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int6
   while (high - low > 1) {
     const int64_t step = (high - low + 32) / 33;
     const int64_t probe = low + step * (lane + 1);
-    const int64_t bound = stretch_bound(offsets, probe < high ? probe : high);
+    const int64_t bound = segment_bound(offsets, probe < high ? probe : high);
     const bool before = probe < high && bound / kTile + probe <= tile;
     // The lanes before the first that has not passed: with wrong offsets others may follow, and
     // start(low) must still not lie behind the tile.

@@ -18,7 +18,7 @@ struct MatricesView {
   int64_t capacity;        // elements of the vector
 };
 
-// The matrix of one sequence: element (i, j) stands at begin + i * columns.len + j.
+// The matrix of one sequence: element (i, j) is at begin + i * columns.len + j.
 struct Matrix {
   RowRange rows;     // of the tensor whose sequences are the matrices' rows
   RowRange columns;  // of the tensor whose sequences are their columns

@@ -1,4 +1,4 @@
-// PTX, one instruction a function, named for the mnemonic. Sections are those of the PTX ISA
+// PTX, one instruction per function, named for the mnemonic. Sections are those of the PTX ISA
 // manual, chapter "Instructions".
 #pragma once
 
@@ -21,8 +21,52 @@ struct SharedAddress {
   __device__ __forceinline__ SharedAddress(uint32_t address) : value(address) {}
 };
 
-// cp.async.cg.shared.global, 16 bytes, of which the first `source_bytes` are read and the rest are
-// zeros ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
+// ld.global.nc.v4.b32 and .v2.b32: 16 or 8 aligned bytes that no one writes meanwhile; zeros, and no
+// access, unless `valid` ("Data Movement and Conversion Instructions: ld.global.nc"). Spelled out,
+// since the compiler may split a vector.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* global, bool valid) {
+  uint4 value;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ uint2 ld_global_nc_8(const void* global, bool valid) {
+  uint2 value;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n}\n"
+      : "=&r"(value.x), "=&r"(value.y)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
+// st.global.v4.b32
+__device__ __forceinline__ void st_global_16(void* global, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// st.shared.b32
+__device__ __forceinline__ void st_shared_4(SharedAddress shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");
+}
+
+// ld.shared.v4.b32
+__device__ __forceinline__ uint4 ld_shared_16(SharedAddress shared) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared.value)
+               : "memory");
+  return value;
+}
+
+// cp.async.cg.shared.global, 16 bytes: the first `source_bytes` are read, the rest are zeros
+// ("Data Movement and Conversion Instructions: cp.async"). Both addresses must be 16-byte
 // aligned; with 0 source bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global,
                                             int source_bytes) {
@@ -83,7 +127,15 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SharedAddres
                : "memory");
 }
 
-// mma.sync.aligned.m16n8k16.row.col, c += a b in fp32 ("Warp-level matrix instructions: mma"). a
+// movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix of which lane l holds columns 2 (l % 4) + {0,
+// 1} of row l / 4, transposed ("Warp-level matrix transpose instruction: movmatrix").
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t matrix) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(result) : "r"(matrix));
+  return result;
+}
+
+// mma.sync.aligned.m16n8k16.row.col, c += a b in f32 ("Warp-level matrix instructions: mma"). a
 // [16, 16] row-major, b [16, 8] column-major; lane l holds c[l / 4 + 8 (i / 2)][2 (l % 4) + i % 2]
 // in c[i].
 template <typename Element>
@@ -110,7 +162,7 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in fp32; lane l holds a[l / 4 + 8 (i %
+// mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in f32; lane l holds a[l / 4 + 8 (i %
 // 2)][l % 4 + 4 (i / 2)] and b[l % 4 + 4 i][l / 4].
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1) {

@@ -54,9 +54,15 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 // Accumulators that a product in flight writes: the compiler must not move what it computes from
 // them, or into them, across this place. No instruction.
 template <int kBlocks>
-__device__ __forceinline__ void pin_registers(float (&c)[kBlocks][4]) {
+__device__ __forceinline__ void fence_operands(float (&c)[kBlocks][4]) {
 #pragma unroll
   for (int i = 0; i < kBlocks * 4; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
+}
+
+// A value that the compiler knows nothing about. No instruction.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 // An operand in shared memory ("Matrix Descriptor Format"): where it starts, the distance of its
@@ -82,7 +88,7 @@ struct MatrixDescriptor {
   }
 };
 
-// wgmma.mma_async.sync.aligned.m64n<8 kBlocks>k16: c = a b, or c += a b if `accumulate`, in fp32.
+// wgmma.mma_async.sync.aligned.m64n<8 kBlocks>k16: c = a b, or c += a b if `accumulate`, in f32.
 // Warp w of the warpgroup holds rows 16 w to 16 w + 15 of c as mma_m16n8k16 does, block by block. a
 // [64, 16] K-major in shared memory, or in registers as mma_m16n8k16's; b [16, 8 kBlocks], K-major
 // (rows of b^T are contiguous) or, if kTransposed, the other way round. Nothing may be read or

@@ -1,4 +1,4 @@
-// Sums over the rows of each sequence, fp32 (fp64 of fp64), and means.
+// Sums over the rows of each sequence, f32 (f64 of f64), and means.
 //
 //   z[b, c] = sum_i x_b[i, c]   (/ L)
 //
@@ -31,7 +31,7 @@ namespace jagged_cuda::rows {
 
 constexpr int kSumThreads = 128;
 constexpr int kSumWarps = kSumThreads / 32;
-constexpr int kSumCtas = 4;   // an SM, that the registers must leave room for
+constexpr int kSumCtas = 4;   // per SM, that the registers must leave room for
 constexpr int kSumItems = 8;  // vectors that a lane has in flight
 constexpr int kPartialThreads = 256;
 constexpr int kPartialWarps = kPartialThreads / 32;
@@ -182,7 +182,6 @@ __global__ __launch_bounds__(kPartialThreads) void sum_partial_kernel(
 
 template <typename Element, int kVector>
 cudaError_t launch_sum_vector(const JaggedSumParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxGroups = 65535;  // grid.y
   const auto arguments = [&](int64_t vectors) {
     int lanes_log2 = 0;
     while (lanes_log2 < 5 && (int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
@@ -191,24 +190,17 @@ cudaError_t launch_sum_vector(const JaggedSumParams& params, cudaStream_t stream
     return SumLaunch{params, lanes_log2, groups, tiles};
   };
   const auto grid = [&](int64_t items, int items_each, int64_t groups) {
-    return dim3(static_cast<unsigned>((items + items_each - 1) / items_each),
-                static_cast<unsigned>(std::min(groups, kMaxGroups)));
+    return Grid{(items + items_each - 1) / items_each, std::min(groups, Grid::kMaxY)};
   };
   const SumLaunch sums = arguments((params.columns + kVector - 1) / kVector);
   const cudaError_t error = launch<sum_tiles_kernel<Element, kVector>>(
-      sums, grid(sums.tiles, kSumWarps, sums.groups), kSumThreads, 0, stream);
+      sums, grid(sums.tiles, kSumWarps, sums.groups), kSumThreads, 0, stream,
+      params.mean ? "cuda.jagged_mean" : "cuda.jagged_sum");
   if (error != cudaSuccess || params.partial == nullptr) return error;
   const SumLaunch partial = arguments(params.columns);
   return launch<sum_partial_kernel<Element>>(
       partial, grid(params.offsets.num_seqs, kPartialWarps, partial.groups), kPartialThreads, 0,
-      stream);
-}
-
-template <typename Element>
-cudaError_t launch_sum_type(const JaggedSumParams& params, cudaStream_t stream) {
-  constexpr int kVector = 16 / sizeof(Element);
-  return params.vectors ? launch_sum_vector<Element, kVector>(params, stream)
-                        : launch_sum_vector<Element, 1>(params, stream);
+      stream, nullptr);
 }
 
 }  // namespace jagged_cuda::rows

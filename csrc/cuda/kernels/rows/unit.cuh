@@ -1,4 +1,4 @@
-// Copying rows in units of 2, 4, 8 or 16 bytes, whatever their elements are.
+// Copying rows in units of 1, 2, 4, 8 or 16 bytes, whatever their elements are.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kRows = 32;  // of the result, for each warp
 constexpr int kItems = 4;  // units that a lane has in flight
 
-// How the lanes of a warp share rows: as many stand beside each other as a row has units, at most
+// How the lanes of a warp share rows: as many are beside each other as a row has units, at most
 // all, and the others take the next rows.
 inline int lanes_log2(int64_t row_units) {
   int log2 = 0;
@@ -32,6 +32,8 @@ cudaError_t with_unit(int unit_bytes, Launch launch) {
       return launch(uint32_t{});
     case 2:
       return launch(uint16_t{});
+    case 1:
+      return launch(uint8_t{});
   }
   return cudaErrorInvalidValue;
 }

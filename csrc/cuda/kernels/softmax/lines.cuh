@@ -9,6 +9,8 @@
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
+#include <cmath>
+
 namespace jagged_cuda::softmax {
 
 __device__ __forceinline__ float exponential(float x) {
@@ -20,11 +22,7 @@ __device__ __forceinline__ double largest(double a, double b) { return fmax(a, b
 
 template <typename S>
 __device__ __forceinline__ S minus_infinity() {
-  if constexpr (sizeof(S) == 8) {
-    return __longlong_as_double(0xfff0000000000000LL);
-  } else {
-    return __int_as_float(0xff800000);
-  }
+  return -INFINITY;
 }
 
 // What is to be taken from logits whose largest is `maximum`: any finite number while all are -inf,
@@ -48,40 +46,36 @@ __device__ __forceinline__ void store_zeros(Element* global, int64_t count, int 
   for (int64_t i = thread; i < count; i += threads) global[i] = from_sum<Element>(0);
 }
 
-// The tiles of all elements: a matrix is a stretch of them.
+// The tiles of all elements: a matrix is a segment of them.
 __device__ __forceinline__ OffsetsView elements_of(const MatricesView& matrices) {
   return {matrices.offsets, matrices.rows.num_seqs, matrices.capacity, true};
 }
 
-// The operands of one pass, as the threads see them: `kOperands` inputs, and the result.
+// The operands of one pass, forward or backward, as the threads see them.
 template <typename Params>
-struct Operands;
+struct Operands {
+  static constexpr bool kBackward = std::is_same_v<Params, Jagged2SoftmaxBackwardParams>;
 
-template <>
-struct Operands<Jagged2SoftmaxParams> {
-  static constexpr bool kBackward = false;
-  static __device__ __forceinline__ const void* x(const Jagged2SoftmaxParams& params) {
-    return params.a;
+  static __device__ __forceinline__ const void* x(const Params& params) {
+    if constexpr (kBackward) {
+      return params.out;
+    } else {
+      return params.a;
+    }
   }
-  static __device__ __forceinline__ const void* grad(const Jagged2SoftmaxParams&) {
-    return nullptr;
+  static __device__ __forceinline__ const void* grad(const Params& params) {
+    if constexpr (kBackward) {
+      return params.grad_out;
+    } else {
+      return nullptr;
+    }
   }
-  static __device__ __forceinline__ void* result(const Jagged2SoftmaxParams& params) {
-    return params.out;
-  }
-};
-
-template <>
-struct Operands<Jagged2SoftmaxBackwardParams> {
-  static constexpr bool kBackward = true;
-  static __device__ __forceinline__ const void* x(const Jagged2SoftmaxBackwardParams& params) {
-    return params.out;
-  }
-  static __device__ __forceinline__ const void* grad(const Jagged2SoftmaxBackwardParams& params) {
-    return params.grad_out;
-  }
-  static __device__ __forceinline__ void* result(const Jagged2SoftmaxBackwardParams& params) {
-    return params.grad_a;
+  static __device__ __forceinline__ void* result(const Params& params) {
+    if constexpr (kBackward) {
+      return params.grad_a;
+    } else {
+      return params.out;
+    }
   }
 };
 

@@ -1,13 +1,13 @@
 // jagged2_softmax over the columns of each row (softmax/lines.cuh: the mathematics).
 //
 // Grid: x, a warp for each virtual tile of kColumnTile elements of the vector (prim/jagged.cuh, of
-// which a matrix is a stretch): so many rows begin in it, whatever their length. The warp takes the
+// which a matrix is a segment): so many rows begin in it, whatever their length. The warp takes the
 // rows that begin in its tile:
 //   - 16-bit elements, forward, up to 249 columns, aligned vectors: by granules (granules.cuh)
 //   - up to 32 columns: several rows at once, each by a power of two of lanes
 //   - up to 32 kColumnItems: kRowsAtOnce rows at once, kept in registers: one pass
 //   - longer: one row at a time, read twice, with a running maximum and sum the first time
-// Lanes stand beside each other along a row, so that loads are coalesced wherever a row begins.
+// Lanes are beside each other along a row, so that loads are coalesced wherever a row begins.
 // What is added in which order depends on the row's length alone.
 //
 // No shared memory, no barriers. Elements outside every matrix, and those of one that does not fit,
@@ -24,7 +24,7 @@ constexpr int kColumnWarps = kColumnThreads / 32;
 constexpr int kColumnTile = 1024;
 constexpr int kColumnItems = 8;
 constexpr int kRowsAtOnce = 2;  // forward; backward one, of which there are two operands
-// CTAs an SM, as registers allow
+// CTAs per SM, as registers allow
 template <typename Params, typename Element>
 constexpr int kColumnCtas = sizeof(Element) == 8                                   ? 5
                             : sizeof(Element) == 2 && !Operands<Params>::kBackward ? 7
@@ -278,9 +278,10 @@ cudaError_t launch_over_columns(const Params& params, cudaStream_t stream) {
   const int64_t tiles =
       num_tiles(params.matrices.capacity, params.matrices.rows.num_seqs, kColumnTile);
   return launch<over_columns_kernel<Params, Element>>(
-      ColumnsLaunch<Params>{params, tiles},
-      dim3(static_cast<unsigned>((tiles + kColumnWarps - 1) / kColumnWarps)), kColumnThreads, 0,
-      stream);
+      ColumnsLaunch<Params>{params, tiles}, {(tiles + kColumnWarps - 1) / kColumnWarps},
+      kColumnThreads, 0, stream,
+      Operands<Params>::kBackward ? "cuda.jagged2_softmax_backward.columns"
+                                  : "cuda.jagged2_softmax.columns");
 }
 
 }  // namespace jagged_cuda::softmax

@@ -1,19 +1,19 @@
 // jagged2_softmax over the rows of each column (softmax/lines.cuh: the mathematics).
 //
 // Grid: x, a CTA for each virtual tile of kRowTile elements of the vector (prim/jagged.cuh, of
-// which a matrix is a stretch). A matrix is cut into strips of 32 columns, which the CTAs of its
+// which a matrix is a segment). A matrix is cut into strips of 32 columns, which the CTAs of its
 // tiles share out in turn: so that their number follows from the size of the vector alone, and no
-// strip waits for another unless there are few rows. Lanes stand beside each other along a row, so
+// strip waits for another unless there are few rows. Lanes are beside each other along a row, so
 // that loads are coalesced; warps take the rows in turn:
 //   - up to kItems rows for each warp: kept in registers: one pass
 //   - more: read twice, with a running maximum and sum the first time
 // What is added in which order depends on the number of rows alone.
 //
 // Shared memory: maxima and sums of each warp for 32 columns (2 x 8 x 32 x 4 bytes forward, 16 x 32
-// x 4 backward, twice as much of fp64). Barriers: one between writing and reading each of them. A
+// x 4 backward, twice as much of f64). Barriers: one between writing and reading each of them. A
 // buffer is written again for the next strip: the maxima after the barrier of the sums, by which
-// all have read them, and the sums after the next barrier of the maxima. Backward has but one sum,
-// kept by a second barrier.
+// all have read them, and the sums after the next barrier of the maxima. Backward reduces one
+// sum; a second barrier protects it until every warp has read it.
 //
 // Elements outside every matrix, and those of one that does not fit, become zeros; columns that a
 // strip lacks are not read. As in torch, a NaN or +inf makes its column NaN, and so does a column
@@ -28,7 +28,7 @@ namespace jagged_cuda::softmax {
 constexpr int kRowTile = 4096;
 constexpr int kStrip = 32;  // columns
 
-// Up to 256 rows of fp32 are kept, in 32 registers of each thread.
+// Up to 256 rows of f32 are kept, in 32 registers of each thread.
 template <typename Params>
 struct RowsConfig {
   static constexpr int kWarps = Operands<Params>::kBackward ? 16 : 8;
@@ -36,7 +36,7 @@ struct RowsConfig {
   static constexpr int kThreads = 32 * kWarps;
 };
 
-// CTAs an SM that the registers must leave room for.
+// CTAs per SM that the registers must leave room for.
 template <typename Params, typename Element>
 constexpr int rows_ctas() {
   return (sizeof(Element) == 8 ? 512 : 1024) / RowsConfig<Params>::kThreads;
@@ -44,6 +44,21 @@ constexpr int rows_ctas() {
 
 // Items that are skipped together where a matrix has fewer rows.
 constexpr int kItemGroup = 4;
+
+// Calls visit(i, row) for each row of a warp that exists: warp, warp + kWarps, ...
+template <int kWarps, int kItems, typename Visit>
+__device__ __forceinline__ void for_each_row(int warp, int rows, Visit visit) {
+#pragma unroll
+  for (int group = 0; group < kItems; group += kItemGroup) {
+    if (warp + group * kWarps < rows) {
+#pragma unroll
+      for (int i = group; i < group + kItemGroup; ++i) {
+        const int row = warp + i * kWarps;
+        if (row < rows) visit(i, row);
+      }
+    }
+  }
+}
 
 template <typename S, int kWarps>
 struct RowsShared {
@@ -83,49 +98,18 @@ __device__ __forceinline__ void softmax_short_column(const Element* gX, Element*
   S maximum = minus_infinity<S>(), sum = S(0);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rX[i] = S(0);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) rX[i] = to_sum(gX[row * pitch]);
-      }
-    }
-  }
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        if (warp + i * kWarps < rows) maximum = largest(maximum, scale * rX[i]);
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows,
+                               [&](int i, int row) { rX[i] = to_sum(gX[row * pitch]); });
+  for_each_row<kWarps, kItems>(warp, rows,
+                               [&](int i, int) { maximum = largest(maximum, scale * rX[i]); });
   maximum = largest_of_warps(shared.maximum, maximum, warp, lane);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        if (warp + i * kWarps < rows) {
-          rX[i] = exponential(fma(rX[i], scale, -maximum));
-          sum += rX[i];
-        }
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows, [&](int i, int) {
+    rX[i] = exponential(fma(rX[i], scale, -maximum));
+    sum += rX[i];
+  });
   const S inverse = S(1) / sum_of_warps(shared.sum, sum, warp, lane);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) gOut[row * pitch] = from_sum<Element>(rX[i] * inverse);
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(
+      warp, rows, [&](int i, int row) { gOut[row * pitch] = from_sum<Element>(rX[i] * inverse); });
 }
 
 template <typename Element, int kWarps>
@@ -177,32 +161,16 @@ __device__ __forceinline__ void softmax_short_column_backward(
   S sum = S(0);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rP[i] = rGrad[i] = S(0);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) {
-          rP[i] = to_sum(gP[row * pitch]);
-          rGrad[i] = to_sum(gGrad[row * pitch]);
-        }
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows, [&](int i, int row) {
+    rP[i] = to_sum(gP[row * pitch]);
+    rGrad[i] = to_sum(gGrad[row * pitch]);
+  });
 #pragma unroll
   for (int i = 0; i < kItems; ++i) sum = fma(rP[i], rGrad[i], sum);
   sum = sum_of_warps(shared.sum, sum, warp, lane);
-#pragma unroll
-  for (int group = 0; group < kItems; group += kItemGroup) {
-    if (warp + group * kWarps < rows) {
-#pragma unroll
-      for (int i = group; i < group + kItemGroup; ++i) {
-        const int row = warp + i * kWarps;
-        if (row < rows) gOut[row * pitch] = from_sum<Element>(scale * rP[i] * (rGrad[i] - sum));
-      }
-    }
-  }
+  for_each_row<kWarps, kItems>(warp, rows, [&](int i, int row) {
+    gOut[row * pitch] = from_sum<Element>(scale * rP[i] * (rGrad[i] - sum));
+  });
   __syncthreads();  // all have read the sums, which the next strip writes
 }
 
@@ -281,8 +249,10 @@ template <typename Element, typename Params>
 cudaError_t launch_over_rows(const Params& params, cudaStream_t stream) {
   const int64_t tiles =
       num_tiles(params.matrices.capacity, params.matrices.rows.num_seqs, kRowTile);
-  return launch<over_rows_kernel<Params, Element>>(params, dim3(static_cast<unsigned>(tiles)),
-                                                   RowsConfig<Params>::kThreads, 0, stream);
+  return launch<over_rows_kernel<Params, Element>>(
+      params, {tiles}, RowsConfig<Params>::kThreads, 0, stream,
+      Operands<Params>::kBackward ? "cuda.jagged2_softmax_backward.rows"
+                                  : "cuda.jagged2_softmax.rows");
 }
 
 }  // namespace jagged_cuda::softmax

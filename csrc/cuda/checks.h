@@ -1,0 +1,27 @@
+// Checking offsets on CUDA, as JAGGED_CUDA_CHECK asks for it (contract/checks.h).
+//
+// "1" waits for the stream, and throws what it finds; a stream that is being captured into a graph
+// cannot be waited for, so nothing is checked there. "async" waits for nothing: a kernel leaves what
+// it finds in an error word, in graphs too, and the next call, or jagged_cuda.check_errors(),
+// throws it.
+#pragma once
+
+#include "contract/contract.h"
+
+#include <cstdint>
+#include <optional>
+
+namespace jagged_cuda {
+
+// offsets [B + 1] into `total` rows. Contiguous, and alive until the stream has passed.
+void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
+                            int64_t total, std::optional<int64_t> max_len = std::nullopt);
+
+// Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
+// `argument` gives the `capacity`.
+void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,
+                             const Tensor& columns, bool has_y_offsets,
+                             const Tensor& matrix_offsets, int64_t total_rows,
+                             int64_t total_columns, int64_t capacity);
+
+}  // namespace jagged_cuda

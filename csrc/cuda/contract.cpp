@@ -1,0 +1,1 @@
+#include "contract/shapes.inl"

@@ -1,0 +1,241 @@
+// array_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0), 16-bit elements: z_b = A_b
+// y_b, or A_b^T y_b, for each sequence b, f32 sums.
+//
+// Grid: x, one CTA for each virtual tile of 64 rows of the result (prim/jagged.cuh); y, tiles of
+// kTileN of its columns, so that up to 256 of them read A_b once. The four warps are one warpgroup;
+// each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
+// deterministic, and alike in any batch. Tensor cores truncate as they add, at most 2^-23 of the
+// sum for each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
+//
+// y_b comes by TMA. A_b begins at any element and has any pitch, which TMA cannot copy: its lines
+// come as aligned granules by cp.async and are shifted into place while the product of the step
+// before is under way (gemm/shifted.cuh).
+//
+//     for each step i:   wait for the copies of A_i, shift it to sA[i % 2]
+//                        wait for y_i; the last one's rows past the end become zeros
+//                        wait for the product of step i - 1
+//                        __syncthreads
+//                        start the copies of step i + kSlots - 1
+//                        start the product of step i
+//
+// Shared memory: kSlots slots of y [kStepK, kTileN] and of A's granules, two shifted tiles of A
+// [64, kStepK], or, transposed, [kStepK, 64].
+//
+// Barriers: full[slot], on which the bytes of y complete. One __syncthreads a step: A_i and the
+// zeros have been written by all, and all have seen the product end whose slots are filled next.
+//
+// Virtual tiles without rows return at once. Rows outside every sequence, those of a matrix that
+// does not fit, and those of a matrix without columns take no step: zeros. A tile ends with its
+// sequence, and its stores are predicated by row. A copy of y may reach into the next sequence:
+// its rows there become zeros, since 0 times NaN is NaN.
+#include "cuda/kernels/array_jagged_bmm_jagged_out.h"
+#include "cuda/kernels/attention/wgmma_tile.cuh"
+#include "cuda/kernels/gemm/shifted.cuh"
+#include "cuda/kernels/prim/element.cuh"
+#include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/hopper.h"
+#include "cuda/kernels/prim/tma.cuh"
+
+#include <type_traits>
+
+namespace jagged_cuda::gemm {
+namespace {
+
+template <typename Element_, int kTileN_, bool kTranspose_>
+struct ArrayWgmmaConfig {
+  using Element = Element_;
+  static constexpr bool kTranspose = kTranspose_;
+  static constexpr int kTileM = 64, kTileN = kTileN_;
+  static constexpr int kThreads = 128;
+  // Chosen by time on an H100 (docs/performance_log.md).
+  static constexpr int kStepK = 32;
+  static constexpr int kSlots = 3;
+  static constexpr int kMinCtas = kTileN == 256 ? 3 : 4;
+};
+
+template <typename Config>
+struct ArrayWgmmaStorage {
+  using Element = typename Config::Element;
+  using YTile = WarpgroupTile<Element, Config::kStepK, Config::kTileN>;
+  static constexpr int kLines = Config::kTranspose ? Config::kStepK : Config::kTileM;
+  static constexpr int kElems = Config::kTranspose ? Config::kTileM : Config::kStepK;
+  static constexpr int kLine = kElems + 8;  // and the granule that a shift needs
+  using ATile = WarpgroupTile<Element, kLines, kElems>;
+  using Shifted = ShiftedTile<Config::kThreads, kLines, kElems, kLine, Element>;
+
+  YTile sY[Config::kSlots];
+  ATile sA[2];
+  alignas(128) Element sGranules[Config::kSlots][kLines * kLine];
+  uint64_t full[Config::kSlots];
+};
+
+struct ArrayWgmmaParams {
+  CUtensorMap y;  // boxes of kStepK rows and 64 columns
+  ArrayJaggedBmmJaggedOutParams product;
+};
+
+template <typename Config>
+__global__
+__launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagged_out_wgmma(
+    const __grid_constant__ ArrayWgmmaParams launch) {
+  using Element = typename Config::Element;
+  using Storage = ArrayWgmmaStorage<Config>;
+  using YTile = typename Storage::YTile;
+  using ATile = typename Storage::ATile;
+  using Shifted = typename Storage::Shifted;
+  constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStepK = Config::kStepK;
+  constexpr int kSlots = Config::kSlots, kBlocks = kTileN / 8;
+  constexpr bool kTranspose = Config::kTranspose;
+  extern __shared__ __align__(1024) char array_wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<Storage*>(array_wgmma_shared_bytes);
+  const ArrayJaggedBmmJaggedOutParams& params = launch.product;
+  const MatricesView& matrices = params.matrices;
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(launch.y);
+    for (int slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(shared.full[slot], 1);
+    ptx::fence_mbarrier_init();
+  }
+  const JaggedTile tile =
+      find_tile<kTileM>(kTranspose ? matrices.columns : matrices.rows, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
+  const int column = blockIdx.y * kTileN;
+
+  int depth = 0, y_row = 0;
+  int64_t pitch = 0;
+  bool at_edge = false;
+  const Element* gAll = static_cast<const Element*>(params.a);
+  const Element* gA = gAll;  // the rows of the tile, or, transposed, its columns
+  const Extent tensor{reinterpret_cast<const char*>(gAll),
+                      reinterpret_cast<const char*>(gAll + matrices.capacity)};
+  if (tile.seq >= 0) {
+    const Matrix matrix = find_matrix(matrices, tile.seq);
+    pitch = matrix.columns.len;
+    if (matrix.fits) {
+      const RowRange& summed = kTranspose ? matrix.rows : matrix.columns;
+      depth = static_cast<int>(summed.len);
+      y_row = static_cast<int>(summed.begin);
+      gA += matrix.begin + (kTranspose ? tile.row : tile.row * pitch);
+      at_edge = tensor.is_left_by(
+          gA, gA + (kTranspose ? (depth - 1) * pitch + rows : (rows - 1) * pitch + depth));
+    }
+  }
+  const int steps = (depth + kStepK - 1) / kStepK;
+
+  const auto start_copies = [&](int step) {
+    if (step < steps) {
+      const int first = step * kStepK, exist = min(kStepK, depth - first);
+      if (threadIdx.x == 0) {
+        YTile& sY = shared.sY[step % kSlots];
+        uint64_t& full = shared.full[step % kSlots];
+        ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(sY.data)));
+#pragma unroll
+        for (int n = 0; n < kTileN; n += YTile::kBlockColumns) {
+          ptx::cp_async_bulk_tensor_3d(sY.data + n * kStepK, launch.y, column + n, 0, y_row + first,
+                                       full);
+        }
+      }
+      Shifted::copy(shared.sGranules[step % kSlots], gA + (kTranspose ? first * pitch : first),
+                    pitch, kTranspose ? exist : rows, kTranspose ? rows : exist, at_edge, tensor);
+    }
+    ptx::cp_async_commit();  // an empty group too, so that groups and steps stay in step
+  };
+
+  __syncthreads();  // the barriers are initialised
+  for (int step = 0; step < kSlots - 1; ++step) start_copies(step);
+  jagged_cuda::Accumulator<1, kBlocks> sum = {};
+  RoundedSum<kBlocks> rounded;
+  for (int step = 0; step < steps; ++step) {
+    const int slot = step % kSlots, exist = min(kStepK, depth - step * kStepK);
+    ATile& sA = shared.sA[step % 2];
+    YTile& sY = shared.sY[slot];
+    ptx::cp_async_wait<kSlots - 2>();
+    // Steps of kStepK move no address within its granule.
+    Shifted::shift(shared.sGranules[slot], gA, pitch, kTranspose ? exist : rows,
+                   kTranspose ? rows : exist, [&](int line, int index, uint4 granule) {
+                     *reinterpret_cast<uint4*>(sA.chunk(line, index)) = granule;
+                   });
+    ptx::mbarrier_wait(shared.full[slot], step / kSlots % 2);
+    for (int i = threadIdx.x; i < (kStepK - exist) * YTile::kChunks; i += Config::kThreads) {
+      *reinterpret_cast<uint4*>(sY.chunk(exist + i / YTile::kChunks, i % YTile::kChunks)) =
+          make_uint4(0, 0, 0, 0);
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(sum[0]);
+    if (step > 0 && step % (kSumDepth / kStepK) == 0) rounded.add(sum[0]);
+    ptx::fence_proxy_async();
+    __syncthreads();
+    start_copies(step + kSlots - 1);
+    ptx::wgmma_fence();
+    const ptx::MatrixDescriptor a_rows = sA.descriptor(), y_rows = sY.descriptor();
+#pragma unroll
+    for (int k = 0; k < kStepK; k += 16) {
+      ptx::Wgmma<Element, true, kTranspose>::run(
+          sum[0], a_rows + (kTranspose ? ATile::row_step_bytes(k) : ATile::column_step_bytes(k)),
+          y_rows + YTile::row_step_bytes(k), true);
+    }
+    ptx::wgmma_commit_group();
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::fence_operands(sum[0]);
+  rounded.finish(sum[0]);
+
+  const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
+  const float scale[2] = {1.0f, 1.0f};
+  store_quads(sum, scale,
+              static_cast<Element*>(params.out) +
+                  (tile.rows.begin + tile.row + own_row) * params.columns + column,
+              params.columns, rows - own_row,
+              static_cast<int>(min(params.columns - column, int64_t{kTileN})), lane);
+}
+
+template <typename Config>
+constexpr PathName kPath =
+    PathName("cuda.array_jagged_bmm_jagged_out") + (Config::kTranspose ? ".transposed" : "") +
+    ".wgmma." + kElementName<typename Config::Element>;
+
+template <typename Config>
+cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  using YTile = typename ArrayWgmmaStorage<Config>::YTile;
+  constexpr bool kTranspose = Config::kTranspose;
+  const MatricesView& matrices = params.matrices;
+  const int64_t y_rows = kTranspose ? matrices.rows.total : matrices.columns.total;
+  ArrayWgmmaParams launch_params;
+  launch_params.product = params;
+  // A tensor without rows is never copied from, but its map must be valid.
+  const cudaError_t error = encode_tensor_map(launch_params.y,
+                                              {y_rows > 0 ? params.y : params.out, params.type,
+                                               y_rows, 1, params.columns, params.y_stride, 0},
+                                              Config::kStepK, YTile::kBlockColumns);
+  if (error != cudaSuccess) return error;
+  const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
+  const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
+  return launch<array_jagged_bmm_jagged_out_wgmma<Config>>(
+      launch_params, {tiles, (params.columns + Config::kTileN - 1) / Config::kTileN},
+      Config::kThreads, sizeof(ArrayWgmmaStorage<Config>), stream, kPath<Config>);
+}
+
+template <typename Element, bool kTranspose>
+cudaError_t launch_columns(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  if (params.columns <= 64)
+    return launch_config<ArrayWgmmaConfig<Element, 64, kTranspose>>(params, stream);
+  if (params.columns <= 128)
+    return launch_config<ArrayWgmmaConfig<Element, 128, kTranspose>>(params, stream);
+  return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose>>(params, stream);
+}
+
+template <typename Element>
+cudaError_t launch_element(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  return params.transpose ? launch_columns<Element, true>(params, stream)
+                          : launch_columns<Element, false>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_wgmma(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  return params.type == ElementType::kBf16 ? launch_element<__nv_bfloat16>(params, stream)
+                                           : launch_element<__half>(params, stream);
+}
+
+}  // namespace jagged_cuda::gemm

@@ -1,0 +1,410 @@
+// jagged_flash_attention on plain FMA, f32 and f64: forward, and backward as two kernels (dq; dk
+// and dv).
+//
+// The mathematics, grid and order of the kernels are those of forward_mma_sync.cuh and
+// backward_mma_sync.cuh. Operands are summed in their own precision, without TF32.
+//
+// Mapping: 16 x 16 threads; thread (x, y) owns scores (y + 16 i, x + 16 j), i, j < kPerThread, of a
+// square tile, and of an output row the columns x + 16 c. Row statistics are combined over the 16
+// lanes of a half-warp.
+//
+// Shared memory: operand tiles of kTile rows with one element of padding, so that 16 rows at one
+// column lie in 16 banks, and one tile of probabilities: at most 152 KiB (f32, kDim 128,
+// backward).
+//
+// Barriers: __syncthreads before tiles are overwritten, after they are written, and around each use
+// of the probabilities' tile.
+#pragma once
+
+#include "cuda/kernels/attention/launch.cuh"
+#include "cuda/kernels/attention/window.cuh"
+#include "cuda/kernels/prim/element.cuh"
+
+#include <cmath>
+
+namespace jagged_cuda::attention {
+
+template <typename T_, int kDim_>
+struct FmaConfig {
+  using T = T_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kSide = 16;
+  static constexpr int kThreads = kSide * kSide;
+  // As many rows as four operand tiles leave room for in 163 KiB.
+  static constexpr int kPerThread = (sizeof(T) == 4 ? 4 : 2) / (kDim <= 128 ? 1 : 2);
+  static constexpr int kTile = kSide * kPerThread;
+  static constexpr int kOutPerThread = kDim / kSide;
+  static constexpr int kPitch = kDim + 1;
+};
+
+template <typename Config>
+struct FmaForwardStorage {
+  using T = typename Config::T;
+  T sQ[Config::kTile][Config::kPitch];
+  T sK[Config::kTile][Config::kPitch];
+  T sV[Config::kTile][Config::kPitch];
+  T sP[Config::kTile][Config::kTile + 1];
+};
+
+template <typename Config>
+struct FmaBackwardStorage : FmaForwardStorage<Config> {
+  typename Config::T sGradOut[Config::kTile][Config::kPitch];
+};
+
+template <typename Config>
+using ScoreTile = typename Config::T[Config::kPerThread][Config::kPerThread];
+template <typename Config>
+using OutTile = typename Config::T[Config::kPerThread][Config::kOutPerThread];
+
+// Over the 16 lanes that share a row.
+template <typename T>
+__device__ __forceinline__ T row_sum(T value) {
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2)
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+template <typename T>
+__device__ __forceinline__ T row_max(T value) {
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) {
+    const T other = __shfl_xor_sync(0xffffffffu, value, distance);
+    value = value > other ? value : other;
+  }
+  return value;
+}
+
+// What lies outside rows and columns becomes 0.
+template <typename Config>
+__device__ __forceinline__ void load_operand(
+    typename Config::T (&tile)[Config::kTile][Config::kPitch], const HeadsView& view,
+    int64_t first_row, int head, int64_t rows, int columns) {
+  const auto* g = static_cast<const typename Config::T*>(view.data) + first_row * view.row_stride +
+                  head * view.head_stride;
+  for (int index = threadIdx.x; index < Config::kTile * Config::kDim; index += Config::kThreads) {
+    const int row = index / Config::kDim, column = index % Config::kDim;
+    tile[row][column] =
+        row < rows && column < columns ? g[row * view.row_stride + column] : typename Config::T(0);
+  }
+}
+
+// s = a b^T
+template <typename Config>
+__device__ __forceinline__ void scores(ScoreTile<Config>& s,
+                                       const typename Config::T (&a)[Config::kTile][Config::kPitch],
+                                       const typename Config::T (&b)[Config::kTile][Config::kPitch],
+                                       int x, int y) {
+#pragma unroll
+  for (int i = 0; i < Config::kPerThread; ++i) {
+#pragma unroll
+    for (int j = 0; j < Config::kPerThread; ++j) s[i][j] = 0;
+  }
+#pragma unroll 4
+  for (int d = 0; d < Config::kDim; ++d) {
+    typename Config::T column[Config::kPerThread];
+#pragma unroll
+    for (int j = 0; j < Config::kPerThread; ++j) column[j] = b[x + Config::kSide * j][d];
+#pragma unroll
+    for (int i = 0; i < Config::kPerThread; ++i) {
+      const typename Config::T row = a[y + Config::kSide * i][d];
+#pragma unroll
+      for (int j = 0; j < Config::kPerThread; ++j) s[i][j] += row * column[j];
+    }
+  }
+}
+
+// Puts p where all threads can read it, between two barriers, and adds p b to o.
+template <typename Config>
+__device__ __forceinline__ void accumulate(
+    OutTile<Config>& o, const ScoreTile<Config>& p,
+    typename Config::T (&sP)[Config::kTile][Config::kTile + 1],
+    const typename Config::T (&b)[Config::kTile][Config::kPitch], int x, int y) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Config::kPerThread; ++i) {
+#pragma unroll
+    for (int j = 0; j < Config::kPerThread; ++j)
+      sP[y + Config::kSide * i][x + Config::kSide * j] = p[i][j];
+  }
+  __syncthreads();
+#pragma unroll 2
+  for (int j = 0; j < Config::kTile; ++j) {
+    typename Config::T row[Config::kPerThread];
+#pragma unroll
+    for (int i = 0; i < Config::kPerThread; ++i) row[i] = sP[y + Config::kSide * i][j];
+#pragma unroll
+    for (int c = 0; c < Config::kOutPerThread; ++c) {
+      const typename Config::T column = b[j][x + Config::kSide * c];
+#pragma unroll
+      for (int i = 0; i < Config::kPerThread; ++i) o[i][c] += row[i] * column;
+    }
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ void store_result(const OutTile<Config>& o,
+                                             const typename Config::T (&scale)[Config::kPerThread],
+                                             const HeadsView& view, int64_t first_row, int head,
+                                             int64_t rows, int columns, int x, int y) {
+  auto* g = static_cast<typename Config::T*>(view.data) + first_row * view.row_stride +
+            head * view.head_stride;
+#pragma unroll
+  for (int i = 0; i < Config::kPerThread; ++i) {
+    const int row = y + Config::kSide * i;
+#pragma unroll
+    for (int c = 0; c < Config::kOutPerThread; ++c) {
+      const int column = x + Config::kSide * c;
+      if (row < rows && column < columns) g[row * view.row_stride + column] = o[i][c] * scale[i];
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void forward_fma(
+    const __grid_constant__ AttentionParams params) {
+  using T = typename Config::T;
+  constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<FmaForwardStorage<Config>*>(shared_bytes);
+  const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
+
+  const JaggedTile tile = find_tile<kTile>(params.q_offsets, blockIdx.x);
+  const int64_t rows = tile.rows.len - tile.row;
+  if (rows <= 0) return;
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + tile.row;
+  const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
+  const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
+  const int64_t last_key =
+      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+
+  const T scale = static_cast<T>(params.scale);
+  OutTile<Config> o = {};
+  T maximum[kPerThread], sum[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    maximum[i] = -INFINITY;
+    sum[i] = 0;
+  }
+  if (tile.seq >= 0)
+    load_operand<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
+  for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
+    __syncthreads();
+    load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
+    load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
+    __syncthreads();
+    ScoreTile<Config> s;
+    scores<Config>(s, shared.sQ, shared.sK, x, y);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
+      T tile_max = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        s[i][j] = visible.contains(x + Config::kSide * j) ? s[i][j] * scale : T(-INFINITY);
+        tile_max = s[i][j] > tile_max ? s[i][j] : tile_max;
+      }
+      tile_max = row_max(tile_max);
+      const T new_max = tile_max > maximum[i] ? tile_max : maximum[i];
+      const T shift = new_max == T(-INFINITY) ? T(0) : new_max;  // -inf - -inf would be NaN
+      const T rescale = exp(maximum[i] - shift);
+      maximum[i] = new_max;
+      T tile_sum = 0;
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        s[i][j] = exp(s[i][j] - shift);
+        tile_sum += s[i][j];
+      }
+      sum[i] = sum[i] * rescale + row_sum(tile_sum);
+#pragma unroll
+      for (int c = 0; c < Config::kOutPerThread; ++c) o[i][c] *= rescale;
+    }
+    accumulate<Config>(o, s, shared.sP, shared.sV, x, y);
+  }
+  T inverse_sum[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    inverse_sum[i] = sum[i] == T(0) ? T(0) : T(1) / sum[i];
+    const int row = y + Config::kSide * i;
+    if (x == 0 && row < rows) {
+      static_cast<T*>(params.lse)[(global_row + row) * params.heads + head] =
+          sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log(sum[i]);
+    }
+  }
+  store_result<Config>(o, inverse_sum, params.out, global_row, head, rows, params.dim_v, x, y);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using T = typename Config::T;
+  constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes);
+  const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
+
+  const JaggedTile tile = find_tile<kTile>(params.q_offsets, blockIdx.x);
+  const int64_t rows = tile.rows.len - tile.row;
+  if (rows <= 0) return;
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + tile.row;
+  const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
+  const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
+  const int64_t last_key =
+      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+
+  const T scale = static_cast<T>(params.scale);
+  OutTile<Config> dq = {};
+  T lse[kPerThread] = {}, delta[kPerThread] = {};
+  if (tile.seq >= 0) {
+    load_operand<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
+    load_operand<Config>(shared.sGradOut, params.grad_out, global_row, head, rows, params.dim_v);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = y + Config::kSide * i;
+      const bool valid = row < rows;
+      const int64_t statistic = (global_row + (valid ? row : 0)) * params.heads + head;
+      const T* gOut = static_cast<const T*>(params.out.data) +
+                      (global_row + (valid ? row : 0)) * params.out.row_stride +
+                      head * params.out.head_stride;
+      T dot = 0;
+      for (int column = x; column < params.dim_v; column += Config::kSide)
+        dot += shared.sGradOut[row][column] * gOut[column];
+      delta[i] = row_sum(dot);
+      if (!valid) continue;
+      lse[i] = static_cast<const T*>(params.lse)[statistic];
+      if (params.grad_lse != nullptr) delta[i] -= static_cast<const T*>(params.grad_lse)[statistic];
+      if (x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
+    }
+  }
+  for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
+    __syncthreads();
+    load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
+    load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
+    __syncthreads();
+    ScoreTile<Config> s, dp;
+    scores<Config>(s, shared.sQ, shared.sK, x, y);
+    scores<Config>(dp, shared.sGradOut, shared.sV, x, y);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        const T ds = exp(s[i][j] * scale - lse[i]) * (dp[i][j] - delta[i]);
+        s[i][j] = visible.contains(x + Config::kSide * j) ? ds : T(0);
+      }
+    }
+    accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
+  }
+  T scales[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) scales[i] = scale;
+  store_result<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using T = typename Config::T;
+  constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes);
+  const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
+
+  const JaggedTile tile = find_tile<kTile>(params.kv_offsets, blockIdx.x);
+  const int64_t rows = tile.rows.len - tile.row;
+  if (rows <= 0) return;
+  const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
+  const int64_t global_row = tile.rows.begin + tile.row;
+  const RowRange queries =
+      tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.q_offsets, tile.seq);
+  const Window window =
+      Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
+  const int64_t last_query =
+      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), queries.len);
+
+  const T scale = static_cast<T>(params.scale);
+  OutTile<Config> dk = {}, dv = {};
+  if (tile.seq >= 0) {
+    load_operand<Config>(shared.sK, params.k, global_row, kv_head, rows, params.dim_qk);
+    load_operand<Config>(shared.sV, params.v, global_row, kv_head, rows, params.dim_v);
+  }
+  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int64_t query = window.first_column(tile.row) / kTile * kTile; query < last_query;
+         query += kTile) {
+      __syncthreads();
+      const int64_t first = queries.begin + query;
+      load_operand<Config>(shared.sQ, params.q, first, head, queries.len - query, params.dim_qk);
+      load_operand<Config>(shared.sGradOut, params.grad_out, first, head, queries.len - query,
+                           params.dim_v);
+      __syncthreads();
+      ScoreTile<Config> p, dp;  // transposed: keys by queries
+      scores<Config>(p, shared.sK, shared.sQ, x, y);
+      scores<Config>(dp, shared.sV, shared.sGradOut, x, y);
+      T delta[kPerThread];
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        const int column = x + Config::kSide * j;
+        const bool valid = query + column < queries.len;
+        const int64_t statistic = (first + (valid ? column : 0)) * params.heads + head;
+        const T lse = static_cast<const T*>(params.lse)[statistic];
+        delta[j] = static_cast<const T*>(params.delta)[statistic];
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          const VisibleColumns visible(window, tile.row + y + Config::kSide * i, query, kTile,
+                                       queries.len);
+          p[i][j] = visible.contains(column) ? exp(p[i][j] * scale - lse) : T(0);
+        }
+      }
+      accumulate<Config>(dv, p, shared.sP, shared.sGradOut, x, y);
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j) p[i][j] *= dp[i][j] - delta[j];
+      }
+      accumulate<Config>(dk, p, shared.sP, shared.sQ, x, y);
+    }
+  }
+  T scales[kPerThread], ones[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    scales[i] = scale;
+    ones[i] = 1;
+  }
+  store_result<Config>(dk, scales, params.grad_k, global_row, kv_head, rows, params.dim_qk, x, y);
+  store_result<Config>(dv, ones, params.grad_v, global_row, kv_head, rows, params.dim_v, x, y);
+}
+
+// Head dims up to 64 share one kernel: fewer to compile.
+template <typename Element, int kDim>
+using SharedConfig = FmaConfig<Element, (kDim < 64 ? 64 : kDim)>;
+
+template <typename Element>
+cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream) {
+  static constexpr PathName kName = PathName("cuda.attention.forward.fma.") + kElementName<Element>;
+  return for_dim(params, [&](auto dim) {
+    using Config = SharedConfig<Element, dim.value>;
+    return launch<forward_fma<Config>>(
+        params, tile_grid(params.q_offsets, Config::kTile, params.heads), Config::kThreads,
+        sizeof(FmaForwardStorage<Config>), stream, kName);
+  });
+}
+
+template <typename Element>
+cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream) {
+  static constexpr PathName kName =
+      PathName("cuda.attention.backward.fma.") + kElementName<Element>;
+  return for_dim(params, [&](auto dim) {
+    using Config = SharedConfig<Element, dim.value>;
+    const cudaError_t error = launch<backward_dq_fma<Config>>(
+        params, tile_grid(params.q_offsets, Config::kTile, params.heads), Config::kThreads,
+        sizeof(FmaBackwardStorage<Config>), stream, kName);
+    if (error != cudaSuccess) return error;
+    return launch<backward_dkdv_fma<Config>>(
+        params, tile_grid(params.kv_offsets, Config::kTile, params.kv_heads), Config::kThreads,
+        sizeof(FmaBackwardStorage<Config>), stream, nullptr);
+  });
+}
+
+}  // namespace jagged_cuda::attention

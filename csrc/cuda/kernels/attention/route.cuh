@@ -1,0 +1,20 @@
+// Which kernel takes a sequence, by its own length alone, so that its bits do not depend on its
+// neighbours.
+#pragma once
+
+#include "cuda/kernels/jagged_flash_attention.h"
+
+namespace jagged_cuda::attention {
+
+__device__ __forceinline__ bool is_tiny(int64_t queries, int64_t keys) {
+  return queries <= kTinyRows && keys <= kTinyRows;
+}
+
+// Whether another kernel leaves a sequence to those for tiny ones, as it leaves to them the rows
+// outside all sequences where params.split_by_length.
+__device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int64_t queries,
+                                             int64_t keys) {
+  return params.split_by_length && is_tiny(queries, keys);
+}
+
+}  // namespace jagged_cuda::attention

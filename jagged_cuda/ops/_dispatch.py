@@ -1,0 +1,260 @@
+"""The way of a call from a public function to its kernel.
+
+``overridable``  is the gate of every public function: arguments that implement
+                 __torch_function__ (torch.fx's proxies, subclasses) take the call whole; all others
+                 must be of the kind that the function's annotations name (_arguments.py).
+``call``         leads from a public function, or a gradient, to a registered operator: the short
+                 way if nobody watches, else through the dispatcher.
+``register``     gives the dispatcher what an operator has beside its kernels: the fake kernel,
+                 which its contract makes, autograd and autocast.
+
+The short way: torch.library.register_autograd puts a Python kernel between the dispatcher and ours,
+which costs more than half of what the host spends on a call. Calls on plain tensors go past it,
+straight to the kernel, or through an autograd.Function of the same formula. Whatever else may want
+to see the call takes the registered way: subclasses, modes, torch.func, autocast and tracing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from jagged_cuda.ops._arguments import Arguments
+from jagged_cuda.ops._contract import fake
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+# --- the gate
+
+
+def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Pass calls with arguments that implement __torch_function__ to them; check all others."""
+    arguments = Arguments(function)
+
+    @functools.wraps(function)
+    def public(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if has_torch_function(args) or (kwargs and has_torch_function((*kwargs.values(),))):
+            relevant: tuple[Any, ...] = (*args, *kwargs.values())
+            try:
+                result: _Result = handle_torch_function(public, relevant, *args, **kwargs)
+            except Exception:
+                # A subclass has said no; a nested tensor says so without words.
+                arguments.check(args, kwargs)
+                raise
+            return result
+        arguments.check(args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError:  # a strided nested tensor is a plain Tensor to Python
+            arguments.look_at_all(args, kwargs)
+            raise
+
+    return public
+
+
+def allow_tf32(dtype: torch.dtype) -> bool:
+    """True if torch.backends.cuda.matmul.fp32_precision allows TF32 and the dtype is float32."""
+    return dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What torch.compiler.assume_constant_result does: torch.compile takes the result as a constant. The
+# decorator itself would import torch._dynamo, which takes over a second.
+allow_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# --- the call
+
+# Inside the stable ABI a failed allocation loses its type: contract.h throws this text instead.
+_OUT_OF_MEMORY = re.compile(r"^\w+: out of memory on cuda:(?P<device>\d+) allocating ")
+
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_SCALARS = frozenset((int, float, bool, type(None)))
+
+# Of PyTorch's own, without a promise: where one is missing, every call takes the registered way.
+_PRIVATE = (
+    "_AutoDispatchBelowAutograd",
+    "_are_functorch_transforms_active",
+    "_functorch",
+    "_get_tracing_state",
+    "_is_any_autocast_enabled",
+    "_len_torch_dispatch_stack",
+    "_len_torch_function_stack",
+)
+_C: Any = torch._C
+_HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
+
+# Of each operator what applies it differentiably, and the defaults of its arguments.
+_formulas: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+
+
+def call(op: Callable[..., Any], *args: Any) -> Any:
+    """Return op(*args); out of memory on CUDA raises torch.OutOfMemoryError."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    try:
+        return _run(op, args)
+    except RuntimeError as error:
+        match = _OUT_OF_MEMORY.match(str(error))
+        if match is None:
+            raise
+        figures = _allocator_figures(int(match["device"]))
+        raise torch.OutOfMemoryError(f"CUDA {error}. {figures}") from None
+
+
+def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
+        _refuse_transforms(op, args)
+    found = _formulas.get(op)
+    if found is None or not _HAS_PRIVATE or _is_watched():
+        return op(*args)
+    wants_gradient = False
+    for arg in args:
+        kind = type(arg)
+        if kind in _TENSORS:
+            wants_gradient = wants_gradient or arg.requires_grad
+        elif kind not in _SCALARS:
+            return op(*args)
+    if wants_gradient and torch.is_grad_enabled():
+        apply, defaults = found
+        return apply(*args, *defaults[len(args) :])
+    with _C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _refuse_transforms(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raise RuntimeError where a transform would get wrong derivatives, or none, without a word."""
+    name = getattr(op, "__name__", str(op)).partition(".")[0]
+    transforms = {
+        interpreter.key().name for interpreter in _C._functorch.get_interpreter_stack() or ()
+    }
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if "Jvp" in transforms or any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not"
+            " supported; use torch.autograd.grad"
+        )
+    if "Grad" in transforms:
+        raise RuntimeError(
+            f"{name}: torch.func.grad, vjp and jacrev are not supported; use torch.autograd.grad or"
+            " torch.autograd.functional"
+        )
+
+
+def _is_watched() -> bool:
+    """Whether something beside autograd wants to see calls."""
+    return bool(
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._are_functorch_transforms_active()
+        or _C._is_any_autocast_enabled()
+        or _C._get_tracing_state() is not None
+    )
+
+
+def _allocator_figures(device: int) -> str:
+    figures = (
+        *torch.cuda.mem_get_info(device),
+        torch.cuda.memory_allocated(device),
+        torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device),
+    )
+    free, total, allocated, unallocated = (
+        f"{size_bytes / 2**20:.2f} MiB" for size_bytes in figures
+    )
+    return (
+        f"GPU {device} has a total capacity of {total} of which {free} is free. Of the memory of"
+        f" this process {allocated} is allocated by PyTorch, and {unallocated} is reserved by"
+        " PyTorch but unallocated."
+    )
+
+
+# --- the registration
+
+_LIBRARY = torch.library.Library("jagged_cuda", "IMPL")
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def register(
+    name: str,
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    autocast: Literal["lower_precision", "float32", "unchanged"] = "unchanged",
+) -> None:
+    """Register what torch.ops.jagged_cuda.<name> needs beside its kernels.
+
+    Args:
+        name: the operator, defined in csrc/contract/operators.h.
+        setup_context, backward: its autograd formula. None for operators without one: then it is
+            an error to differentiate them (autograd would only warn, and give wrong gradients).
+        autocast: "lower_precision" casts floating tensors to torch.get_autocast_dtype, "float32"
+            to float32, "unchanged" casts nothing.
+    """
+    if backward is None:
+
+        def backward(ctx: Any, *grads: Tensor) -> None:
+            raise RuntimeError(
+                f"{name}: gradients of this operator (double backward) are not supported"
+            )
+
+    op = getattr(torch.ops.jagged_cuda, name).default
+    torch.library.register_fake(op, fake(name))
+    torch.library.register_autograd(op, backward, setup_context=setup_context)
+    _add_formula(op, setup_context, backward)
+    if autocast != "unchanged":
+        for device_type in _AUTOCAST_KEYS:
+            _register_autocast(name, device_type, autocast)
+
+
+def _add_formula(
+    op: torch._ops.OpOverload,
+    setup_context: Callable[..., None] | None,
+    backward: Callable[..., Any],
+) -> None:
+    def forward(ctx: Any, *args: Any) -> Any:
+        with _C._AutoDispatchBelowAutograd():
+            output = op(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
+
+    name = op._schema.name.rpartition("::")[2]
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(name, (torch.autograd.Function,), members)
+    # Function.apply, without what it does for torch.func.
+    apply = super(torch.autograd.Function, function).apply
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+    _formulas[op] = (apply, defaults)
+
+
+def _register_autocast(name: str, device_type: str, policy: str) -> None:
+    op = getattr(torch.ops.jagged_cuda, name).default
+    autocast_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    )
+
+    def cast(arg: Any, dtype: torch.dtype) -> Any:
+        if (
+            isinstance(arg, Tensor)
+            and arg.device.type == device_type
+            and arg.is_floating_point()
+            and arg.dtype is not torch.float64
+        ):
+            return arg.to(dtype)
+        return arg
+
+    def kernel(*args: Any) -> Any:
+        lower = policy == "lower_precision"
+        dtype = torch.get_autocast_dtype(device_type) if lower else torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(autocast_keys):
+            return op(*(cast(arg, dtype) for arg in args))
+
+    _LIBRARY.impl(name, kernel, _AUTOCAST_KEYS[device_type])

@@ -1,0 +1,295 @@
+"""jagged_flash_attention: attention within each sequence, or from its rows to another's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged_cuda.testing.case import Case, Profile, Tensors
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops.jagged_softmax import masked_softmax
+from jagged_cuda.testing.padding import inside, pad, unpad
+from jagged_cuda.testing.samples import Sample, Spec
+
+
+def _visible(
+    layout: Layout, kv_layout: Layout, window: tuple[int, int], device: torch.device
+) -> Tensor:
+    """`[B, 1, M, N]`: whether query i sees key j.
+
+    That is ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``, where -1 is unbounded.
+    """
+    left, right = window
+    len_q, len_k = (
+        torch.tensor(each.lengths, dtype=torch.int64, device=device)[:, None, None]
+        for each in (layout, kv_layout)
+    )
+    last = torch.arange(layout.max_len, device=device)[:, None] + len_k - len_q
+    j = torch.arange(kv_layout.max_len, device=device)
+    visible = inside(layout, device)[:, :, None] & inside(kv_layout, device)[:, None, :]
+    if left >= 0:
+        visible = visible & (j >= last - left)
+    if right >= 0:
+        visible = visible & (j <= last + right)
+    return visible[:, None]
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, kv_layout: Layout
+) -> tuple[Tensor, ...]:
+    """`[B, H, M, D]` each, a key/value head repeated for the query heads that read it."""
+
+    def heads_first(values: Tensor, rows: Layout) -> Tensor:
+        group = q.shape[1] // max(values.shape[1], 1)
+        return pad(values, rows).transpose(1, 2).repeat_interleave(group, dim=1)
+
+    return heads_first(q, layout), heads_first(k, kv_layout), heads_first(v, kv_layout)
+
+
+def _unpadded(out: Tensor, lse: Tensor, layout: Layout, outside: float) -> Tensors:
+    return {
+        "out": unpad(out.transpose(1, 2), layout),
+        "lse": unpad(lse.transpose(1, 2), layout, outside),
+    }
+
+
+def _lse(logits: Tensor, visible: Tensor) -> Tensor:
+    some = visible.any(3, keepdim=True)
+    masked = logits.where(visible, -math.inf).where(some, 0.0)
+    return masked.logsumexp(3).where(some[..., 0], -math.inf)
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    kv_layout: Layout,
+    window: tuple[int, int],
+    scale: float,
+) -> Tensors:
+    """q `[Tq, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` -> out `[Tq, H, Dv]`, lse `[Tq, H]`"""
+    visible = _visible(layout, kv_layout, window, q.device)
+    q, k, v = _padded(q, k, v, layout, kv_layout)
+    logits = scale * (q @ k.transpose(2, 3))
+    out = masked_softmax(logits, visible, dim=3) @ v
+    return _unpadded(out, _lse(logits, visible), layout, -math.inf)
+
+
+class _Rounded(torch.autograd.Function):
+    """Attention on padded tensors that rounds what it stores between two products: P, the result
+    and dS.
+
+    P is stored after its division by the sum, as softmax and a product do, or before it
+    (`divide_last`), as an online softmax must.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor,
+        scale: float,
+        storage: torch.dtype,
+        divide_last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logits = scale * (q @ k.transpose(2, 3))
+        probs = masked_softmax(logits, visible, dim=3)
+        # The largest probability of a row is 1 before the division.
+        divisor = probs.amax(3, keepdim=True) if divide_last and probs.numel() > 0 else 1.0
+        stored = (probs / divisor).nan_to_num().to(storage).to(q.dtype)
+        out = ((stored @ v) * divisor).to(storage).to(q.dtype)
+        ctx.save_for_backward(q, k, v, probs, out)
+        ctx.scale, ctx.storage = scale, storage
+        return out, _lse(logits, visible)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, probs, out = ctx.saved_tensors
+        delta = (grad_out * out).sum(3, keepdim=True) - grad_lse[..., None]
+        grad_logits = probs * (grad_out @ v.transpose(2, 3) - delta)
+        grad_logits = grad_logits.to(ctx.storage).to(q.dtype)
+        stored_probs = probs.to(ctx.storage).to(q.dtype)
+        return (
+            ctx.scale * (grad_logits @ k),
+            ctx.scale * (grad_logits.transpose(2, 3) @ q),
+            stored_probs.transpose(2, 3) @ grad_out,
+            *(None,) * 4,
+        )
+
+
+# --- of a spec
+
+
+def window(spec: Spec) -> tuple[int, int]:
+    left, right = spec.choices["window_size"]
+    return (left, 0) if spec.choices["causal"] else (left, right)
+
+
+def attention_scale(spec: Spec) -> float:
+    """The scale in numbers: None is 1 / sqrt(D), "large" gives logits of some +-200."""
+    scale, dim = spec.choices["scale"], spec.choices["dims"][0]
+    if scale == "large":
+        return 10 * dim**-0.5
+    return dim**-0.5 if scale is None else scale
+
+
+def _with_heads(spec: Spec, tensors: Tensors) -> Tensors:
+    """With a dimension of heads, which tensors lack where the spec has none."""
+    if spec.choices["heads"] is not None:
+        return tensors
+    return {name: t.unsqueeze(-1 if name == "lse" else -2) for name, t in tensors.items()}
+
+
+def _without_heads(spec: Spec, tensors: Tensors) -> Tensors:
+    if spec.choices["heads"] is not None:
+        return tensors
+    return {name: t.squeeze(-1 if name == "lse" else -2) for name, t in tensors.items()}
+
+
+def reference(spec: Spec, tensors: Tensors) -> Tensors:
+    q, k, v = _with_heads(spec, tensors).values()
+    options = (window(spec), attention_scale(spec))
+    return _without_heads(spec, definition(q, k, v, spec.layout, spec.kv, *options))
+
+
+def rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    def way(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
+        q, k, v = _with_heads(spec, tensors).values()
+        padded = _padded(q, k, v, spec.layout, spec.kv)
+        visible = _visible(spec.layout, spec.kv, window(spec), q.device)
+        out, lse = _Rounded.apply(*padded, visible, attention_scale(spec), storage, divide_last)
+        return _without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
+
+    return way
+
+
+def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    """A logit is a sum of terms of size ``a = scale * sum(|q| * |k|)``, so that its error is one of
+    P of ``P * (a + sum(P * a))``."""
+    layout, scale = spec.layout, attention_scale(spec)
+    leaves = [t.detach().requires_grad_() for t in _with_heads(spec, tensors).values()]
+    padded = _padded(leaves[0], leaves[1], leaves[2], layout, spec.kv)
+    q, k, v = (t.detach() for t in padded)
+    visible = _visible(layout, spec.kv, window(spec), q.device)
+    probs = masked_softmax(scale * (q @ k.transpose(2, 3)), visible, dim=3)
+    logit_terms = abs(scale) * (q.abs() @ k.abs().transpose(2, 3))
+    mean_logit_terms = (probs * logit_terms).sum(3, keepdim=True)
+    prob_terms = probs * (1 + logit_terms + mean_logit_terms)
+    out_terms = prob_terms @ v.abs()
+    found = _unpadded(out_terms, 1 + mean_logit_terms[..., 0], layout, 0.0)
+    if cotangents is not None:
+        given = _with_heads(spec, cotangents)
+        grad_out, grad_lse = (pad(given[n], layout).transpose(1, 2) for n in ("out", "lse"))
+        grad_lse = grad_lse[..., None]
+        delta = (grad_out * (probs @ v)).sum(3, keepdim=True) - grad_lse
+        delta_terms = (grad_out.abs() * out_terms).sum(3, keepdim=True) + grad_lse.abs()
+        grad_probs = grad_out @ v.transpose(2, 3)
+        grad_logit_terms = (prob_terms - probs) * (grad_probs - delta).abs() + probs * (
+            grad_out.abs() @ v.abs().transpose(2, 3) + delta_terms
+        )
+        # Through the padding, and summed over the query heads that read one key/value head.
+        gradients = torch.autograd.grad(
+            padded,
+            leaves,
+            (
+                abs(scale) * (grad_logit_terms @ k.abs()),
+                abs(scale) * (grad_logit_terms.transpose(2, 3) @ q.abs()),
+                prob_terms.transpose(2, 3) @ grad_out.abs(),
+            ),
+        )
+        found |= {f"grad_{name}": g for name, g in zip("qkv", gradients, strict=True)}
+    return _without_heads(spec, found)
+
+
+def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    dim_qk, dim_v = spec.choices["dims"]
+    heads = [(n,) for n in spec.choices["heads"] or ()]
+    of_q, of_kv = heads or ((), ())
+    return {
+        "q": (spec.layout.total, *of_q, dim_qk),
+        "k": (spec.kv.total, *of_kv, dim_qk),
+        "v": (spec.kv.total, *of_kv, dim_v),
+    }
+
+
+def _call(
+    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> Tensors:
+    choices = spec.choices
+    left, right = choices["window_size"]
+    out, lse = ops.jagged_flash_attention(
+        *(tensors[name] for name in "qkv"),
+        offsets,
+        kv_offsets=kv_offsets,
+        causal=choices["causal"],
+        # Later keys and causal contradict each other: the function refuses both together.
+        window_size=(left, min(right, 0) if choices["causal"] else right),
+        scale=None if choices["scale"] is None else attention_scale(spec),
+        max_len=max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
+        return_lse=True,
+    )
+    return {"out": out, "lse": lse}
+
+
+def registered(name: str, sample: Sample, *options: Any) -> dict[str, tuple[Any, ...]]:
+    """The arguments of an attention operator and of its gradient; `options` follow q, k and v."""
+    qkv = tuple(_with_heads(sample.spec, sample.tensors).values())
+    detached = tuple(t.detach() for t in qkv)
+    out, lse = getattr(torch.ops.jagged_cuda, name)(*detached, *options)
+    gradients = (torch.randn_like(out), torch.randn_like(lse))
+    return {
+        name: (*qkv, *options),
+        f"{name}_backward": (*gradients, *detached, out, lse, *options),
+    }
+
+
+CASE = Case(
+    name="jagged_flash_attention",
+    choices={
+        # None is the [T, D] form; else (H, G).
+        "heads": (None, (1, 1), (2, 2), (4, 2), (3, 1)),
+        "dims": (
+            *((1, 1), (3, 5), (8, 8), (8, 200), (16, 32), (24, 16), (32, 32), (40, 64), (64, 64)),
+            *((64, 16), (65, 63), (72, 72), (96, 96), (128, 128), (128, 64), (192, 128), (250, 7)),
+            (256, 256),
+        ),
+        "causal": (False, True),
+        "window_size": ((-1, -1), (-1, -1), (0, 0), (3, 0), (0, 5), (7, -1), (-1, 2), (40, 40)),
+        "scale": (None, None, 0.3, "large", -0.2, 0.0),
+        "cross": (False, True),
+        "max_len": (False, True),
+    },
+    shapes=_shapes,
+    rows={"q": "q", "k": "kv", "v": "kv", "out": "q", "lse": "q"},
+    function=_call,
+    registered=lambda s: registered(
+        *("jagged_flash_attention", s, s.offsets, s.kv_offsets, *window(s.spec)),
+        *(attention_scale(s.spec), None, False),
+    ),
+    reference=reference,
+    profiles={
+        "small": Profile((1, 2, 4), (1, 9, 24), {"dims": ((1, 1), (3, 5), (8, 8), (16, 32))}),
+        "edge": Profile((1, 3, 5), (33, 65, 130)),
+        "large": Profile(
+            (16,),
+            (300, 700),
+            {
+                "heads": ((2, 2), (4, 1)),
+                "dims": ((32, 32), (64, 64), (128, 128), (256, 256)),
+                "window_size": ((-1, -1), (-1, -1), (100, 100), (256, 0)),
+            },
+        ),
+    },
+    autocast="lower_precision",
+    product=True,
+    rounded=(rounded(divide_last=False), rounded(divide_last=True)),
+    terms=terms,
+    huge={"dims": (64, 64), "heads": (8, 8)},
+)

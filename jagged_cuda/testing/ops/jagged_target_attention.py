@@ -1,0 +1,122 @@
+"""jagged_target_attention: N dense queries for each sequence, which attend to its rows.
+
+They are jagged queries of sequences that are all N long: what jagged_flash_attention's room says of
+those is true of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged_cuda.testing.case import Case, Profile, Tensors
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops import jagged_flash_attention as flash
+from jagged_cuda.testing.samples import Spec
+
+
+def _flash_spec(spec: Spec) -> Spec:
+    return dataclasses.replace(
+        spec,
+        layout=Layout((spec.choices["queries"],) * spec.layout.num_seqs),
+        kv_layout=spec.layout,
+        choices={**spec.choices, "causal": False, "window_size": (-1, -1)},
+    )
+
+
+def _rows(tensors: Tensors) -> Tensors:
+    """What is dense, `[B, N, ...]`, as rows `[B * N, ...]`."""
+    dense = ("q", "out", "lse")
+    return {name: t.flatten(0, 1) if name in dense else t for name, t in tensors.items()}
+
+
+def _dense(spec: Spec, tensors: Tensors) -> Tensors:
+    size = (spec.layout.num_seqs, spec.choices["queries"])
+    dense = ("grad_q", "out", "lse")
+    return {name: t.unflatten(0, size) if name in dense else t for name, t in tensors.items()}
+
+
+def reference(spec: Spec, tensors: Tensors) -> Tensors:
+    return _dense(spec, flash.reference(_flash_spec(spec), _rows(tensors)))
+
+
+def rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    of_flash = flash.rounded(divide_last)
+    return lambda spec, tensors, storage: _dense(
+        spec, of_flash(_flash_spec(spec), _rows(tensors), storage)
+    )
+
+
+def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+    given = None if cotangents is None else _rows(cotangents)
+    return _dense(spec, flash.terms(_flash_spec(spec), _rows(tensors), given))
+
+
+def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    (_, *of_query), *of_keys = flash.CASE.shapes(dataclasses.replace(spec, kv_layout=None)).values()
+    q = (spec.layout.num_seqs, spec.choices["queries"], *of_query)
+    return dict(zip("qkv", (q, *of_keys), strict=True))
+
+
+def _call(ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
+    choices = spec.choices
+    out, lse = ops.jagged_target_attention(
+        *(tensors[name] for name in "qkv"),
+        offsets,
+        scale=None if choices["scale"] is None else flash.attention_scale(spec),
+        max_len=spec.layout.max_len if choices["max_len"] else None,
+        return_lse=True,
+    )
+    return {"out": out, "lse": lse}
+
+
+CASE = Case(
+    name="jagged_target_attention",
+    choices={
+        # None is the [B, N, D] form; else (H, G).
+        "heads": (None, (1, 1), (2, 2), (4, 2), (3, 1), (8, 1)),
+        "dims": (
+            *((1, 1), (3, 5), (8, 8), (16, 32), (24, 16), (32, 32), (40, 64), (64, 64), (65, 63)),
+            *((96, 96), (128, 128), (128, 64), (192, 128), (250, 7), (256, 256)),
+        ),
+        # Beside the edges of the kernels' tiles of rows: 16, 32, 64 and 128.
+        "queries": (8, 1, 2, 5, 16, 17, 32, 33, 64, 65, 100, 128, 129),
+        "scale": (None, None, 0.3, "large", -0.2, 0.0),
+        "max_len": (False, True),
+    },
+    shapes=_shapes,
+    rows={"q": "seq", "k": "q", "v": "q", "out": "seq", "lse": "seq"},
+    function=_call,
+    registered=lambda s: flash.registered(
+        "jagged_target_attention", s, s.offsets, flash.attention_scale(s.spec), None, False
+    ),
+    reference=reference,
+    profiles={
+        "small": Profile(
+            (1, 2, 4),
+            (1, 9, 24),
+            {"dims": ((1, 1), (3, 5), (8, 8), (16, 32)), "queries": (8, 1, 2, 5, 16, 17)},
+        ),
+        # Sequences of more than 512 rows are split.
+        "edge": Profile((1, 3, 5), (33, 65, 130, 600)),
+        "large": Profile(
+            (16, 64),
+            (300, 2100),
+            {
+                "heads": ((1, 1), (2, 2), (4, 1)),
+                "dims": ((32, 32), (64, 64), (128, 128), (256, 256)),
+                "queries": (1, 8, 32, 100),
+            },
+        ),
+    },
+    autocast="lower_precision",
+    product=True,
+    rounded=(rounded(divide_last=False), rounded(divide_last=True)),
+    terms=terms,
+    huge={"dims": (64, 64), "heads": (8, 8), "queries": 8},
+    huge_dense={"dims": (64, 64), "heads": (8, 8), "queries": 128},
+)
