@@ -49,6 +49,7 @@ struct LongForwardConfig {
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -161,8 +162,11 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
 
 // --- the warpgroups that compute
 
+#ifndef LONG_KEEP
+#define LONG_KEEP 0
+#endif
 #ifndef LONG_SM
-#define LONG_SM 1
+#define LONG_SM 0
 #endif
 #ifndef LONG_LAG
 #define LONG_LAG 2
@@ -261,6 +265,17 @@ struct LazySoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       shift[half] = next[half] == -INFINITY ? 0.0f : next[half] * scale_log2;
+#if LONG_SM == 0
+    finish_output();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        exponentiate(s, half, block, block + 1, shift[half], scale_log2);
+        collect(s, p, sum, half, block, block + 1);
+      }
+    }
+#else
     exponentiate(s, 0, 0, kBlocks, shift[0], scale_log2);
     end_block();
     finish_output();
@@ -271,6 +286,7 @@ struct LazySoftmax {
     collect(s, p, sum, 1, 0, kHalf);
     end_block();
     collect(s, p, sum, 1, kHalf, kBlocks);
+#endif
   }
   // A step that keeps the reference. False where that cannot be: nothing has changed then but p.
   template <typename Element, int kBlocks, typename FinishOutput>
@@ -281,6 +297,35 @@ struct LazySoftmax {
     probabilities(s, p, sums, row_max, scale_log2, finish_output);
     sum[0] = sums[0][0] + sums[0][1];
     sum[1] = sums[1][0] + sums[1][1];
+  }
+  // A step that moves the reference where it has fallen behind. True where what was summed so far is
+  // to be multiplied by `rescale`.
+  template <typename Element, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool follow(Accumulator<1, kBlocks>& s,
+                                         PackedRows<Element, kBlocks>& p, float (&rescale)[1][2],
+                                         float scale_log2, float slack,
+                                         FinishOutput finish_output) {
+    float next[2], sum[2][2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = maximum(s, half);
+      next[half] = top > row_max[half] + slack ? top : row_max[half];
+    }
+    probabilities(s, p, sum, next, scale_log2, finish_output);
+    const bool moved = __any_sync(0xffffffffu, next[0] != row_max[0] || next[1] != row_max[1]);
+    if (moved) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rescale[0][half] = next[half] == row_max[half]
+                               ? 1.0f
+                               : ptx::ex2_approx((row_max[half] - next[half]) * scale_log2);
+        row_max[half] = next[half];
+        row_sum[half] *= rescale[0][half];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_sum[half] += sum[half][0] + sum[half][1];
+    return moved;
   }
   __device__ __forceinline__ bool fits(const float (&sum)[2], int half) const {
     return sum[half] < kLimit && row_max[half] != -INFINITY;
@@ -311,6 +356,24 @@ struct LazySoftmax {
   }
 };
 
+// The mask of rows that see all columns up to some last one: half the instructions.
+template <int kBlocks>
+__device__ __forceinline__ void hide_from(Accumulator<1, kBlocks>& s, const WindowOf<int>& window,
+                                          int row, int column, int num_columns, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int columns = min(row + 8 * half + window.diagonal + window.after + 1, num_columns) -
+                        column - 2 * (lane % 4);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (block * 8 + i >= columns) s[0][block][2 * half + i] = -INFINITY;
+      }
+    }
+  }
+}
+
 template <typename Config>
 struct ForwardConsumer {
   using Element = typename Config::Element;
@@ -322,7 +385,7 @@ struct ForwardConsumer {
   const AttentionParams& attention;
   Storage& shared;
   const int warpgroup, lane, own_row;
-  const float scale, scale_log2;
+  const float scale, scale_log2, slack;
   typename Ring<Config::kSlots>::Position slot;
   typename Ring<2>::Position place;
   int q_parities = 0;  // a bit per stage
@@ -341,7 +404,8 @@ struct ForwardConsumer {
         lane(threadIdx.x % 32),
         own_row(static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
         scale(static_cast<float>(params.scale)),
-        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)),
+        slack(8.0f / scale_log2) {}
 
   // The warpgroups' products go to the tensor cores in turn.
   __device__ __forceinline__ void take_turn() const {
@@ -388,24 +452,29 @@ struct ForwardConsumer {
   // P = softmax step of S, the scores of keys from `key` on.
   __device__ __forceinline__ void finish_scores(const WindowOf<int>& window, int row, int key,
                                                 int num_keys) {
-    ptx::pin_registers(s[0]);
+    ptx::fence_operands(s[0]);
     if (scale < 0.0f) {
 #pragma unroll
       for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
     }
-    if (window.cuts_tile(row, 64, key, kTileN, num_keys))
-      replace_unseen(s, -INFINITY, window, row + own_row, key, num_keys, lane);
+    if (window.cuts_tile(row, 64, key, kTileN, num_keys)) {
+      if (row + 63 + window.diagonal - window.before > key) {
+        replace_unseen(s, -INFINITY, window, row + own_row, key, num_keys, lane);
+      } else {
+        hide_from(s, window, row + own_row, key, num_keys, lane);
+      }
+    }
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
-    ptx::pin_registers(o[0]);
+    ptx::fence_operands(o[0]);
     ptx::wgmma_fence();
     wgmma_packed_by_columns(o, p, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void finish_output(int stage) {
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(o[0]);
+    ptx::fence_operands(o[0]);
     release_slot(stage);
   }
   // Rows of V past the sequence's end become zeros.
@@ -517,7 +586,7 @@ struct ForwardConsumer {
         start_output(value_stage);
         pass_turn();
         finish_output(value_stage);
-        ptx::pin_registers(s[0]);
+        ptx::fence_operands(s[0]);
         store_item(shared.item[pending_stage]);
         if (lane == 0) shared.items.release(pending_stage);
       } else {
@@ -525,7 +594,7 @@ struct ForwardConsumer {
         start_scores(stage, first_stage);
         pass_turn();
         ptx::wgmma_wait_group<0>();
-        ptx::pin_registers(s[0]);
+        ptx::fence_operands(s[0]);
       }
       release_slot(first_stage);
       reset();
@@ -550,6 +619,7 @@ struct ForwardConsumer {
         ptx::wgmma_wait_group<1>();
         STAMP(4);
         finish_scores(window, row, key, tile.num_keys);
+#if LONG_KEEP
         float sum[2];
         softmax.keep(s, p, sum, scale_log2, [&] {
           STAMP(5);
@@ -576,6 +646,16 @@ struct ForwardConsumer {
           softmax.row_sum[1] += sum[1];
         }
         release_slot(score_stage);
+#else
+        release_slot(score_stage);
+        const bool moved = softmax.follow(s, p, rescale, scale_log2, slack, [&] {
+          STAMP(5);
+          finish_output(value_stage);
+          k_ready = shared.ring.test(slot);
+          STAMP(6);
+        });
+        if (moved) rescale_rows(o, rescale);
+#endif
 #ifdef LONG_CLOCK
         if (p.fragments[0][0] == 0x12345 && p.fragments[kTileN / 16 - 1][3] == 0x23456) __nanosleep(1);
         STAMP(7);
@@ -646,14 +726,14 @@ cudaError_t launch_long_forward(const AttentionParams& attention, void* workspac
   }
   const LongPlanParams plan_params{attention, params.plan, Config::kTileM};
   const cudaError_t error =
-      launch<plan_long>(plan_params, dim3(1), kPlanThreads, 0, stream);
+      launch<plan_long>(plan_params, Grid{1}, kPlanThreads, 0, stream, nullptr);
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
-  const int64_t ctas = items < num_sms() ? items : num_sms();
-  return launch_dependent<long_forward<Config>>(params, dim3(static_cast<unsigned>(ctas)),
-                                                Config::kThreads, sizeof(Storage), stream);
+  return launch_dependent<long_forward<Config>>(params, Grid{items < num_sms() ? items : num_sms()},
+                                                Config::kThreads, sizeof(Storage), stream,
+                                                Config::kName);
 }
 
 }  // namespace jagged_cuda::attention

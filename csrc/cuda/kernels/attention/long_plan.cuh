@@ -3,8 +3,10 @@
 // order within a bin is not fixed, and no result depends on it.
 #pragma once
 
-#include "cuda/kernels/attention/launch_wgmma.cuh"
+#include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/window.cuh"
+#include "cuda/kernels/prim/jagged.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -58,26 +60,26 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   __shared__ int warp_tiles[32];
   const AttentionParams& attention = params.attention;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int num_stretches = static_cast<int>(attention.q_offsets.num_seqs) + 2;
+  const int num_segments = static_cast<int>(attention.q_offsets.num_seqs) + 2;
   LongPlan& plan = *params.plan;
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < kPlanBins) counts[threadIdx.x] = 0;
   __syncthreads();
 
-  const auto look_up = [&](int stretch, PlannedSequence& found) {
-    const int64_t begin = stretch_bound(attention.q_offsets, stretch),
-                  end = stretch_bound(attention.q_offsets, stretch + 1);
+  const auto look_up = [&](int segment, PlannedSequence& found) {
+    const int64_t begin = segment_bound(attention.q_offsets, segment),
+                  end = segment_bound(attention.q_offsets, segment + 1);
     found.begin = static_cast<int>(begin);
     found.num_queries = end > begin ? static_cast<int>(end - begin) : 0;
-    const bool inside = stretch >= 1 && stretch + 1 < num_stretches;
-    found.seq = inside ? stretch - 1 : -1;
+    const bool inside = segment >= 1 && segment + 1 < num_segments;
+    found.seq = inside ? segment - 1 : -1;
     if (!inside) return 0;
     if (attention.kv_offsets.data == attention.q_offsets.data) return found.num_queries;
     return static_cast<int>(sequence_rows(attention.kv_offsets, found.seq).len);
   };
-  for (int stretch = threadIdx.x; stretch < num_stretches; stretch += kPlanThreads) {
+  for (int segment = threadIdx.x; segment < num_segments; segment += kPlanThreads) {
     PlannedSequence found;
-    const int num_keys = look_up(stretch, found);
+    const int num_keys = look_up(segment, found);
     if (found.num_queries > 0) take_place(counts, plan_bin(num_keys));
   }
   __syncthreads();
@@ -93,9 +95,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     if (lane == 31) plan.num_sequences = sum;
   }
   __syncthreads();
-  for (int stretch = threadIdx.x; stretch < num_stretches; stretch += kPlanThreads) {
+  for (int segment = threadIdx.x; segment < num_segments; segment += kPlanThreads) {
     PlannedSequence found;
-    const int num_keys = look_up(stretch, found);
+    const int num_keys = look_up(segment, found);
     if (found.num_queries > 0) plan.sequences[take_place(counts, plan_bin(num_keys))] = found;
   }
   __syncthreads();
