@@ -137,7 +137,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
 class PlannedItems {
  public:
   __device__ __forceinline__ PlannedItems(LongPlan* plan, int heads)
-      : plan_(*plan), heads_(heads), num_sequences_(__ldcg(&plan->num_sequences)),
+      : plan_(*plan),
+        heads_(heads),
+        num_sequences_(__ldcg(&plan->num_sequences)),
         num_items_(static_cast<int64_t>(__ldcg(&plan->num_tiles)) * heads) {}
 
   // False if there are no more.
