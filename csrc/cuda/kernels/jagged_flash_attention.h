@@ -12,6 +12,9 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
+// Sequences of more queries than this have a kernel of their own where AttentionParams::long_plan is
+// given and the operands allow.
+constexpr int kLongRows = 256;
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
 struct HeadsView {
@@ -45,9 +48,14 @@ struct AttentionParams {
   // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
   // rows outside all sequences are the latter's.
   bool split_by_length;
+  // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
+  // there are none, or no such kernel.
+  void* long_plan;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
+
+constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]

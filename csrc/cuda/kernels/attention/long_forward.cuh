@@ -68,7 +68,6 @@ struct LongForwardConfig {
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
-  static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -77,7 +76,6 @@ struct LongForwardParams {
   CUtensorMap k;  // boxes of kTileN rows
   CUtensorMap v;
   AttentionParams attention;
-  LongPlan* plan;
 };
 
 struct WorkItem {
@@ -118,7 +116,7 @@ __device__ __forceinline__ void schedule(const LongForwardParams& params,
   // Where late queries see more keys, they come first.
   const bool descending = attention.window_right < AttentionParams::kUnbounded;
   ptx::griddepcontrol_wait();
-  PlannedItems items(params.plan, attention.heads);
+  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
   PlannedSequence sequence;
   int64_t index;
   while (items.next(sequence, index)) {
@@ -126,12 +124,9 @@ __device__ __forceinline__ void schedule(const LongForwardParams& params,
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
     const int tile = static_cast<int>(index % tiles);
-    RowRange kv = {0, 0};
-    if (sequence.seq >= 0) {
-      kv = attention.kv_offsets.data == attention.q_offsets.data
-               ? RowRange{sequence.begin, sequence.num_queries}
-               : sequence_rows(attention.kv_offsets, sequence.seq);
-    }
+    const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
+                            ? RowRange{sequence.begin, sequence.num_queries}
+                            : sequence_rows(attention.kv_offsets, sequence.seq);
     WorkItem item = {};
     item.tile.row = (descending ? tiles - 1 - tile : tile) * Config::kTileM;
     item.tile.rows = min(Config::kTileM, sequence.num_queries - item.tile.row);
@@ -437,14 +432,11 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
   }
 }
 
-// `workspace`: LongPlan::bytes(), aligned to 16.
 template <typename Config>
-cudaError_t launch_long_forward(const AttentionParams& attention, void* workspace,
-                                cudaStream_t stream) {
+cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t stream) {
   using Storage = LongForwardStorage<Config>;
   LongForwardParams params;
   params.attention = attention;
-  params.plan = static_cast<LongPlan*>(workspace);
   const cudaError_t errors[] = {encode_heads<typename Storage::QueryRows>(
                                     params.q, attention, attention.q, attention.q_offsets.total,
                                     attention.heads, attention.dim_qk),
@@ -462,15 +454,20 @@ cudaError_t launch_long_forward(const AttentionParams& attention, void* workspac
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const LongPlanParams plan_params{attention, params.plan, Config::kTileM};
-  error = launch<plan_long>(plan_params, Grid{1}, kPlanThreads, 0, stream, nullptr);
+  error = launch_dependent<plan_long<Config::kTileM>>(attention, Grid{1}, kPlanThreads, 0, stream);
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
   return launch_dependent<long_forward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                Config::kThreads, sizeof(Storage), stream,
-                                                Config::kName);
+                                                Config::kThreads, sizeof(Storage), stream);
+}
+
+template <typename Element>
+cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream) {
+  return dim_bucket(params) == 64
+             ? launch_long_forward<LongForwardConfig<Element, 64>>(params, stream)
+             : launch_long_forward<LongForwardConfig<Element, 128>>(params, stream);
 }
 
 }  // namespace jagged_cuda::attention

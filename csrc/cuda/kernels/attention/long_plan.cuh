@@ -1,39 +1,30 @@
-// Which long sequences there are, longest first, so that the last items of a persistent kernel are
+// Which sequences the kernel for long ones takes, longest first, so that the last items of a persistent kernel are
 // short ones. One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
 // order within a bin is not fixed, and no result depends on it.
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/jagged.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
 namespace jagged_cuda::attention {
 
-// A sequence, or the rows before or after all of them.
 struct PlannedSequence {
   int first_tile;  // tiles of all that come before in the plan
   int begin;       // its rows in q
   int num_queries;
-  int seq;  // -1: rows of no sequence
+  int seq;
 };
 
 struct LongPlan {
   unsigned long long next_item;  // items handed out so far
   int num_sequences;
   int num_tiles;
-  PlannedSequence sequences[1];  // [B + 2]
-
-  static size_t bytes(int64_t num_seqs) {
-    return sizeof(LongPlan) + static_cast<size_t>(num_seqs + 1) * sizeof(PlannedSequence);
-  }
+  PlannedSequence sequences[1];  // [B]
 };
-
-struct LongPlanParams {
-  AttentionParams attention;
-  LongPlan* plan;
-  int tile_rows;
-};
+static_assert(sizeof(LongPlan) <= 32 && sizeof(PlannedSequence) == 16, "long_plan_bytes");
 
 constexpr int kPlanThreads = 1024, kPlanBins = 64;
 
@@ -54,33 +45,37 @@ __device__ __forceinline__ int take_place(int* counts, int bin) {
   return __shfl_sync(peers, first, leader) + __popc(peers & ((1u << lane) - 1));
 }
 
+template <int kTileM>
 __global__ __launch_bounds__(kPlanThreads) void plan_long(
-    const __grid_constant__ LongPlanParams params) {
+    const __grid_constant__ AttentionParams attention) {
   __shared__ int counts[kPlanBins];
   __shared__ int warp_tiles[32];
-  const AttentionParams& attention = params.attention;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int num_segments = static_cast<int>(attention.q_offsets.num_seqs) + 2;
-  LongPlan& plan = *params.plan;
+  const int64_t num_seqs = attention.q_offsets.num_seqs;
+  LongPlan& plan = *static_cast<LongPlan*>(attention.long_plan);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < kPlanBins) counts[threadIdx.x] = 0;
   __syncthreads();
 
-  const auto look_up = [&](int segment, PlannedSequence& found) {
-    const int64_t begin = segment_bound(attention.q_offsets, segment),
-                  end = segment_bound(attention.q_offsets, segment + 1);
-    found.begin = static_cast<int>(begin);
-    found.num_queries = end > begin ? static_cast<int>(end - begin) : 0;
-    const bool inside = segment >= 1 && segment + 1 < num_segments;
-    found.seq = inside ? segment - 1 : -1;
-    if (!inside) return 0;
-    if (attention.kv_offsets.data == attention.q_offsets.data) return found.num_queries;
-    return static_cast<int>(sequence_rows(attention.kv_offsets, found.seq).len);
+  // The place of a long sequence's bin, -1 for others.
+  const auto bin_of = [&](int64_t seq) {
+    if (seq >= num_seqs) return -1;
+    const int64_t num_queries = sequence_rows(attention.q_offsets, seq).len;
+    if (!left_to_long(attention, num_queries)) return -1;
+    const int64_t num_keys = attention.kv_offsets.data == attention.q_offsets.data
+                                 ? num_queries
+                                 : sequence_rows(attention.kv_offsets, seq).len;
+    return plan_bin(static_cast<int>(num_keys));
   };
-  for (int segment = threadIdx.x; segment < num_segments; segment += kPlanThreads) {
-    PlannedSequence found;
-    const int num_keys = look_up(segment, found);
-    if (found.num_queries > 0) take_place(counts, plan_bin(num_keys));
+  constexpr int kAhead = 8;  // loads in flight
+  for (int64_t first = threadIdx.x; first < num_seqs; first += kAhead * kPlanThreads) {
+    int bins[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) bins[i] = bin_of(first + i * kPlanThreads);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (bins[i] >= 0) take_place(counts, bins[i]);
+    }
   }
   __syncthreads();
   if (warp == 0) {  // exclusive sums
@@ -95,20 +90,20 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     if (lane == 31) plan.num_sequences = sum;
   }
   __syncthreads();
-  for (int segment = threadIdx.x; segment < num_segments; segment += kPlanThreads) {
-    PlannedSequence found;
-    const int num_keys = look_up(segment, found);
-    if (found.num_queries > 0) plan.sequences[take_place(counts, plan_bin(num_keys))] = found;
+  const int num_sequences = plan.num_sequences;
+  for (int64_t seq = threadIdx.x; seq < num_seqs && num_sequences > 0; seq += kPlanThreads) {
+    const int bin = bin_of(seq);
+    if (bin < 0) continue;
+    const RowRange rows = sequence_rows(attention.q_offsets, seq);
+    plan.sequences[take_place(counts, bin)] = {0, static_cast<int>(rows.begin),
+                                               static_cast<int>(rows.len), static_cast<int>(seq)};
   }
   __syncthreads();
-  const int num_sequences = plan.num_sequences;
   int tiles_before = 0;
   for (int first = 0; first < num_sequences; first += kPlanThreads) {
     const int rank = first + static_cast<int>(threadIdx.x);
     const int tiles =
-        rank < num_sequences
-            ? (plan.sequences[rank].num_queries + params.tile_rows - 1) / params.tile_rows
-            : 0;
+        rank < num_sequences ? (plan.sequences[rank].num_queries + kTileM - 1) / kTileM : 0;
     int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, sum, step);
@@ -131,6 +126,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     plan.num_tiles = tiles_before;
     plan.next_item = 0;
   }
+  // So that this kernel does not end before that which it runs beside.
+  ptx::griddepcontrol_wait();
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.

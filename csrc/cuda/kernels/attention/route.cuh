@@ -17,4 +17,9 @@ __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int6
   return params.split_by_length && is_tiny(queries, keys);
 }
 
+// Whether another kernel leaves a sequence to that for long ones.
+__device__ __forceinline__ bool left_to_long(const AttentionParams& params, int64_t queries) {
+  return params.long_plan != nullptr && queries > kLongRows;
+}
+
 }  // namespace jagged_cuda::attention
