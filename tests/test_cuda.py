@@ -442,6 +442,38 @@ def test_tiny_sequences_do_not_depend_on_neighbours() -> None:
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
+# Beside the longest sequence that is not long, 256 queries, and edges of tiles of 128 and 192 rows.
+LONG_MIXED = Layout((255, 257, 0, 256, 900, 64, 1, 385, 40, 577), base=5, tail=70)
+LONG_MIXED_KEYS = Layout((300, 129, 3, 700, 128, 64, 0, 0, 257, 800), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+def test_long_among_shorter_sequences(
+    dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+        spec = spec_of(LONG_MIXED, dims=dims, heads=heads, **options)
+        spec = dataclasses.replace(spec, kv_layout=LONG_MIXED_KEYS if cross else None)
+        judge(case, spec, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
+    """A long sequence alone gives the bits that it gives among others."""
+    case = CASES["jagged_flash_attention"]
+    sample = case.sample(spec_of(LONG_MIXED, dims=(dim, dim)), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    for begin, end in itertools.pairwise(LONG_MIXED.offsets().tolist()):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        spec = spec_of(Layout((end - begin,)), dims=(dim, dim))
+        found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
+        assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
 @pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_groups_of_heads(dim: int, max_len: bool) -> None:
