@@ -41,7 +41,7 @@ bool takes_tiny(const AttentionParams& params) {
 bool takes_long(const AttentionParams& params) {
   const int dim = attention::dim_bucket(params);
   return params.long_plan != nullptr && (dim == 64 || dim == 128) &&
-         params.q_offsets.total > kLongRows && (params.max_len == 0 || params.max_len > kLongRows);
+         params.q_offsets.total > long_rows(params) && (params.max_len == 0 || params.max_len > long_rows(params));
 }
 
 // Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.

@@ -102,7 +102,6 @@ struct Wgmma;
   JAGGED_CUDA_C(block), JAGGED_CUDA_C(block + 1), JAGGED_CUDA_C(block + 2), JAGGED_CUDA_C(block + 3)
 #define JAGGED_CUDA_C8(block) JAGGED_CUDA_C4(block), JAGGED_CUDA_C4(block + 4)
 #define JAGGED_CUDA_C16(block) JAGGED_CUDA_C8(block), JAGGED_CUDA_C8(block + 8)
-#define JAGGED_CUDA_C20(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C4(block + 16)
 #define JAGGED_CUDA_C32(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C16(block + 16)
 #define JAGGED_CUDA_REGISTERS_4 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -113,9 +112,6 @@ struct Wgmma;
   JAGGED_CUDA_REGISTERS_8                                                            \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAGGED_CUDA_REGISTERS_20 \
-  JAGGED_CUDA_REGISTERS_16       \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define JAGGED_CUDA_REGISTERS_32                                                                 \
   JAGGED_CUDA_REGISTERS_16                                                                       \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
@@ -153,7 +149,6 @@ struct Wgmma;
   JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)   \
   JAGGED_CUDA_WGMMA_FORMS(type, 64, 8, 32, 33, 34, 35, 36, 37, 38)   \
   JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70) \
-  JAGGED_CUDA_WGMMA_FORMS(type, 160, 20, 80, 81, 82, 83, 84, 85, 86) \
   JAGGED_CUDA_WGMMA_FORMS(type, 256, 32, 128, 129, 130, 131, 132, 133, 134)
 
 template <bool kTransposed, bool kTransposedA>
@@ -170,13 +165,11 @@ struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
 #undef JAGGED_CUDA_REGISTERS_4
 #undef JAGGED_CUDA_REGISTERS_8
 #undef JAGGED_CUDA_REGISTERS_16
-#undef JAGGED_CUDA_REGISTERS_20
 #undef JAGGED_CUDA_REGISTERS_32
 #undef JAGGED_CUDA_C
 #undef JAGGED_CUDA_C4
 #undef JAGGED_CUDA_C8
 #undef JAGGED_CUDA_C16
-#undef JAGGED_CUDA_C20
 #undef JAGGED_CUDA_C32
 #undef JAGGED_CUDA_WGMMA
 
