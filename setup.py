@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 
-# As a file alone: importing the package would load the libraries.
+# Loaded as a file: importing the package would load the libraries.
 sys.path.insert(0, str(ROOT / "jagged_cuda"))
 import _build  # noqa: E402
 

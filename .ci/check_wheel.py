@@ -31,7 +31,7 @@ TIED = re.compile(r"libpython\S*|libtorch_python\S*|RPATH|RUNPATH")
 
 
 def output_of(*command: str | Path) -> str:
-    """What a command prints; its failure ends the program with what it said."""
+    """The output of a command; if it fails, the program ends with its message."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} failed:\n{done.stdout}")
@@ -39,7 +39,7 @@ def output_of(*command: str | Path) -> str:
 
 
 def problems_of_file(wheel: Path) -> list[str]:
-    """Of the name and the size."""
+    """Problems of the wheel's name and size."""
     found = []
     if not TAG.search(wheel.name):
         found.append(f"{wheel.name} is not tagged cp310-abi3 for Linux")
@@ -51,7 +51,7 @@ def problems_of_file(wheel: Path) -> list[str]:
 
 
 def problems_of_library(library: Path) -> list[str]:
-    """Of the symbols and libraries that it needs."""
+    """Problems of the symbols and libraries that a library needs."""
     undefined = output_of("nm", "-D", "--undefined-only", library)
     unstable = UNSTABLE.findall(undefined)
     tied = TIED.findall(output_of("readelf", "-d", library))
@@ -79,7 +79,7 @@ def problems_of_policy(wheel: Path) -> list[str]:
 
 
 def find_cuobjdump() -> Path:
-    """From the CUDA toolkit, the PATH, or Triton's wheel."""
+    """cuobjdump from the CUDA toolkit, the PATH, or Triton's wheel."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     places = [Path(home) / "bin" for home in homes if home]
     places += [Path(entry) / "triton/backends/nvidia/bin" for entry in sys.path if entry]
@@ -91,7 +91,7 @@ def find_cuobjdump() -> Path:
 
 
 def expected_code(archs: str) -> set[tuple[str, str]]:
-    """Of a list like "8.0;10.0+PTX": ("elf", "sm_80"), ("elf", "sm_100"), ("ptx", "sm_100")."""
+    """For a list like "8.0;10.0+PTX": ("elf", "sm_80"), ("elf", "sm_100"), ("ptx", "sm_100")."""
     found = set()
     for item in archs.split(";"):
         number = item.removesuffix("+PTX").replace(".", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# As a file alone: importing the package would load the libraries.
+# Loaded as a file: importing the package would load the libraries.
 sys.path.insert(0, str(ROOT / "jagged_cuda"))
 import _build  # noqa: E402
 

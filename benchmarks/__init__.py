@@ -5,11 +5,11 @@ shapes.py     lengths of sequences, drawn from a seed; precisions
 operands.py   attention's operands, their bytes and operations
 candidate.py  what is timed: a differentiable function and its tensors
 implementations.py    attention, ours and the peers', made ready to run
-checking.py   is the result right, sequence by sequence
+checking.py   checks results, sequence by sequence
 peers.py cudnn_frontend.py    other implementations, found by import
 session.py    one run: its timer, its options, what it has measured; floors and bars
 report.py     environment, JSON and tables
-results.py    what a results file says
-plot.py table.py stamp.py    of a results file: its figures, README's table, its commit
+results.py    reads a results file
+plot.py table.py stamp.py    figures, README's tables and the commit of a results file
 table1.py attention.py sweep.py host.py build.py    the commands; attention.py has three
 """

@@ -43,7 +43,7 @@ print(json.dumps({"torch_s": torch_s, "import_s": import_s, "libraries": librari
 
 
 def _import_in_a_process(cache: str | None) -> dict[str, Any]:
-    """Import jagged_cuda anew, its cache in this folder; the build's progress goes to stderr."""
+    """Import jagged_cuda in a new process, its cache in this folder; progress goes to stderr."""
     environment = os.environ | ({} if cache is None else {"JAGGED_CUDA_CACHE": cache})
     result = subprocess.run(
         [sys.executable, "-c", _PROBE],
@@ -60,7 +60,7 @@ def _import_in_a_process(cache: str | None) -> dict[str, Any]:
 
 
 def _run(session: Session) -> None:
-    """Quick: the warm import alone, from the cache that this process used."""
+    """With `quick` only the warm import, from the cache that this process used."""
     if not session.selected("build"):
         return
     cores = len(os.sched_getaffinity(0))

@@ -22,8 +22,8 @@ class Candidate:
         function: takes `inputs`, returns the result, differentiable if there is a `grad_out`.
         inputs: what function is differentiated by.
         grad_out: of the result; None for an implementation without a backward.
-        rows: brings the result into the layout of ours; None if it is another result, since padding
-            takes part.
+        rows: brings the result into our layout; None if the result is another one, since padding is
+            not masked.
     """
 
     function: Callable[..., Tensor]
@@ -45,7 +45,7 @@ class Candidate:
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
     def prepare(self, pass_name: str) -> Callable[[], Any]:
-        """The call that is this pass; what comes before it has run."""
+        """The call that is this pass; what has to run before it has run."""
         if pass_name == "forward":
             return self.forward
         return self.prepare_backward() if pass_name == "backward" else self.step

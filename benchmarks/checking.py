@@ -1,4 +1,4 @@
-"""Is a result right: judged by the tests' own rule, sequence by sequence, before it is timed."""
+"""Judge a result by the tests' own rule, sequence by sequence, before it is timed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Check(Protocol):
         """slack: the factor by which the limit is widened."""
 
     def require_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Of the inputs, in their order."""
+        """Check the gradients of the inputs, in the order of the inputs."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of a case, and the gradient that comes in: what is judged at once."""
+    """The arguments of a case and the incoming gradient, judged as one batch."""
 
     name: str
     case: Case

@@ -1,4 +1,4 @@
-"""Host time of an eager call: how long it keeps its caller, on tensors too small to matter."""
+"""Host time of an eager call: how long until it returns, on tensors too small to matter."""
 
 from __future__ import annotations
 

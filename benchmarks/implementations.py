@@ -219,7 +219,7 @@ def sdpa(operands: Operands) -> Candidate:
 
 
 def dense(operands: Operands) -> Candidate:
-    """Of self-attention of one head."""
+    """Unfused self-attention of one head on padded data."""
     layout = operands.layout
     outside = ~padding.inside(layout, operands.q.device)[:, None, :]
 
@@ -255,7 +255,7 @@ def makers(operands: Operands, precision: Precision) -> dict[str, Maker]:
     }
 
 
-# --- what every command of attention does
+# --- shared by all commands of attention
 
 
 def row(command: str, case: str, pass_name: str, operands: Operands, precision: Precision) -> Row:

@@ -15,7 +15,7 @@ from jagged_cuda.testing.lengths import Layout
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of self-attention, or of target attention: N dense queries a sequence.
+    """Operands of self-attention, or of target attention: N dense queries per sequence.
 
     Args:
         q, grad_out: `[T, H, D]`; of target attention `[B, N, H, D]`.
@@ -104,7 +104,7 @@ class Operands:
 
     @property
     def flops(self) -> float:
-        """Useful ones of the forward, 4 sum(Lq Lk) H D, half if causal; backward: 2.5 times."""
+        """Useful operations: forward 4 sum(Lq Lk) H D, half if causal; backward 2.5 times that."""
         _, heads, dim = self.k.shape
         full = 4.0 * sum((self.queries or n) * n for n in self.layout.lengths) * heads * dim
         return full / 2 if self.causal else full

@@ -1,4 +1,4 @@
-"""What a run leaves behind: where it ran, a JSON file, and tables for people."""
+"""The output of a run: where it ran, a JSON file, and tables to read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TITLES = {
 
 
 def git(repository: Path, *arguments: str) -> bytes:
-    """What git says.
+    """The output of a git command.
 
     Raises:
         ValueError: it fails, or there is none.
@@ -67,7 +67,7 @@ def _cpu_name() -> str:
 
 
 def source_hash(root: Path) -> str:
-    """Of the sources in a checkout, wherever it lies."""
+    """A hash of the sources in a checkout, wherever it lies."""
     digest = hashlib.sha256()
     files = (path for folder in SOURCES for path in (root / folder).rglob("*"))
     sources = {path.relative_to(root).as_posix(): path for path in files if path.suffix in SUFFIXES}
@@ -246,7 +246,7 @@ def _build_table(found: dict[str, Any]) -> list[str]:
 
 
 def tables(session: Session, where: dict[str, Any]) -> str:
-    """Everything that was measured, for people."""
+    """Tables of everything that was measured."""
     machine = f"{where['gpu']}, driver {where['driver']}" if where["gpu"] else where["cpu"]
     sources = (where["commit"] or where["version"])[:12]
     if where["changed_since_commit"]:

@@ -1,4 +1,4 @@
-"""What a results file says: its rows, and how implementations are named and coloured."""
+"""Reads a results file; names and colours of implementations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.session import HINTED, OURS, UNFUSED
 
-# One colour an implementation in every figure; they differ to the colour-blind too.
+# One colour per implementation in every figure; colour-blind people can tell them apart too.
 STYLES = {
     OURS: ("jagged_cuda", "#d1441b"),
     UNFUSED: ("jagged_cuda, unfused", "#eb9b72"),
@@ -35,7 +35,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """What a figure carries, so that it can be told of which results it was made."""
+    """A hash that a figure carries: it tells which results the figure was made from."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -55,7 +55,7 @@ def label(content: dict[str, Any], name: str) -> str:
 
 
 def value(row: Row, name: str, key: str = "median_us") -> float | None:
-    """What was measured of an implementation; None where it was not."""
+    """The value measured for an implementation; None where there is none."""
     return row["results"].get(name, {}).get(key)
 
 

@@ -20,12 +20,11 @@ from benchmarks.shapes import PRECISIONS, Precision
 from benchmarks.timing import Measurement, Timer
 
 OURS = "jagged_cuda"
-HINTED = "jagged_cuda max_len"  # the same, told the longest length
+HINTED = "jagged_cuda max_len"  # the same with the longest length given
 UNFUSED = "jagged_cuda unfused"  # attention as three operators, its scores in memory
 ALL_OURS = (OURS, HINTED, UNFUSED)
-REFERENCE_GPU = "H100"  # goals and peers' recorded times are of this one
+REFERENCE_GPU = "H100"  # goals are of this one
 PEER_SLACK = 4.0  # a peer may round more than we may: it only has to be the same function
-RECORDED_PART = 0.05  # a peer whose time is further from the recorded one is noted
 # The bandwidth is that of the fastest: how fast a copy is depends on where its memory lies too.
 COPY_BYTES = (2**28, 2**29, 2**30)
 COPY_BYTES_ON_CPU = (2**27,)
@@ -44,7 +43,7 @@ LAUNCH_US, SHORT_LAUNCH_US, SHORT_FLOOR_US = 4.0, 8.0, 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     quick: bool = False
     against: tuple[str, ...] | None = None  # None: each command's own choice
@@ -56,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Command:
-    """What a command measures: its cases, how it runs, and the peers that it knows."""
+    """A command: its cases, how it runs, and the peers that it knows."""
 
     cases: tuple[str, ...]
     run: Callable[[Session], None]
@@ -65,7 +64,7 @@ class Command:
 
 
 class Goal(NamedTuple):
-    """What our time must not exceed: `value` microseconds, or `value` times what `of` names."""
+    """A limit for our time: `value` microseconds, or `value` times what `of` names."""
 
     value: float
     of: str  # "us", "floor" or "best peer"
@@ -82,7 +81,6 @@ class Row:
         bar_scale: a factor of the bar, for products that are computed in several parts.
         launch_us: of each kernel within the bar; None is the usual time.
         goal, goal_mib: time, and peak memory, on the machine of the goals.
-        recorded_us: what peers took on that machine.
         floor_us: no kernel can be faster: the larger of bytes and operations over their rates.
         bar_us: what a kernel that is bound by memory must reach; None for another.
         copy_us: a plain copy that moves as many bytes, timed in the same run.
@@ -103,7 +101,6 @@ class Row:
     launch_us: float | None = None
     goal: Goal | None = None
     goal_mib: float | None = None
-    recorded_us: dict[str, float] = field(default_factory=dict)
     floor_us: float | None = None
     bar_us: float | None = None
     copy_us: float | None = None
@@ -128,7 +125,7 @@ class Row:
     def set_measurement(
         self, name: str, measurement: Measurement, max_sm_mhz: int | None = None
     ) -> None:
-        """Of several measurements in turn, all medians are kept; the row's is their median."""
+        """Of several measurements all medians are kept; the median of the row is their median."""
         entry = self.results.setdefault(name, {})
         medians = entry.get("medians_us", [entry["median_us"]] if "median_us" in entry else [])
         entry.update(measurement.as_json())
@@ -166,14 +163,14 @@ class Row:
 
 
 class Session:
-    """What the commands share."""
+    """State and methods that all commands share."""
 
     def __init__(self, timer: Timer, options: Options) -> None:
         self.timer = timer
         self.device = timer.device
         self.options = options
         self.rows: list[Row] = []
-        self.sections: dict[str, Any] = {}  # what is no row: calibration, build
+        self.sections: dict[str, Any] = {}  # everything that is no row: calibration, build
         self.notes: list[str] = []  # absences, failures, oddities: each once
         self.failed = False  # an operator of ours did, or was wrong
         self.after_row: Callable[[], None] = lambda: None
@@ -360,17 +357,8 @@ class Session:
             row.set_measurement(name, self.timer.measure(call), self.timer.max_sm_mhz)
             if row.has_memory:
                 row.results[name]["peak_mib"] = None if peak is None else round(peak / 2**20, 1)
-            self._compare_with_record(row, name)
         if any(row.has_memory for row in rows):
             self.empty_cache()
-
-    def _compare_with_record(self, row: Row, name: str) -> None:
-        recorded, now = row.recorded_us.get(name), row.median_us(name)
-        if recorded and now and abs(now / recorded - 1) > RECORDED_PART:
-            self.note(
-                f"{name} took {now:.4g} us, {now / recorded:.2f} times the {recorded:.4g} us on"
-                f" record [{row.case} {row.pass_name} {row.precision}]"
-            )
 
     def empty_cache(self) -> None:
         """Give memory that nothing uses back to the device."""
@@ -379,7 +367,7 @@ class Session:
 
     @contextlib.contextmanager
     def guard(self, name: str, *rows: Row) -> Iterator[_Guarded]:
-        """Whatever goes wrong within is one line of these rows' results.
+        """Turn whatever goes wrong within into one line of these rows' results.
 
         Raises:
             LostDeviceError: the device no longer answers.
@@ -420,7 +408,7 @@ class LostDeviceError(RuntimeError):
 
 @dataclass
 class _Guarded:
-    """What is being measured, and the rows that it still lacks."""
+    """What is being measured, and the rows that it has not yet filled."""
 
     name: str
     rows: list[Row]

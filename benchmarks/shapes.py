@@ -53,7 +53,7 @@ def filled(num_seqs: int, max_len: int, fill: float) -> Callable[[random.Random]
 
 
 def giant(num_seqs: int, giant_len: int, max_len: int) -> Callable[[random.Random], list[int]]:
-    """One giant, which stands first, among lengths U[1, max_len]."""
+    """One giant, the first sequence, among lengths U[1, max_len]."""
     return lambda rng: [giant_len, *uniform(num_seqs - 1, max_len)(rng)]
 
 

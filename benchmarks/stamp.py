@@ -54,7 +54,7 @@ def stamp(content: dict[str, Any], repository: Path, revision: str) -> str:
 
 
 def hash_of(repository: Path, commit: str) -> str:
-    """What report.environment says of the sources of a commit."""
+    """The hash that report.environment gives for the sources of a commit."""
     archive = report.git(repository, "archive", commit, *report.SOURCES)
     with tempfile.TemporaryDirectory(prefix="jagged_cuda_stamp_") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:

@@ -1,7 +1,7 @@
 """Speed over padding by how full the padded batch is: forward and backward together.
 
-The longest length stays, the mean moves: lengths M u^(1 / fill - 1) with u uniform are all the same
-at a fill (mean / longest) of 100 %, uniform at 50 %, long-tailed below.
+The longest length is fixed, the mean varies: lengths M u^(1 / fill - 1) with u uniform are all the
+same at a fill (mean / longest) of 100 %, uniform at 50 %, long-tailed below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README's tables of a results file, in Markdown."""
+"""README's tables, made from a results file, in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import results
 from benchmarks.results import Row
 from benchmarks.session import OURS, UNFUSED
 
-# What README holds, between two markers each.
+# The parts of README, each between two markers.
 PARTS = ("summary", "speed")
 PRECISION = "bf16"
 ABSENT = "-"
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         "--update",
         type=Path,
         metavar="FILE.md",
-        help=f"rewrite what stands after {_begin(PARTS[0])}",
+        help=f"rewrite the text after {_begin(PARTS[0])}",
     )
     parsed = parser.parse_args(arguments)
     try:
@@ -65,7 +65,7 @@ def updated(document: str, name: str, text: str) -> str:
     before, _, rest = document.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"{end} must stand after {begin}")
+        raise ValueError(f"{end} must come after {begin}")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
@@ -137,7 +137,7 @@ def _pairs(content: dict[str, Any], command: str) -> list[list[Row]]:
 
 
 def _cells(content: dict[str, Any], pair: Sequence[Row], padded: str) -> list[str]:
-    """Ours, padded and best other, each of both passes; the fastest of a pass is bold."""
+    """Ours, padded and best other, for both passes; the fastest of a pass is bold."""
     best = [
         min(results.others(row, (padded,)), key=lambda item: item[1], default=("", None))
         for row in pair
@@ -207,7 +207,7 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def _unfused(content: dict[str, Any]) -> str | None:
-    """What the paper's unfused form is worth, at each longest length of Figure 2."""
+    """How fast the paper's unfused form is, at each longest length of Figure 2."""
     found: dict[str, list[float]] = {"median_us": [], "peak_mib": []}
     lengths = []
     for row in results.rows_of(content, "figure2", PRECISION):
@@ -227,7 +227,7 @@ def _unfused(content: dict[str, Any]) -> str | None:
 
 
 def markdown(content: dict[str, Any]) -> dict[str, str]:
-    """What was won and how it was measured; and every figure."""
+    """The summary with how it was measured, and the table of every figure."""
     where = content["environment"]
     machine = f"{where['gpu'] or where['cpu']}, torch {where['torch'].partition('+')[0]}"
     unfused = _unfused(content)

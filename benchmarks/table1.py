@@ -98,7 +98,6 @@ class Operator:
         forward_elems, backward_elems: the elements that each kernel of a pass must move.
         flops: of the forward.
         exact_factor: of the bar with "highest" float32.
-        recorded_us: by precision and peer, on one H100.
         dim: of jagged2_softmax.
     """
 
@@ -111,7 +110,6 @@ class Operator:
     backward_elems: Callable[[Batch], tuple[int, ...]]
     flops: Callable[[Batch], float] | None
     exact_factor: float
-    recorded_us: dict[str, dict[str, float]]
     dim: int = -1
 
     @property
@@ -119,7 +117,7 @@ class Operator:
         return testing.CASES[self.name.removesuffix("_rows")]
 
     def check(self, batch: Batch) -> checking.Batch:
-        """What judges it on a batch, with the gradient that its backward is given."""
+        """The check of its results on a batch, with the gradient that its backward is given."""
         choices = {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
         inputs = dict(zip(self.case.inputs, self.inputs(batch), strict=True))
         out = self.case.reference(Spec(0, batch.layout, choices), inputs)["out"]
@@ -128,8 +126,8 @@ class Operator:
         return checking.Batch.of(self.name, self.case, batch.layout, values, grad_out, **choices)
 
 
-# What operators have in common: x with y, few columns wide; one matrix for each sequence, as the
-# result or the first input; softmaxes, of a tensor or of the matrices.
+# Shared by operators: x with y, few columns wide; one matrix per sequence, as the result or the
+# first input; softmaxes, of a tensor or of the matrices.
 PRODUCT: dict[str, Any] = {
     "forward_elems": lambda b: b.product_elems,
     "backward_elems": lambda b: (b.product_elems,) * 2,
@@ -156,11 +154,10 @@ def _softmax(name: str, x: Callable[[Batch], Tensor], **forms: Any) -> Operator:
     )
 
 
-def _softmax_of_matrices(name: str, dim: int, recorded_us: dict[str, dict[str, float]]) -> Operator:
+def _softmax_of_matrices(name: str, dim: int) -> Operator:
     return _softmax(
         name,
         lambda b: b.a,
-        recorded_us=recorded_us,
         dim=dim,
         ours=lambda b, a: jagged_cuda.jagged2_softmax(
             a, b.offsets, matrix_offsets=b.matrix_offsets, dim=dim
@@ -180,7 +177,6 @@ OPERATORS = (
         **PRODUCT,
         name="jagged_dense_bmm",
         inputs=lambda b: (b.x, b.y_dense),
-        recorded_us={"tf32": {"padded": 90, "sll": 53}, "bf16": {"padded": 44, "sll": 33}},
         ours=lambda b, x, y: jagged_cuda.jagged_dense_bmm(x, y, b.offsets),
         padded=lambda b, x, y: torch.bmm(x, y),
         sll=lambda b, x, y: peers.sll("triton_jagged_bmm").jagged_dense_bmm(
@@ -191,7 +187,6 @@ OPERATORS = (
         **PRODUCT,
         name="jagged_jagged_bmm",
         inputs=lambda b: (b.x, b.y_jagged),
-        recorded_us={"tf32": {"padded": 85, "sll": 111}, "bf16": {"padded": 44, "sll": 28}},
         ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm(x, y, b.offsets),
         padded=lambda b, x, y: torch.bmm(x.transpose(1, 2), y),
         sll=lambda b, x, y: peers.sll("triton_jagged_bmm").jagged_jagged_bmm(
@@ -202,7 +197,6 @@ OPERATORS = (
         **MATRIX_PRODUCT,
         name="jagged_jagged_bmm_jagged_out",
         inputs=lambda b: (b.x, b.y_wide),
-        recorded_us={"tf32": {"padded": 202, "sll": 227}, "bf16": {"padded": 101, "sll": 154}},
         ours=lambda b, x, y: jagged_cuda.jagged_jagged_bmm_jagged_out(
             x, y, b.offsets, matrix_offsets=b.matrix_offsets, total_out=b.a.numel()
         ),
@@ -215,7 +209,6 @@ OPERATORS = (
         **MATRIX_PRODUCT,
         name="array_jagged_bmm_jagged_out",
         inputs=lambda b: (b.a, b.y_wide),
-        recorded_us={"tf32": {"padded": 226, "sll": 430}, "bf16": {"padded": 99, "sll": 298}},
         ours=lambda b, a, y: jagged_cuda.array_jagged_bmm_jagged_out(
             a, y, b.offsets, matrix_offsets=b.matrix_offsets
         ),
@@ -224,13 +217,11 @@ OPERATORS = (
             a, y, *b.sll_sizes[1], *b.sll_sizes[0] * 2, b.layout.max_len, b.allow_tf32
         ),
     ),
-    # The record's padded softmaxes take scores that are masked already, and are not recorded here.
-    _softmax_of_matrices("jagged2_softmax", -1, {"fp32": {"sll": 152}, "bf16": {"sll": 144}}),
-    _softmax_of_matrices("jagged2_softmax_rows", -2, {}),
+    _softmax_of_matrices("jagged2_softmax", -1),
+    _softmax_of_matrices("jagged2_softmax_rows", -2),
     _softmax(
         "jagged_softmax",
         lambda b: b.y_jagged,
-        recorded_us={"fp32": {"sll": 18}, "bf16": {"sll": 14}},
         ours=lambda b, x: jagged_cuda.jagged_softmax(x, b.offsets),
         padded=lambda b, x: x.masked_fill(b.outside[:, :, None], -torch.inf).softmax(1),
         sll=lambda b, x: peers.sll("triton_jagged_softmax").jagged_softmax(
@@ -253,7 +244,7 @@ def _unpad(padded: Tensor, like: Tensor, layout: Layout) -> Tensor:
 
 
 def candidate(name: str, operator: Operator, batch: Batch, grad_out: Tensor) -> Candidate:
-    """One implementation of an operator, made ready to run."""
+    """One implementation of an operator, ready to run."""
     inputs, layout = operator.inputs(batch), batch.layout
     if name == "sll":
         peers.need_cuda(name, batch.x.device)
@@ -281,7 +272,7 @@ def row(
     batch: Batch,
     precision: Precision,
 ) -> Row:
-    """Of a pass: forward, backward, or both together."""
+    """The row of a pass: forward, backward, or both together."""
     passes = {
         "forward": ((operator.forward_elems(batch),), 1),
         "backward": (operator.backward_elems(batch), 2),
@@ -322,8 +313,6 @@ def _run_operator(session: Session, operator: Operator, batch: Batch, precision:
     ]
     for added in rows:
         session.add(added)
-    if session.is_reference_machine:
-        rows[0].recorded_us = operator.recorded_us.get(precision.name, {})
     names = (OURS, *session.peers(COMMAND))
     measure(session, rows, operator, batch, precision, names)
 

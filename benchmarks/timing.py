@@ -2,7 +2,7 @@
 
 On a GPU: CUDA events around the replay of a CUDA graph that holds the call, so that the host's own
 time stays out of it. Before each repetition a buffer larger than the L2 cache is read, so that the
-cache is cold, and clean: a buffer that were written would leave lines that the timed kernels must
+cache is cold, and clean: a buffer that was written would leave lines that the timed kernels must
 first write back. The read also keeps the GPU busy while the host queues what follows. On the CPU:
 the clock around the call, with warm caches.
 """
@@ -207,11 +207,8 @@ class CudaTimer(Timer):
 class CpuTimer(Timer):
     """Times calls on the CPU."""
 
-    def __init__(
-        self, repetitions: int | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, repetitions: int | None = None) -> None:
         super().__init__(torch.device("cpu"), repetitions)
-        self._clock = clock
 
     def measure(self, call: Callable[[], object]) -> Measurement:
         call()
@@ -219,9 +216,9 @@ class CpuTimer(Timer):
         return Measurement.of([self._time(call) * 1e6 for _ in range(repetitions)], "clock")
 
     def _time(self, call: Callable[[], object]) -> float:
-        begin = self._clock()
+        begin = time.perf_counter()
         result = call()
-        elapsed = self._clock() - begin
+        elapsed = time.perf_counter() - begin
         del result
         return elapsed
 

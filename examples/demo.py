@@ -10,9 +10,9 @@ jagged_flash_attention within histories and jagged_target_attention of candidate
 status is 1 if their losses differ by more than rounding, 2 if the demo could not run.
 
 The size of the model and of its batches depends on the device, so that the computation is what
-takes the time. A step is some 150 calls, which keep Python busy for a few milliseconds. On a CPU 32
-histories of 64 features take far longer than that. A GPU would finish those before Python had asked
-for the next step: both trainings would take as long as Python does, whatever the padding. So a GPU
+takes the time. A step is about 150 calls, which keep Python busy for a few milliseconds. On a CPU
+32 histories of 64 features take far longer. A GPU would finish those before Python had asked for
+the next step: both trainings would take as long as Python does, whatever the padding. So a GPU
 gets 256 features and 1,024 histories in a step, or fewer if the padded training would not fit into
 half of its memory. The table's line "queued by Python after" tells whether that suffices: the GPU
 is the limit where it is less than the time of a step. Both trainings are float32, since in a
@@ -213,7 +213,7 @@ def print_data(histories: Histories) -> None:
     print(f"data      {histories.source}")
     print(
         f"          {len(lengths):,} users, {len(histories.items):,} events,"
-        f" {histories.num_items:,} items; events a user: mean {lengths.mean():.1f},"
+        f" {histories.num_items:,} items; events per user: mean {lengths.mean():.1f},"
         f" median {lengths.median():.0f}, largest {lengths.max():,.0f}"
     )
 

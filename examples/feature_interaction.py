@@ -3,19 +3,19 @@
     python examples/feature_interaction.py                        drawn histories
     python examples/feature_interaction.py --events ratings.csv   an interaction log
 
-A ranking model holds dense features, as many for every user, beside histories, which are longer for
-one user than for another. After the paper's Figure 1, histories stay jagged while they interact.
-Here is such a block, small and whole: the events of a history meet each other, the candidates meet
-the events, and what they find is ranked beside the candidates and the mean of the history. It comes
-in three forms with the same parameters:
+A ranking model has dense features, the same number for every user, and histories, whose length
+differs from user to user. In the paper's Figure 1 histories stay jagged while they interact. Here
+is such a block, small and complete: the events of a history attend to each other, the candidates
+attend to the events, and the results are ranked with the candidates and the mean of the history.
+It comes in three forms with the same parameters:
 
     padded   plain PyTorch on [B, M, D], padded behind each history, under a mask
     jagged   the six operators of the paper's Table 1 on [T, D], with their scores in memory
     flash    each attention as one operator, which keeps no scores
 
 All three must agree, forward and backward, or the exit status is 1; it is 2 if there is no data.
-The table says what each stage takes by itself. The parts of a stage bear the jagged operators'
-names; under "padded" stands the same step in PyTorch. (demo.py compares whole trainings, with
+The table says what each stage takes by itself. The parts of a stage have the jagged operators'
+names; under "padded" is the same step in PyTorch. (demo.py compares whole trainings, with
 PyTorch's own flash attention on the padded side.)
 
 Source: Xu et al., "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
@@ -64,11 +64,11 @@ to be won, squared where rows meet each other, less what any call costs."""
 
 
 class Inputs(NamedTuple):
-    """What the block reads; rows are [T] jagged, or [B, M] padded behind their ends."""
+    """Inputs of the block; rows are [T] jagged, or [B, M] padded behind their ends."""
 
     items: Tensor  # the events
     positions: Tensor  # of each event in its history
-    candidates: Tensor  # [B, N] items; the one that followed the history stands first
+    candidates: Tensor  # [B, N] items; the one that followed the history is first
     offsets: Tensor | None  # [B + 1] if jagged
     is_event: Tensor | None  # [B, M] if padded
     num_scores: int  # sum L*L, which the host knows from the lengths
@@ -251,7 +251,7 @@ def scores_and_gradients(block: FeatureInteraction, inputs: Inputs, form: Form) 
 
 
 class Cost(NamedTuple):
-    """Of one stage, forward and backward."""
+    """Time and memory of one stage, forward and backward."""
 
     milliseconds: float
     peak_bytes: int  # that it holds at once beyond what it is given
@@ -287,7 +287,7 @@ class Meter:
         tensors: Sequence[Tensor],
         parameters: Sequence[Tensor],
     ) -> None:
-        """Note what the function takes with the gradients of its tensors and parameters."""
+        """Record the cost of the function with the gradients of its tensors and parameters."""
         inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         leaves = [*(t for t in inputs if t.requires_grad), *parameters]
         self.is_measuring = True
@@ -307,7 +307,7 @@ class Meter:
 
 
 def measure(block: FeatureInteraction, inputs: Inputs, form: Form, label: str) -> dict[Path, Cost]:
-    """What each stage takes, and what the whole block takes with its loss."""
+    """The cost of each stage, and of the whole block with its loss."""
     names: list[str] = []
 
     def note(name: str, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -412,7 +412,7 @@ def print_batch(padded: Inputs, jagged: Inputs) -> None:
 
 
 def format_table(costs: Mapping[str, Mapping[Path, Cost]]) -> str:
-    """Time and memory of each stage in each form; an operator's line stands under its stage."""
+    """Time and memory of each stage in each form; an operator's line is under its stage."""
     lines = [f"{'forward and backward':<34}" + "".join(f"{name:>22}" for name in costs)]
     for path in costs["jagged"]:
         label = "  " * (len(path) - 1) + path[-1]

@@ -22,7 +22,7 @@ COLUMNS = {
     "timestamp": ("timestamp",),
 }
 
-# Events a user in MovieLens-20M, as a lognormal fit (scipy's s, loc, scale) by the LensKit Codex.
+# Events per user in MovieLens-20M, as a lognormal fit (scipy's s, loc, scale) by the LensKit Codex.
 # Its tail is heavier than the data's, so draws are clipped at the real maximum; the item count is
 # the number of rated films.
 ML20M_SIGMA, ML20M_LOC, ML20M_SCALE = 1.608, 19.074, 43.156

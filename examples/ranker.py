@@ -69,7 +69,7 @@ jagged_attention = Attention(causal_on_jagged, target_on_jagged)
 
 
 def of_last_events(rows: Tensor, batch: Batch) -> Tensor:
-    """What belongs to each history's last event: [B, ...] of [T, ...] or [B, M, ...]."""
+    """The rows of each history's last event: [B, ...] of [T, ...] or [B, M, ...]."""
     if batch.offsets is not None:
         return rows[batch.offsets[1:] - 1]
     last = (batch.labels != IGNORED_LABEL).sum(1) - 1
@@ -171,9 +171,9 @@ class Ranker(nn.Module):
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean of -log softmax(scores)[target] over all events and histories alike.
+        """Mean of -log softmax(scores)[target] over all events and histories together.
 
-        Histories are few beside events: with a mean of their own, their noise would rule.
+        There are few histories and many events: in a mean of their own their noise would dominate.
         """
         by_event, by_history = self(batch)
         scores = torch.cat([by_event.flatten(0, -2), by_history])

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar, a table and a figure."""
+"""The output of the demo: a progress bar, a table and a figure."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def draw_figure(result: Result, path: Path) -> None:
         loss.legend()
 
         difference = figure.add_subplot(grid[1, 0], sharex=loss)
-        # A difference of zero has no place on a logarithmic axis: it stands at its foot.
+        # A difference of zero has no place on a logarithmic axis: it is drawn at the bottom.
         floor = 1e-8
         heights = [max(value, floor) for value in result.differences]
         difference.semilogy(steps, heights, color=jagged_color, linewidth=0.9)
@@ -191,7 +191,7 @@ def draw_figure(result: Result, path: Path) -> None:
             axes.bar_label(drawn, labels=labels, padding=2)
             axes.margins(y=0.16)
 
-        lengths = figure.add_subplot(grid[:, 3], title="(d) Events a user")
+        lengths = figure.add_subplot(grid[:, 3], title="(d) Events per user")
         longest = max(result.lengths)
         num_bins = 32
         edges = sorted({round(longest ** (i / num_bins)) for i in range(num_bins + 1)})
@@ -215,7 +215,7 @@ def draw_figure(result: Result, path: Path) -> None:
             )
 
         caption = (
-            f"{result.source}; {result.histories_a_step} histories a step, {result.device}; "
+            f"{result.source}; {result.histories_a_step} histories per step, {result.device}; "
             f"{result.padded.fill:.1%} of the padded rows are events"
         )
         figure.supxlabel(caption, fontsize=7.5, color=grey)

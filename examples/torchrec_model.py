@@ -41,7 +41,7 @@ class HistoryRanker(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """`[B, N]` logits of "candidates", of which each user has N, after "history", `[sum L]`."""
+        """`[B, N]` logits of "candidates", N for each user, after "history", `[sum L]`."""
         embedded = self.embeddings(features)
         history, candidates = embedded["history"], embedded["candidates"]
         x, offsets = history.values(), history.offsets()

@@ -1,4 +1,4 @@
-"""Training one model over given batches, and what it took."""
+"""Train one model over given batches, and measure time and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAM_EPS = 1e-6
 
 
 class Measurement(NamedTuple):
-    """What one training took."""
+    """Time and memory of one training."""
 
     losses: list[float]  # of each step
     step_seconds: list[float]
@@ -36,7 +36,7 @@ def train(
     learning_rate: float,
     progress: Callable[[int, float], None],
 ) -> Measurement:
-    """Train with Adam, one step a batch, after one warm-up pass that changes nothing.
+    """Train with Adam, one step per batch, after one warm-up pass that changes nothing.
 
     Peak memory is that of PyTorch's allocator, weights, gradients and Adam's state included. On
     CUDA it is the allocator's own figure over all steps. On the CPU, whose allocator keeps none, a

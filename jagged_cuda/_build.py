@@ -1,4 +1,4 @@
-"""How the two libraries are compiled: sources, flags, compilers, and what cpp_extension is told.
+"""How the two libraries are compiled: sources, flags, compilers, and the use of cpp_extension.
 
 torch.utils.cpp_extension and ninja do the work: `load` for the import (`_load.py`) and
 `BuildExtension` for wheels (`setup.py`).
@@ -67,7 +67,7 @@ def source_files(csrc: Path) -> list[str]:
 def library_sources(csrc: Path, library: str) -> list[Path]:
     """Returns the files compiled into a library: kernels first, then the shortest.
 
-    (They instantiate headers, and take longest.) `load` names objects by base names alone: no two
+    (They instantiate headers, and take longest.) `load` names objects only by base names: no two
     .cpp of a library, and no two .cu, may share one.
     """
     if library == "_C_cpu":
@@ -88,7 +88,7 @@ def source_hash(csrc: Path) -> str:
 
 
 def short_hash(*parts: str) -> str:
-    """Returns the hash that stands for these texts in the name of a file."""
+    """Returns a short hash of these texts, for the name of a file."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -185,7 +185,7 @@ def find_cuda_home(cuda: str | None) -> Path | None:
 
 
 def check_cxx(cxx: tuple[str, ...] | None) -> str:
-    """Raises BuildError unless the C++ compiler will do; returns its name and version."""
+    """Raises BuildError unless the C++ compiler is usable; returns its name and version."""
     named = os.environ.get("CXX")
     problem = f"CXX={named} was not found" if named else "no c++, g++ or clang++ is on PATH"
     if cxx is not None:
@@ -245,7 +245,7 @@ class Build:
         return f"{self.library}-{name}-{short_hash(*self.cxx, *stats)}"
 
     def check(self) -> str:
-        """Raises BuildError unless the programs that compile it will do; returns their names."""
+        """Raises BuildError unless the programs that compile it are usable; returns their names."""
         if shutil.which("ninja", path=path_with_ninja()) is None:
             raise BuildError("jagged_cuda compiles with ninja, which is missing: pip install it.")
         cxx = check_cxx(self.cxx)
@@ -254,7 +254,7 @@ class Build:
 
     @contextlib.contextmanager
     def cpp_extension(self, work: Path) -> Iterator[Any]:
-        """Gives torch.utils.cpp_extension, in an environment in which it does as it is told."""
+        """Gives torch.utils.cpp_extension, with the environment that this build needs."""
         assert self.cxx is not None
         cxx = self.cxx[0]
         if len(self.cxx) > 1:  # it takes CXX for one word
@@ -269,7 +269,7 @@ class Build:
             "CXX": cxx,
             "MAX_JOBS": os.environ.get("MAX_JOBS") or str(jobs),
             "TMPDIR": str(work),
-            "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # check_cxx has; nvcc says itself what it takes
+            "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # check_cxx has; nvcc refuses by itself
             # As it is imported, cpp_extension calls torch.cuda.is_available(). Answered through
             # NVML, that leaves the driver uninitialised: a process forked later can use CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -344,7 +344,7 @@ class Build:
                 shutil.rmtree(path, ignore_errors=True)
         building = work / "building"
         if building.exists():
-            # Of a build that was killed: its compilers may still run, and write into this folder.
+            # A killed build left it: its compilers may still run, and write into this folder.
             abandoned = work.rename(work.with_name(f"{work.name}-abandoned-{time.time_ns()}"))
             shutil.rmtree(abandoned, ignore_errors=True)
         work.mkdir(exist_ok=True)
@@ -379,7 +379,7 @@ def progress(title: str, work: Path, files: int) -> Iterator[None]:
 
     def watch() -> None:
         while not stopped.wait(10):
-            with contextlib.suppress(FileNotFoundError):  # of an object that is written anew
+            with contextlib.suppress(FileNotFoundError):  # of an object that is being rewritten
                 done = sum(path.stat().st_mtime >= began for path in work.glob("*.o"))
                 say(f"{min(done, files)}/{files} files")
 

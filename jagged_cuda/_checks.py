@@ -1,4 +1,4 @@
-"""Whether operators check offsets, and errors that the GPU has found in the meantime."""
+"""The mode in which operators check offsets, and the errors that the GPU has found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jagged_cuda import _load
 
 
 def set_checks(mode: bool | Literal["async"]) -> None:
-    """Choose what operators check about offsets, beyond what they always check.
+    """Choose how operators check offsets, beyond what they always check.
 
     Order and bounds of offsets on the CPU are always checked, since that costs nothing. On CUDA
     wrong offsets give unspecified values, though never an access outside the tensors, unless a

@@ -139,7 +139,7 @@ def cache_folders() -> list[Path]:
 
 
 def _usable(folder: Path) -> bool:
-    """Tells whether nobody else could have put a library into this folder, if /tmp holds it."""
+    """Tells whether only this user can write to the folder, if it is a folder in /tmp."""
     if folder.parent != Path(tempfile.gettempdir()) or not folder.is_dir():
         return True
     status = folder.lstat()
@@ -183,7 +183,7 @@ def _find(key: str) -> Path | None:
 
 
 def _load(name: str, path: Path, origin: str, archs: tuple[str, ...]) -> None:
-    """Loads a library; for one that was loaded before it got this name, nothing happens."""
+    """Loads a library; does nothing if it was loaded already, under the name of its build."""
     global cpu_library, cuda_library
     torch.ops.load_library(str(path))
     loaded[name] = Library(path, origin, archs)
@@ -221,7 +221,7 @@ def find_csrc() -> Path:
 
 
 class Prebuilt(NamedTuple):
-    """The libraries that lie in the package's folder, and what their record says of them."""
+    """The libraries that lie in the package's folder, and their record."""
 
     paths: dict[str, Path]
     archs: tuple[str, ...]

@@ -1,10 +1,10 @@
 """Judge random calls of every operator for as long as asked: ``python -m jagged_cuda.fuzz``.
 
-Operators, options, lengths, dims, dtypes, strides, offsets and their base are random, what lies
-around is NaN, and outputs and gradients are judged against the padded float64 definition by the one
-rule of jagged_cuda/testing/comparison.py. A failure is made as small as possible and printed as a
-command line that reproduces it; the exit status is then 1. At the end stands what was covered and
-what was never reached.
+Operators, options, lengths, dims, dtypes, strides, offsets and their base are random, memory around
+the operands is NaN, and outputs and gradients are judged against the padded float64 definition by
+the one rule of jagged_cuda/testing/comparison.py. A failure is made as small as possible and
+printed as a command line that reproduces it; the exit status is then 1. A report at the end says
+what was covered and what was never reached.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Fuzzer:
     def run(self, tell: Callable[[int, int], None], ops: Any = None) -> Finding | None:
         """Draw until the time or the cases are over; return the first draw that fails.
 
-        `tell` is told of each draw before it runs: the place's number and the draw's index.
+        `tell` is called for each draw before it runs: the place's number and the draw's index.
         `ops` is the module to judge instead of the backends' own.
         """
         deadline = time.monotonic() + self.plan.seconds
@@ -148,7 +148,7 @@ def shrunk(finding: Finding, seconds: float, ops: Any = None) -> Finding:
 
 
 def shrunk_in_processes(finding: Finding, seconds: float) -> Finding:
-    """The same for draws that take their process with them: each is tried in a new one."""
+    """The same for draws that kill their process: each is tried in a new one."""
 
     def fails(simpler: Draw) -> bool:
         command = [sys.executable, "-m", "jagged_cuda.fuzz", "--case", simpler.to_json()]
@@ -222,7 +222,7 @@ class Progress:
 
 
 class Workers:
-    """The processes of a run, and what they have told."""
+    """The processes of a run, and their reports."""
 
     def __init__(self, plan: Plan) -> None:
         context = multiprocessing.get_context("spawn")
@@ -293,7 +293,7 @@ class Workers:
                 self._blame(worker, f"no result after {HANG_SECONDS:.0f} s")
 
     def _blame(self, worker: int, text: str) -> None:
-        """What the worker was about to run is what killed it."""
+        """Record the draw that the worker had begun: it killed the process, or hangs."""
         self.running.clear()
         self.end = self.end or time.monotonic()
         if self.finding is None:
@@ -378,7 +378,7 @@ def _judge_one(text: str) -> int:
 
 
 def prepare(backends: Sequence[str], device: str) -> None:
-    """See that the backends can run here; exits with a sentence where one can't."""
+    """Check that the backends can run here; exit with a sentence if one can't."""
     if "cuda" in backends and not torch.cuda.is_available():
         raise SystemExit("fuzz: the backend cuda needs an NVIDIA GPU, and PyTorch sees none")
     if "cuda" in backends and not kernel_paths("cuda"):
@@ -411,7 +411,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="by default another one each time")
     parser.add_argument("--cases", type=int, help="stop after so many draws of each backend")
     parser.add_argument("--size", help="small, edge, many, giant or large; by default all")
-    parser.add_argument("--jobs", type=int, help="processes; by default one a core, one on a GPU")
+    parser.add_argument("--jobs", type=int, help="processes; by default one per core, one on a GPU")
     parser.add_argument(
         "--shape-from",
         metavar="FILE",

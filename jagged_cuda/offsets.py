@@ -31,10 +31,10 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
         RuntimeError: a shape or dtype does not fit; the message names the argument.
 
     Notes:
-        Lengths may be 0; negative ones are not looked for: the operators name decreasing offsets.
+        Lengths may be 0. Negative ones are not checked here: operators check the offsets.
         The sum has lengths' dtype. More than 2^31 - 1 rows do not fit into int32: on the CPU that
-        raises, on CUDA only under ``set_checks(True)``, since it takes a synchronisation; pass
-        ``lengths.long()`` there. No gradient. Else nothing synchronises.
+        raises, on CUDA only under ``set_checks(True)``, since it needs a synchronisation; pass
+        ``lengths.long()`` there. No gradient. Otherwise nothing synchronises.
 
     Example:
         >>> offsets_from_lengths(torch.tensor([2, 0, 3]))
@@ -87,7 +87,7 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
 
 @overridable
 def matrix_offsets(offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
-    """Say where the matrix of each sequence begins in a vector of one matrix a sequence.
+    """Say where the matrix of each sequence begins in a vector of one matrix per sequence.
 
     Matrix b is `[Lx, Ly]`, stored row by row, one after another: the result is the running sum of
     ``Lx * Ly``, where Lx and Ly are the lengths of sequence b.

@@ -32,7 +32,7 @@ def jagged_attention(
 
     For each sequence b: ``z_b = softmax(scale * q_b @ k_b.T) @ v_b``. The result is that of
     jagged_flash_attention, whose memory does not grow with the square of the lengths and which is
-    faster; this form is for what must see or change the scores in between.
+    faster; this form is for models that read or change the scores.
 
     Args:
         q: `[Tq, D]` jagged, one head; float32, float64, float16 or bfloat16.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Part:
-    """What an operator has in one place; ``<op>`` stands for its name."""
+    """What an operator has in one place; ``<op>`` is its name."""
 
     name: str
     place: str
@@ -36,7 +36,7 @@ def _has_gradient_or_says_so(text: str, op: str) -> bool:
     return "backward=" in _registration(text, op) or "No gradient" in text
 
 
-# Ahead of all else a kernel checks its arguments.
+# A kernel checks its arguments before it does anything else.
 _CHECK = r'op = "<op>";\n  static const Contract contract\(op\);[^;]*\bcontract\.check\('
 
 PARTS = (

@@ -1,4 +1,4 @@
-"""Devices, hypothesis profiles, and what becomes of GPU tests without a GPU."""
+"""Devices, hypothesis profiles, and the deselection of GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -83,11 +83,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device in turn."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if request.param == "cuda"
-        else (torch.device("cpu"))
-    )
+    if request.param == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels that the device takes by itself, "best", or those of all GPUs, "mma_sync"."""
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "" if request.param == "best" else request.param)
+    return request.param
 
 
 @pytest.fixture
@@ -101,7 +106,7 @@ def tf32():
 
 @pytest.fixture(autouse=True)
 def memory_goes_back() -> Iterator[None]:
-    """PyTorch's cache of a process must not keep others' tests from the GPU's memory."""
+    """PyTorch's cache in one process must not take the GPU's memory from tests in others."""
     yield
     if torch.cuda.memory_reserved() > GIB:
         gc.collect()
@@ -110,14 +115,14 @@ def memory_goes_back() -> Iterator[None]:
 
 @pytest.fixture
 def room_on_gpu() -> Iterator[None]:
-    """Of the tests that need tens of GiB one runs at a time, whatever the number of processes."""
+    """Only one test that needs tens of GiB runs at a time, whatever the number of processes."""
     needed = 48 * GIB
     if torch.cuda.mem_get_info()[1] < needed:
         pytest.skip("needs a GPU of 48 GiB")
     path = Path(tempfile.gettempdir()) / f"jagged_cuda_room_on_gpu_{os.getuid()}"
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # What other tests hold they let go of when they end.
+        # Other tests free their memory when they end.
         deadline = time.monotonic() + 120
         while torch.cuda.mem_get_info()[0] < needed and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Plant faults that kernels have had, one at a time, and see that each is caught within a minute.
+"""Plant faults that kernels have had, one at a time; each must be caught within a minute.
 
     python tests/mutations.py                   # the faults of the CPU's kernels
     python tests/mutations.py --device cuda     # those of the GPU's
@@ -31,7 +31,7 @@ FOLDERS = ("csrc", "jagged_cuda", "triton_ref", "tests")
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a source file, which stands there once, and what a mistake would have made of it.
+    """A text that occurs once in a source file, and what a mistake would have made of it.
 
     Args:
         name: what went wrong.
@@ -46,7 +46,7 @@ class Fault:
     path: str
     text: str
     instead: str
-    check: str
+    check: str = "--op jagged_flash_attention"
 
     def plant(self, root: Path) -> None:
         path = root / "csrc" / self.path
@@ -63,7 +63,6 @@ FAULTS = (
         "cpu/kernels/attention.inl",
         "visible.end(row_begin + i) - key_block, columns, buffers.max",
         "visible.end(row_begin + i) - key_block + 1, columns, buffers.max",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "lost barrier",
@@ -79,7 +78,6 @@ FAULTS = (
         "cpu/jagged_flash_attention.cpp",
         "run_attention_forward(params, pairs.q, pairs.kv);",
         "run_attention_forward(params, pairs.q, pairs.q);",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "wrong LSE scale",
@@ -87,7 +85,6 @@ FAULTS = (
         "cpu/kernels/attention.inl",
         "lse[index] = buffers.max[i] + std::log(buffers.sum[i]);",
         "lse[index] = buffers.max[i] + std::log2(buffers.sum[i]);",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "stale tile after an empty sequence",
@@ -111,7 +108,6 @@ FAULTS = (
         "cpu/kernels/attention.inl",
         "const int64_t kv_head = item.head / (p.heads / p.kv_heads);",
         "const int64_t kv_head = item.head % p.kv_heads;",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "dq not zeroed",
@@ -119,7 +115,6 @@ FAULTS = (
         "cpu/kernels/attention.inl",
         "    if (item.wants_dq) std::fill_n(buffers.dq, item_rows * buffers.qk_row, T(0));\n",
         "",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "window off by one",
@@ -127,7 +122,6 @@ FAULTS = (
         "cpu/kernels.h",
         "const int64_t first = row + shift - window_left;",
         "const int64_t first = row + shift - window_left + 1;",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "wrong base",
@@ -143,7 +137,6 @@ FAULTS = (
         "cuda/kernels/attention/forward_wgmma.cuh",
         "tile.row + own_row, key, tile.num_keys, lane",
         "tile.row + own_row, key, tile.num_keys + 1, lane",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "tail mask off by one",
@@ -167,7 +160,6 @@ FAULTS = (
         "cuda/kernels/attention/forward_wgmma.cuh",
         "kv = sequence_rows(params.kv_offsets, found.seq);",
         "kv = sequence_rows(params.q_offsets, found.seq);",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "wrong LSE scale",
@@ -175,7 +167,6 @@ FAULTS = (
         "cuda/kernels/attention/forward_wgmma.cuh",
         "ptx::lg2_approx(sum) * kLn2",
         "ptx::lg2_approx(sum)",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "stale tile after an empty sequence",
@@ -191,7 +182,6 @@ FAULTS = (
         "cuda/kernels/attention/forward_wgmma.cuh",
         "tile.key_begin + key, head / group,",
         "tile.key_begin + key, head % attention.kv_heads,",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "dq not zeroed",
@@ -200,13 +190,12 @@ FAULTS = (
         "    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),\n"
         "                          params.grad_q.row_stride, rows, params.dim_qk);\n",
         "",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "dq not zeroed",
         "cuda",
         "cuda/kernels/attention/tiny_backward.cuh",
-        "    fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);\n",
+        "fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);",
         "",
         "--op jagged_flash_attention",
     ),
@@ -216,7 +205,6 @@ FAULTS = (
         "cuda/kernels/attention/window.cuh",
         "row + window.diagonal - window.before - column;",
         "row + window.diagonal - window.before - column + 1;",
-        "--op jagged_flash_attention",
     ),
     Fault(
         "wrong base",
@@ -231,7 +219,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check of a fault said: whether it was caught, by what, after how many seconds."""
+    """The result of a fault's check: whether it was caught, by what, after how many seconds."""
 
     caught: bool
     by: str

@@ -1,8 +1,13 @@
-"""What tests of every operator share: its marks, and samples with every option at a plain value."""
+"""What tests share: marks, samples with every option at a plain value, another interpreter."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +54,28 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+
+def sentence(function: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """What a call raises, or nothing."""
+    try:
+        function(*arguments, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def run_python(
+    *arguments: str, cwd: Path | None = None, status: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run another interpreter, with these variables in its environment; it must end like this."""
+    done = subprocess.run(
+        [sys.executable, *map(textwrap.dedent, arguments)],
+        cwd=cwd,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done

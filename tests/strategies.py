@@ -21,7 +21,7 @@ LENGTHS = st.one_of(
 
 @st.composite
 def specs(draw: st.DrawFn, case: Case, min_seqs: int = 0) -> Spec:
-    """What the one generator makes of numbers that hypothesis draws."""
+    """Specs that the one generator makes from numbers that hypothesis draws."""
     rng = draw(st.randoms(use_true_random=False))
     num_seqs = draw(st.integers(min_seqs, 6))
 
@@ -33,6 +33,6 @@ def specs(draw: st.DrawFn, case: Case, min_seqs: int = 0) -> Spec:
             lengths = draw_lengths(rng, distribution, num_seqs, draw(st.integers(1, 90)))
         return Layout(lengths, base=draw(st.integers(0, 9)), tail=draw(st.integers(0, 9)))
 
-    # Few sizes are the large ones: what goes wrong there goes wrong for one draw in ten.
+    # A third of the draws has the sizes of profile edge: a fault there shows in many of them.
     profile = draw(st.sampled_from(["small", "small", "edge"]))
     return case.draw(rng, profile, draw(SEEDS), layout)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +27,6 @@ from benchmarks import (
     table1,
 )
 from benchmarks import session as session_module
-from benchmarks import timing as timing_module
 from benchmarks.candidate import Candidate
 from benchmarks.checking import WrongResultError
 from benchmarks.operands import Operands
@@ -43,10 +39,10 @@ MEASURED = {"median_us", "min_us", "q25_us", "q75_us", "repetitions", "method"}
 TABLE1 = table1.COMMAND.cases
 
 
-def run(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
-    """Run the command on the CPU with tiny shapes; return its JSON."""
+def run(tmp_path: Path, *arguments: str, status: int = 0, device: str = "cpu") -> dict[str, Any]:
+    """Run the command with tiny shapes; return its JSON."""
     out = tmp_path / "results" / "run.json"
-    common = ("--device", "cpu", "--quick", "--repetitions", "1", "--out", str(out))
+    common = ("--device", device, "--quick", "--repetitions", "1", "--out", str(out))
     assert command_line.main([*arguments, *common]) == status
     return json.loads(out.read_text())
 
@@ -118,23 +114,6 @@ def test_target_beside_padded_attention(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Target attention" in capsys.readouterr().out
 
 
-def test_target_counts_bytes_and_finds_a_wrong_result() -> None:
-    layout = Layout((20, 0, 40))
-    operands = Operands.draw(layout, 1, 8, torch.device("cpu"), torch.float32, queries=3)
-    assert operands.forward_bytes == 4 * (2 * 72 + 2 * 480 + 9)
-    assert operands.backward_bytes - operands.forward_bytes == 4 * (2 * 72 + 2 * 480)
-    assert operands.flops == 4 * 3 * 480
-    check = checking.AttentionCheck(operands)
-    out, *gradients = implementations.ours(operands, hinted=True).step()
-    check.require_out(out)
-    check.require_gradients(gradients)
-    with pytest.raises(checking.WrongResultError, match="wrong result of sequence 0"):
-        check.require_out(out + 0.01)
-    gradients[1][-1] += 1
-    with pytest.raises(checking.WrongResultError, match=r"wrong gradient of sequence 2.*grad_k"):
-        check.require_gradients(gradients)
-
-
 def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:
     found = run(tmp_path, "sweep")
     cases = sweep.COMMAND.cases
@@ -185,7 +164,7 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         if row["command"] == "figure2":
             default = attention.COMMANDS["figure2"].default_peers
             assert set(row["results"]) == {OURS, HINTED, UNFUSED, *default}
-            assert row["results"]["dense"]["peak_mib"] is None  # known on a GPU alone
+            assert row["results"]["dense"]["peak_mib"] is None  # known only on a GPU
     passes = [row["pass"] for row in found["rows"] if row["command"] == "host"]
     assert passes == ["no gradient", "gradient", "forward+backward"] * 2
     assert found["build"]["warm_import_s"] == 0.05 and caches == [None]
@@ -278,17 +257,24 @@ def test_a_wrong_gradient_leaves_the_forward(
     assert "median_us" in forward and list(backward) == ["wrong"]
 
 
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (ValueError("cannot compile\nand many more lines"), "ValueError: cannot compile"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 33 GiB"), "out of memory"),
+    ],
+)
 def test_a_peer_that_fails_is_one_line_and_does_not_fail_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: Exception, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(module: str) -> Any:
-        raise ValueError("cannot compile\nand many more lines")
+        raise failure
 
     monkeypatch.setattr(peers, "need_cuda", lambda name, device: None)
     monkeypatch.setattr(peers, "sll", fail)
     found = run(tmp_path, "table1", "--cases", "jagged_softmax")
-    assert rows_of(found, "sll") == [{"error": "ValueError: cannot compile"}] * 2
-    assert found["notes"] == ["sll: ValueError: cannot compile [jagged_softmax forward fp32]"]
+    assert rows_of(found, "sll") == [{"error": text}] * 2
+    assert found["notes"] == [f"sll: {text} [jagged_softmax forward fp32]"]
 
 
 def test_a_lost_gpu_ends_the_run_and_keeps_what_was_measured(
@@ -342,23 +328,6 @@ def test_padding_that_would_fill_the_memory_is_left_out(monkeypatch: pytest.Monk
         implementations.sdpa(operands)
 
 
-def test_running_out_of_memory_ends_one_candidate_alone() -> None:
-    def fail(q: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 33.00 GiB")
-
-    x = torch.ones(3, requires_grad=True)
-    session = Session(CpuTimer(1), Options())
-    session.calibrate()
-    row = session.add(Row("figure2", "4096", "forward+backward", "bf16", {}, 0))
-    candidates = {
-        "dense": lambda: Candidate(fail, (x,), x),
-        OURS: lambda: Candidate(torch.exp, (x,), x),
-    }
-    session.run((row,), candidates, mock.Mock())
-    assert row.results["dense"] == {"error": "out of memory"}
-    assert "median_us" in row.results[OURS] and not session.failed
-
-
 # --- what is counted
 
 
@@ -385,7 +354,7 @@ def test_bytes_and_operations() -> None:
     for name in ("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out"):
         assert 4 * operators[name].forward_elems(batch) / 3.03e6 == pytest.approx(88.3, abs=0.5)
     assert sum(softmax.backward_elems(batch)) == 3 * batch.y_jagged.numel()
-    # The record's lengths have another sum of squares, of which these bytes are proportional.
+    # The record's lengths have another sum of squares, and these bytes are proportional to it.
     squares = sum(length**2 for length in batch.layout.lengths)
     assert operators["jagged2_softmax"].forward_elems(batch) == 2 * squares
     assert 8 * squares / 3.03e6 == pytest.approx(36.9, rel=0.02)
@@ -397,6 +366,11 @@ def test_bytes_and_operations() -> None:
     causal = dataclasses.replace(operands, causal=True)
     assert 2 * causal.flops == operands.flops
     assert operands.backward_bytes - operands.forward_bytes == 4 * 2 * q.numel()
+    layout = Layout((20, 0, 40))
+    target = Operands.draw(layout, 1, 8, torch.device("cpu"), torch.float32, queries=3)
+    assert target.forward_bytes == 4 * (2 * 72 + 2 * 480 + 9)
+    assert target.backward_bytes - target.forward_bytes == 4 * (2 * 72 + 2 * 480)
+    assert target.flops == 4 * 3 * 480
 
 
 def test_every_case_has_goals_and_every_peer_a_description() -> None:
@@ -462,7 +436,7 @@ def test_a_copy_is_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lost_sequence_is_seen() -> None:
-    """By what judges our results, and by the wider limit of our peers."""
+    """Under the limit for our results, and under the wider one for peers."""
     layout, fp32 = Layout((500, 3, 500)), shapes.PRECISIONS["fp32"]
     batch = table1.Batch.draw(layout, torch.device("cpu"), fp32, True)
     operator = next(each for each in table1.OPERATORS if each.name == "jagged_softmax")
@@ -478,24 +452,20 @@ def test_a_lost_sequence_is_seen() -> None:
 
 
 @pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("name", [OURS, UNFUSED])
-def test_attention_is_judged(index: int, name: str) -> None:
-    layout = Layout((30, 2, 17))
-    is_unfused = name == UNFUSED
-    operands = Operands.draw(
-        layout,
-        1 if is_unfused else 2,
-        8,
-        torch.device("cpu"),
-        torch.float32,
-        causal=not is_unfused,
-    )
-    check = checking.AttentionCheck(operands, scores_in_memory=is_unfused)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(OURS, {"causal": True}), (UNFUSED, {}), (HINTED, {"queries": 3})],
+    ids=["self", "unfused", "target"],
+)
+def test_attention_is_judged(index: int, name: str, options: dict[str, Any]) -> None:
+    layout, heads = Layout((30, 2, 17)), 2 if options.get("causal") else 1
+    operands = Operands.draw(layout, heads, 8, torch.device("cpu"), torch.float32, **options)
+    check = checking.AttentionCheck(operands, scores_in_memory=name == UNFUSED)
     maker = implementations.makers(operands, shapes.PRECISIONS["fp32"])[name]
     results = [tensor.clone() for tensor in maker().step()]
     check.require_out(results[0])
     check.require_gradients(results[1:])
-    results[index][40, -1] += 0.1
+    results[index][-1, -1] += 0.1
     with pytest.raises(WrongResultError, match="of sequence 2"):
         check.require_out(results[0])
         check.require_gradients(results[1:])
@@ -522,17 +492,7 @@ def test_scores_in_memory_are_allowed_their_rounding_and_no_more() -> None:
         rounded.require_out(results[0])
 
 
-# --- how is timed
-
-
-def test_measurement() -> None:
-    found = Measurement.of([4.0, 1.0, 3.0, 2.0, 5.0], "clock")
-    assert (found.median_us, found.min_us, found.repetitions) == (3.0, 1.0, 5)
-    assert Measurement.of([2.0], "clock").as_json() == {
-        **dict.fromkeys(("median_us", "min_us", "q25_us", "q75_us"), 2.0),
-        "repetitions": 1,
-        "method": "clock",
-    }
+# --- how it is timed
 
 
 def test_rounds_are_in_turn_and_keep_both_medians() -> None:
@@ -572,30 +532,6 @@ def test_a_row_below_the_highest_clock_is_marked() -> None:
     assert "1755*" in table and f"note: {note}" in table
 
 
-def test_the_sm_clock_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nvml:
-        def nvmlInit_v2(self) -> int:
-            return 0
-
-        def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: object) -> int:
-            return int(uuid != b"GPU-12-34")
-
-        def nvmlDeviceGetClockInfo(self, handle: object, kind: int, mhz: Any) -> int:
-            mhz._obj.value = 1755
-            return int(kind != 1)
-
-        def nvmlDeviceGetMaxClockInfo(self, handle: object, kind: int, mhz: Any) -> int:
-            return 1  # not supported
-
-    properties = types.SimpleNamespace(uuid="12-34")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
-    clock = timing_module.SmClock(torch.device("cuda", 0))
-    assert (clock.now_mhz(), clock.max_mhz()) == (1755, None)
-    properties.uuid = "another"
-    assert timing_module.SmClock(torch.device("cuda", 0)).now_mhz() is None
-
-
 @pytest.mark.cuda
 def test_a_gpu_is_timed_with_a_cold_clean_cache_and_tells_its_clock() -> None:
     timer = CudaTimer(torch.device("cuda", torch.cuda.current_device()), 20)
@@ -613,113 +549,19 @@ def test_a_gpu_is_timed_with_a_cold_clean_cache_and_tells_its_clock() -> None:
         least_us = x.nbytes / found["copy_tbytes_per_s"] / 1e6
         assert cold > least_us and cold > 1.1 * warm
 
+        def refuse_to_be_captured() -> None:
+            x.add_(1)
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("operation not permitted when stream is capturing")
 
-def test_cpu_timer_repeats_by_the_time_of_one() -> None:
-    now = 0.0
-
-    def clock() -> float:
-        return now
-
-    def call_of(seconds: float) -> Callable[[], None]:
-        def call() -> None:
-            nonlocal now
-            now += seconds
-
-        return call
-
-    timer = CpuTimer(clock=clock)
-    slow, fast = timer.measure(call_of(1.0)), timer.measure(call_of(1e-5))
-    assert (slow.median_us, slow.repetitions) == (1e6, timing_module.MIN_REPETITIONS)
-    assert fast.repetitions == timing_module.MAX_REPETITIONS
-    assert CpuTimer(7, clock).measure(call_of(1.0)).repetitions == 7
+        assert timer.measure(refuse_to_be_captured).method == "eager"
 
 
-class _FakeCuda:
-    """Enough of torch.cuda to walk through CudaTimer without a GPU; the log says what was done."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def logged(name: str) -> Callable[..., None]:
-            return lambda *_, **__: self.log.append(name)
-
-        replacements = {
-            "Stream": mock.Mock(),
-            "stream": lambda stream: contextlib.nullcontext(),
-            "synchronize": logged("synchronize"),
-            "empty_cache": logged("empty_cache"),
-            "Event": lambda enable_timing: types.SimpleNamespace(
-                record=logged("event"), elapsed_time=lambda end: 0.025
-            ),
-            "CUDAGraph": lambda: types.SimpleNamespace(replay=logged("replay")),
-            "graph": lambda graph, stream: contextlib.nullcontext(),
-            "memory_allocated": lambda device: 100,
-            "max_memory_allocated": lambda device: 350,
-            "reset_peak_memory_stats": lambda device: None,
-        }
-        for name, replacement in replacements.items():
-            monkeypatch.setattr(torch.cuda, name, replacement)
-        total = torch.sum
-        monkeypatch.setattr(timing_module, "FLUSH_BYTES", 64)
-        monkeypatch.setattr(
-            torch, "sum", lambda *args, **out: self.log.append("read") or total(*args, **out)
-        )
-
-
-def test_cuda_timer_replays_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = _FakeCuda()
-    fake.install(monkeypatch)
-    timer = CudaTimer(torch.device("cpu"), repetitions=4)
-    calls = []
-    found = timer.measure(lambda: calls.append(1))
-    assert (found.method, found.repetitions, found.median_us) == ("graph", 4, 25.0)
-    assert len(calls) == 3  # two to warm up, one captured
-    # The cache is filled by a read before each repetition: it is cold, and clean.
-    assert fake.log[-17:] == ["read", "event", "replay", "event"] * 4 + ["synchronize"]
-    assert timer.peak_bytes(lambda: None) == 250
-    assert timer.measure_host(lambda: None, 10).repetitions == 10
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("33.00 GiB")]
-)
-def test_what_cannot_be_captured_is_timed_by_itself(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    fake = _FakeCuda()
-    fake.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "graph", mock.Mock(side_effect=error))
-    found = CudaTimer(torch.device("cpu"), repetitions=4).measure(lambda: None)
-    assert found.method == "eager" and "replay" not in fake.log
-    # A graph that does not fit beside the call leaves no memory behind.
-    assert ("empty_cache" in fake.log) == isinstance(error, torch.OutOfMemoryError)
-
-
-def test_commands_run_under_the_cuda_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    _FakeCuda().install(monkeypatch)
-    timer = CudaTimer(torch.device("cpu"), repetitions=2)
-    options = Options(
-        quick=True,
-        cases=("jagged_softmax", "short", "512", "din", "attention"),
-        against=("padded", "sdpa"),
-    )
-    session = Session(timer, options)
-    session.calibrate()
-    for name in ("table1", "attention", "figure2", "target", "sweep"):
-        command_line.COMMANDS[name].run(session)
-    assert session.rows and not session.failed
-    table = report.tables(session, report.environment(timer))
-    assert "MiB" in table and "TFLOP/s" in table
-
-
-def test_a_peer_off_the_record_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "is_reference_machine", True)
-    session = Session(CpuTimer(1), Options(quick=True, against=("padded",)))
-    session.calibrate()
-    # A record that no machine comes near, so that the note does not hang on this one's speed.
-    records = {precision: {"padded": 1e-3} for precision in ("fp32", "bf16")}
-    operator = dataclasses.replace(table1.OPERATORS[-1], recorded_us=records)
-    monkeypatch.setattr(table1, "OPERATORS", (operator,))
-    table1.COMMAND.run(session)
-    assert any(note.startswith("padded took ") and "on record" in note for note in session.notes)
+@pytest.mark.cuda
+def test_commands_on_a_gpu_time_graphs_and_measure_memory(tmp_path: Path) -> None:
+    cases = "jagged_softmax,short,512,paper,attention"
+    found = run(tmp_path, "all", "--against", "padded,sdpa", "--cases", cases, device="cuda")
+    ours = {row["command"]: row["results"][OURS] for row in found["rows"]}
+    assert ours.keys() == {"table1", "attention", "figure2", "target", "sweep", "host"}
+    assert all(ours[name]["method"] == ("clock" if name == "host" else "graph") for name in ours)
+    assert ours["figure2"]["peak_mib"] > 0 and found["rows"][0]["sm_mhz"] > 0

@@ -1,4 +1,4 @@
-"""Peers that need a GPU, wired to plain stand-ins: is each operand handed where it belongs?"""
+"""Peers that need a GPU, replaced by plain functions: does each get the right operands?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of a results file: figures, README's table, the stamp of a commit."""
+"""What is made from a results file: figures, README's table, the stamp of a commit."""
 
 from __future__ import annotations
 
@@ -241,6 +241,6 @@ def test_a_commit_is_stamped_if_its_sources_were_measured(repository: Path) -> N
 
 
 def test_the_hash_is_the_one_that_a_run_writes(repository: Path) -> None:
-    """Of the same files, whether they come out of the history or lie in a folder."""
+    """The same files have the same hash, whether they come from the history or lie in a folder."""
     (repository / "jagged_cuda" / "built.so").write_text("not a source")
     assert stamp.hash_of(repository, "HEAD") == report.source_hash(repository)

@@ -35,18 +35,6 @@ def spec_of(activation: str | None, **choices: Any) -> Spec:
 
 @ACTIVATION
 @DTYPE
-@pytest.mark.parametrize("profile", ["small", "edge"])
-def test_agrees_with_the_definition(
-    activation: str | None, dtype: torch.dtype, profile: str, device: torch.device
-) -> None:
-    for seed in range(3 if device.type == "cpu" else 12):
-        spec = CASE.spec(profile, seed)
-        choices = dict(spec.choices) | {"activation": activation}
-        judge(CASE, dataclasses.replace(spec, choices=choices), dtype, device)
-
-
-@ACTIVATION
-@DTYPE
 @pytest.mark.parametrize("columns", [5, 8, 32, 129])
 def test_tiles(
     activation: str | None, dtype: torch.dtype, columns: int, device: torch.device
@@ -63,7 +51,7 @@ def test_tf32(activation: str | None, tf32: None) -> None:
 
 @ACTIVATION
 def test_gradients(activation: str | None, device: torch.device) -> None:
-    """Of any order: the second one too, with an activation or without."""
+    """First and second derivatives, with an activation and without."""
     spec = dataclasses.replace(
         CASE.spec("small", 0),
         layout=Layout((3, 0, 1, 4), base=1, tail=1),

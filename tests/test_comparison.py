@@ -1,4 +1,4 @@
-"""The rule can fail: faults that kernels have had are planted and found, and named."""
+"""The rule can fail: faults that kernels have had are planted, found and named."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_nan_and_inf_must_stand_in_the_same_places() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_what_is_surely_right_is_right(dtype: torch.dtype) -> None:
-    """Errors around the limit, and values around the largest: the quick verdict is never milder."""
+    """Errors near the limit and values near the largest: the quick verdict never passes more."""
     generator = torch.Generator().manual_seed(0)
     seq_of_row = torch.tensor([0, 0, 1, 2, 2, 2, 3])
     quick = 0

@@ -1,6 +1,6 @@
 """What an operator's line refuses: every check of every line, in one sentence, the same everywhere.
 
-Wrong calls are derived from the lines of csrc/contract/operators.h: a right call of which one thing
+Wrong calls are derived from the lines of csrc/contract/operators.h: a right call in which one thing
 is changed. The kernels (C++) and the fake kernels (Python) interpret the lines, so each checks the
 other.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from plain import sentence
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
@@ -158,22 +159,13 @@ def call(op: str, arguments: dict[str, Any], device: torch.device) -> Any:
     return getattr(torch.ops.jagged_cuda, op)(*made)
 
 
-def sentence(function: Callable[[], object]) -> str:
-    """What a call raises, or nothing."""
-    try:
-        function()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 OPS = pytest.mark.parametrize("op", operators())
 
 
 @OPS
 @pytest.mark.parametrize("optional", [False, True], ids=["required", "all"])
 def test_a_right_call_is_taken(op: str, optional: bool, device: torch.device) -> None:
-    """And the fake kernel's results, which the line says, are like the kernel's."""
+    """And the fake kernel's results, which the line describes, are like the kernel's."""
     arguments = right_call(op, SIZES, optional)
     results = call(op, arguments, device)
     with FakeTensorMode():
@@ -190,11 +182,11 @@ def test_wrong_calls_are_refused_in_the_same_words(op: str, device: torch.device
     for wrong in wrong_calls(op):
         with FakeTensorMode():
             gpu = torch.device("cuda", 0) if wrong.needs_gpu else device
-            text = sentence(lambda: call(op, wrong.arguments, gpu))  # noqa: B023
+            text = sentence(call, op, wrong.arguments, gpu)
         assert text.startswith(f"{op}: {wrong.named} must be "), (wrong, text)
         assert re.fullmatch(r".*, got \S.*", text) and wrong.words in text, (wrong, text)
         if not wrong.needs_gpu or device.type == "cuda":
-            kernels = sentence(lambda: call(op, wrong.arguments, device))  # noqa: B023
+            kernels = sentence(call, op, wrong.arguments, device)
             assert kernels == text, wrong
 
 
@@ -215,15 +207,15 @@ def test_whatever_is_changed_both_say_the_same(op: str, device: torch.device) ->
                     others += [dataclasses.replace(value, shape=shape) for shape in shapes]
             for other in others:
                 arguments = right | {name: other}
-                text = sentence(lambda: call(op, arguments, device))  # noqa: B023
+                text = sentence(call, op, arguments, device)
                 with FakeTensorMode():
-                    assert sentence(lambda: call(op, arguments, device)) == text  # noqa: B023
+                    assert sentence(call, op, arguments, device) == text
                 assert re.fullmatch(rf"({op}: \w+ must be .+, got .+)?", text), text
 
 
 @OPS
 def test_every_check_of_a_line_is_reached(op: str) -> None:
-    """Each tensor's rank, dtype, place and sizes, and each relation, is what some call breaks."""
+    """Some call breaks each tensor's rank, dtype, place and sizes, and each relation."""
     _, contract = operators()[op]
     expected, known = {" ".join(words) for words, _ in contract.relations}, set()
     for rule in contract.rules:
@@ -310,4 +302,4 @@ GOLDEN: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 def test_golden_sentences(
     op: str, args: tuple[Any, ...], options: dict[str, Any], text: str
 ) -> None:
-    assert sentence(lambda: getattr(jagged_cuda, op)(*args, **options)) == f"{op}: {text}"
+    assert sentence(getattr(jagged_cuda, op), *args, **options) == f"{op}: {text}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from plain import run_python
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
@@ -37,17 +36,9 @@ AVAILABLE = [isa for isa, needed in NEEDS.items() if needed <= cpu_flags()]
 def test_instruction_set(isa: str) -> None:
     """JAGGED_CUDA_CPU_ISA forces an instruction set; every operator is right on it."""
     seeds = [str(seed) for seed in range(2)]
-    done = subprocess.run(
-        [
-            sys.executable,
-            *("-m", "jagged_cuda.testing", "--profile", "edge", "--seed", *seeds),
-            *("--dtype", "float32", "float64", "float16", "bfloat16"),
-        ],
-        env=os.environ | {"JAGGED_CUDA_CPU_ISA": isa, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["-m", "jagged_cuda.testing", "--profile", "edge", "--seed", *seeds]
+    command += ["--dtype", "float32", "float64", "float16", "bfloat16"]
+    done = run_python(*command, JAGGED_CUDA_CPU_ISA=isa, OMP_NUM_THREADS="2")
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == list(EVERY)
     assert {line.rsplit(" ", 1)[1] for line in lines} == {f"cpu.{isa}"}

@@ -41,6 +41,14 @@ def _on_hopper(path: str) -> str:
     return re.sub(r"mma_sync(?=\.b?f16)", "wgmma", path) if HOPPER else path
 
 
+# Of a product, whatever its kind: dtype, TF32 allowed, path.
+_PRODUCT_PATHS = (
+    (torch.float32, False, "mma_sync.f32"),
+    (torch.float32, True, "mma_sync.tf32"),
+    (torch.float64, False, "fma.f64"),
+    (torch.float16, True, "mma_sync.f16"),
+    (torch.bfloat16, False, "mma_sync.bf16"),
+)
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
@@ -61,13 +69,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
                 _WEIGHTED,
             ),
         )
-        for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.f32"),
-            (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.f64"),
-            (torch.float16, True, "mma_sync.f16"),
-            (torch.bfloat16, False, "mma_sync.bf16"),
-        )
+        for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
         (name, dtype, tf32, {}, f"{first}.{path}", f"{_JAGGED if dense else _DENSE}.{path}")
@@ -75,13 +77,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_dense_bmm", _DENSE, True),
             ("jagged_jagged_bmm", _JAGGED, False),
         )
-        for dtype, tf32, path in (
-            (torch.float32, False, "mma_sync.f32"),
-            (torch.float32, True, "mma_sync.tf32"),
-            (torch.float64, False, "fma.f64"),
-            (torch.float16, True, "mma_sync.f16"),
-            (torch.bfloat16, False, "mma_sync.bf16"),
-        )
+        for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
         (
@@ -209,6 +205,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
 ]
 
 
+PATH = pytest.mark.parametrize("path", ["best", "mma_sync"], indirect=True)
 LAYOUT = Layout((70, 0, 33, 1, 128, 15), base=5, tail=9)
 KEYS = Layout((3, 20, 0, 64, 1, 100), base=2, tail=4)
 
@@ -286,18 +283,16 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@PATH
 @pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_array_products(
-    dtype: torch.dtype, columns: int, path: str, transpose: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, columns: int, path: str, transpose: bool
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
     32 columns or fewer go without wgmma.
     """
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["array_jagged_bmm_jagged_out"]
     layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
@@ -310,15 +305,11 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[not transpose]
 
 
-@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_matrices(
-    dtype: torch.dtype, inner: int, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_of_matrices(dtype: torch.dtype, inner: int, path: str) -> None:
     """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_jagged_bmm_jagged_out"]
     spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
     kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
@@ -365,15 +356,11 @@ def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("path", ["best", "mma_sync"])
+@PATH
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_long_sequences(
-    dtype: torch.dtype, dim: int, path: str, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal: bool) -> None:
     """Long on average, sequences are cut into larger tiles, or walked in larger steps."""
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
     layout = Layout((1300, 129, 1100), base=5, tail=9)
     spec = spec_of(layout, dims=(dim, dim), causal=causal)
@@ -391,6 +378,10 @@ def test_path_of_long_sequences(
 TINY = Layout((*(0,) * 70, 64, 1, 63, 0, 17, 16, 33, 48, *(0,) * 70), base=5, tail=70)
 TINY_KEYS = Layout((*(0,) * 69, 3, 1, 64, 0, 5, 32, 16, 64, 49, *(0,) * 70), base=2, tail=4)
 MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
+# So many short ones that the longer ones are looked for in slabs of rows.
+SLABS = Layout(
+    (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
+)
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
 
 
@@ -422,18 +413,23 @@ def test_tiny_among_longer_sequences(
     if path == "mma_sync":
         monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
-    for causal in (False, True):
-        spec = spec_of(MIXED, dims=(dim, dim), causal=causal)
-        spec = dataclasses.replace(spec, kv_layout=MIXED_KEYS if cross else None)
+    for layout, causal in ((MIXED, False), (MIXED, True), (SLABS, False)):
+        spec = spec_of(layout, dims=(dim, dim), causal=causal)
+        spec = dataclasses.replace(
+            spec, kv_layout=MIXED_KEYS if cross and layout is MIXED else None
+        )
         judge(case, spec, torch.bfloat16, CUDA)
 
 
-def test_tiny_sequences_do_not_depend_on_neighbours() -> None:
-    """A tiny sequence alone, and with max_len, gives the bits that it gives among longer ones."""
+@pytest.mark.parametrize("layout", [MIXED, SLABS], ids=["mixed", "slabs"])
+def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
+    """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
-    sample = case.sample(spec_of(MIXED), torch.bfloat16, CUDA)
+    sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
     whole = run(case, sample, calls(case), None)
-    for begin, end in itertools.pairwise(MIXED.offsets().tolist()):
+    for begin, end in itertools.pairwise(layout.offsets().tolist()):
+        if begin == end:
+            continue
         rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
         offsets = torch.tensor([0, end - begin], device=CUDA)
         for max_len in (False, True):
@@ -600,7 +596,7 @@ def test_never_synchronises(case: Case, cross: bool, dtype: torch.dtype) -> None
 
 
 def filled_up(lengths: tuple[int, ...], total: int) -> Layout:
-    """So many rows, those outside before and after the sequences."""
+    """Rows outside added before and after the sequences, up to so many rows."""
     outside = total - sum(lengths)
     return Layout(lengths, base=outside - (outside > 0), tail=int(outside > 0))
 
@@ -719,7 +715,7 @@ def memory_left(size_bytes: int) -> Iterator[None]:
 # 64 MiB for each tensor, more than the allocator keeps for small ones.
 BIG = Layout((1024,) * 2**7)
 MANY = Layout((1,) * 2**17)
-# The layouts with which a result, or a gradient, is large where it is one row a sequence.
+# The layouts with which a result, or a gradient, is large where it has one row per sequence.
 LAYOUT_OF_RESULT = {
     "jagged_sum": MANY,
     "jagged_mean": MANY,
@@ -759,7 +755,7 @@ def test_out_of_memory_backward(case: Case) -> None:
 
 
 def memory_at_rest() -> int:
-    """What is allocated, once all is freed that backward passes of other tests still hold.
+    """What is allocated, once backward passes of other tests have freed their memory.
 
     Their threads let go of it a moment after the pass returns. The peak counts from here.
     """
@@ -859,17 +855,14 @@ HUGE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype", "path", "choices"), HUGE)
+@pytest.mark.parametrize(("case", "dtype", "path", "choices"), HUGE, indirect=["path"])
 @pytest.mark.usefixtures("room_on_gpu")
 def test_more_than_2_to_the_31_elements(
     case: Case,
     dtype: torch.dtype,
     path: str,
     choices: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
     run_huge(case, spec_of(layout, poisoned=False, **choices), dtype)
 
@@ -897,33 +890,12 @@ MATRICES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "choices", "path"), MATRICES)
+@pytest.mark.parametrize(("case", "choices", "path"), MATRICES, indirect=["path"])
 @pytest.mark.usefixtures("room_on_gpu")
 def test_more_than_2_to_the_31_elements_of_matrices(
-    case: Case, choices: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, choices: dict[str, Any], path: str
 ) -> None:
-    if path == "mma_sync":
-        monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     layout = Layout((3, 0) + (1025,) * 2100 + (64, 0, 77))
     spec = spec_of(layout, poisoned=False, **choices)
     assert spec.capacity > 2**31
     run_huge(case, spec, torch.bfloat16)
-
-
-# --- determinism
-
-
-@CASE
-@DTYPE
-def test_same_bits_again(case: Case, dtype: torch.dtype) -> None:
-    """The fast path repeats bit for bit too, under other work on the GPU."""
-    sample = case.sample(case.spec("large", 1), dtype, CUDA)
-    first = run(case, sample, calls(case), cotangents_of(case, sample))
-    busy = torch.ones(2048, 2048, device=CUDA)
-    stream = torch.cuda.Stream()
-    for _ in range(3):
-        with torch.cuda.stream(stream):
-            for _ in range(5):
-                busy @ busy
-        assert_same_bits(run(case, sample, calls(case), cotangents_of(case, sample)), first)
-    torch.cuda.synchronize()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +26,13 @@ from histories import (
     pad,
     read_events,
 )
+from plain import run_python
 from ranker import Ranker, jagged_attention, padded_attention
 from report import Result, Side, format_table
 from training import Measurement
 
 from jagged_cuda import jagged_flash_attention
 
-EXAMPLES = Path(demo.__file__).parent
 HEADER = "user_id,item_id,timestamp\n"
 TINY = ["--steps", "3", "--cap", "24", "--batch-size", "8", "--dim", "16", "--negatives", "8"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -191,25 +190,11 @@ def test_the_two_models_agree_in_loss_and_gradient():
 # The whole demo
 
 
-def run_example(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def run_demo(*args: str) -> subprocess.CompletedProcess[str]:
-    return run_example("demo.py", *args)
-
-
 @pytest.mark.parametrize("with_events", [False, True])
 def test_demo_trains_both_and_shows_the_cost(tmp_path, with_events):
     out = tmp_path / "figure.png"
     events = ["--events", str(write_log(tmp_path / "log.csv.gz"))] if with_events else []
-    ran = run_demo(*events, *TINY, "--device", "cpu", "--out", str(out))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = run_python(demo.__file__, *events, *TINY, "--device", "cpu", "--out", str(out))
     for row in ("time per step", "histories per second", "peak memory", "rows per step", "fill"):
         assert re.search(rf"^{row}.* \d", ran.stdout, re.MULTILINE), ran.stdout
     assert "losses    equal within rounding at 3 of 3 steps" in ran.stdout
@@ -242,8 +227,7 @@ def test_heads_must_divide_the_features(capsys):
 
 def test_demo_names_the_file_and_the_line_of_a_bad_value(tmp_path):
     path = write(tmp_path / "bad.csv", HEADER + "1,2,x\n")
-    ran = run_demo("--events", str(path), *TINY)
-    assert ran.returncode == 2
+    ran = run_python(demo.__file__, "--events", str(path), *TINY, status=2)
     assert ran.stderr.splitlines()[-1] == (
         f"demo.py: {path}: line 2: timestamp must be a number, got 'x'"
     )

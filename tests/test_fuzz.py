@@ -1,4 +1,4 @@
-"""The fuzzer finds what is planted, makes it small, repeats itself, and says what it missed."""
+"""The fuzzer finds planted faults, makes them small, repeats draws, and says what it missed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import run_python
 from torch import Tensor
 
 import jagged_cuda
@@ -22,7 +22,7 @@ from jagged_cuda import fuzz
 from jagged_cuda.testing import draws, kernel_paths
 from jagged_cuda.testing.cases import CASES
 from jagged_cuda.testing.coverage import Coverage, expected, report
-from jagged_cuda.testing.draws import SIZES, Draw, Drawn, Wanted, draw
+from jagged_cuda.testing.draws import SIZES, Draw, Wanted, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = (("cpu", "cpu"),)
@@ -55,7 +55,7 @@ def broken(change: Callable[[Tensor, Tensor], None]) -> Any:
 
 
 def lose_the_tail(out: Tensor, offsets: Tensor) -> None:
-    """Of sequences of at least ten rows, the last is lost."""
+    """Drop the last row of sequences of at least ten rows."""
     for begin, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
         if end - begin >= 10 and end == out.shape[0]:
             out[end - 1] = 0
@@ -74,21 +74,9 @@ def test_draws_repeat_and_survive_their_line(size: str) -> None:
         assert draw(wanted, 6, "cuda", "cuda", index) != drawn
 
 
-def test_other_operators_do_not_change_a_draws_line() -> None:
-    """A finding's line holds everything: nothing is drawn again when it is read."""
-    drawn = draw(SMALL, 1, "cpu", "cpu", 0).draw
-    text = drawn.command()
-    assert "\n" not in text
-    words = shlex.split(text)
-    assert words[:4] == ["python", "-m", "jagged_cuda.fuzz", "--case"]
-    assert Draw.from_json(words[4]) == drawn
-
-
 def test_the_line_runs() -> None:
     words = shlex.split(draw(SMALL, 1, "cpu", "cpu", 4).draw.command())
-    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "right; kernels cpu." in done.stdout
+    assert "right; kernels cpu." in run_python(*words[1:], cwd=ROOT).stdout
 
 
 @pytest.mark.parametrize("text", ["{}", "[", '{"op": "x", "spec": {"length": 3}}'])
@@ -235,12 +223,3 @@ def test_the_report_names_what_was_never_reached() -> None:
     everything = Coverage()
     everything.counts.update(items)
     assert "never reached       nothing" in report(everything, items)
-
-
-def test_sizes_say_what_they_hold() -> None:
-    """Sizes of one name are in each table, so that --size means the same everywhere."""
-    for sizes in SIZES.values():
-        assert sizes.keys() <= SIZES["cuda"].keys()
-    many: Drawn = draw(Wanted(size="many"), 1, "cuda", "cuda", 0)
-    assert many.size == "many"
-    assert many.draw.spec.layout.num_seqs in (0, *range(200, 3001))

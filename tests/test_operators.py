@@ -93,17 +93,13 @@ def test_attention_gradient_of_one_output(
 
 
 @DTYPE
-def test_target_attention_of_few_and_many_queries(dtype: str, device: torch.device) -> None:
-    """No query at all, and the same queries for every sequence without a copy of them."""
+def test_target_attention_of_the_same_queries(dtype: str, device: torch.device) -> None:
+    """The same for every sequence, without a copy of them."""
     offsets = torch.tensor((1, 4, 4, 9), device=device)
     k, v, q = (
         torch.randn(s, device=device, dtype=DTYPES[dtype]) for s in ((10, 8), (10, 4), (6, 8))
     )
     leaves = [t.requires_grad_() for t in (k, v, q)]
-    none = jagged_cuda.jagged_target_attention(q[:0].expand(3, 0, 8), k, v, offsets)
-    assert none.shape == (3, 0, 4)
-    gradients = torch.autograd.grad(none.sum(), leaves, materialize_grads=True)
-    assert not any(g.any() for g in gradients)
     shared = jagged_cuda.jagged_target_attention(q.expand(3, 6, 8), k, v, offsets)
     copied = jagged_cuda.jagged_target_attention(q.repeat(3, 1, 1), k, v, offsets)
     torch.testing.assert_close(shared, copied, rtol=0, atol=0)

@@ -19,6 +19,7 @@ from types import ModuleType
 import filelock
 import pytest
 import torch
+from plain import run_python
 
 import jagged_cuda
 from jagged_cuda import _build, _load
@@ -27,17 +28,17 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 
 pytestmark = pytest.mark.skipif(
-    not (ROOT / ".git").exists(), reason="packaging is tested in a checkout alone"
+    not (ROOT / ".git").exists(), reason="packaging is tested only in a checkout"
 )
 
 
+def _output_of(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 def _tracked() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
+    listed = _output_of("git", "ls-files", "-co", "--exclude-standard", "-z")
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
@@ -53,18 +54,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build_package(checkout: Path, what: str) -> Path:
-    env = {**os.environ, "TORCH_CUDA_ARCH_LIST": ""}  # .ci/run builds the CUDA library
     # Where `make wheel` compiles: what it has compiled is not compiled again.
     objects = ROOT / "build" / f"temp.linux-{os.uname().machine}-{sys.implementation.cache_tag}"
     objects.mkdir(parents=True, exist_ok=True)
     (checkout / "setup.cfg").write_text(f"[build_ext]\nbuild_temp = {objects}\n")
     script = f'import setuptools.build_meta as backend; print(backend.build_{what}("dist"))'
-    with filelock.FileLock(objects / "lock"):
-        result = subprocess.run(
-            [sys.executable, "-c", script], cwd=checkout, env=env, capture_output=True, text=True
-        )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return checkout / "dist" / result.stdout.strip().split("\n")[-1]
+    with filelock.FileLock(objects / "lock"):  # .ci/run builds the CUDA library
+        done = run_python("-c", script, cwd=checkout, TORCH_CUDA_ARCH_LIST="")
+    return checkout / "dist" / done.stdout.strip().split("\n")[-1]
 
 
 @pytest.fixture(scope="module")
@@ -120,21 +117,15 @@ def _info_folder(names: set[str]) -> str:
 def test_an_installed_wheel_loads_its_libraries(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    script = (
-        "from jagged_cuda import _load\n"
-        "library = _load.loaded['_C_cpu']\n"
-        "print(library.origin, library.path, _load.find_csrc())"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    script = """
+        from jagged_cuda import _load
+        library = _load.loaded['_C_cpu']
+        print(library.origin, library.path, _load.find_csrc())
+    """
+    place = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = run_python("-c", script, cwd=tmp_path, **place)
     package = tmp_path / "jagged_cuda"
-    assert result.stdout.split() == [
+    assert done.stdout.split() == [
         "prebuilt",
         str(package / "_C_cpu.abi3.so"),
         str(package / "csrc"),
@@ -154,15 +145,8 @@ def test_what_is_in_the_source_distribution(sdist: Path, checkout: Path) -> None
 def test_without_torch_the_build_says_what_to_install(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     script = 'import setuptools.build_meta as backend; backend.build_wheel("dist")'
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode != 0
-    assert result.stderr.strip().split("\n")[-1] == (
+    done = run_python("-c", script, cwd=checkout, status=1, PYTHONPATH=str(tmp_path))
+    assert done.stderr.strip().split("\n")[-1] == (
         "error: jagged_cuda is compiled against the torch that you run, and this environment has "
         "none (no torch here): pip install 'torch>=2.10', then pip install --no-build-isolation "
         "jagged_cuda (or . in a checkout)."
@@ -177,29 +161,20 @@ def test_the_libraries_need_nothing_that_changes_with_torch_or_python(library: s
     tools = [shutil.which("nm"), shutil.which("readelf")]
     if None in tools:
         pytest.skip("binutils is not installed")
-    undefined = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(loaded.path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    undefined = _output_of("nm", "-D", "--undefined-only", str(loaded.path))
     assert "aoti_torch_" in undefined or "torch_" in undefined
     assert re.findall(r" (?:_ZNK?2at|_ZNK?3c10|_?Py[A-Z_])\S*", undefined) == []
-    needed = subprocess.run(
-        ["readelf", "-d", str(loaded.path)], capture_output=True, text=True, check=True
-    ).stdout
+    needed = _output_of("readelf", "-d", str(loaded.path))
     assert not re.search(r"libpython|libtorch_python|RPATH|RUNPATH", needed), needed
 
 
 @pytest.mark.parametrize("archs", ["8.0;9.0a;10.0", ""])
-def test_make_wheel_takes_the_architectures(archs: str) -> None:
-    command = ["make", "-n", "wheel", "VENV=", f"PYTHON={sys.executable}", f"ARCHS={archs}"]
+def test_make_wheel_takes_the_architectures(archs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    environment = {name: v for name, v in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
-    printed = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    command = ("make", "-n", "wheel", "VENV=", f"PYTHON={sys.executable}", f"ARCHS={archs}")
+    printed = _output_of(*command)
     assert ("TORCH_CUDA_ARCH_LIST='8.0;9.0a;10.0' " in printed) == bool(archs)
     assert ("TORCH_CUDA_ARCH_LIST" in printed) == bool(archs)
 
@@ -226,34 +201,11 @@ def test_the_wheel_passes_what_ci_checks(
     assert len(check_wheel.problems_of_file(other)) == 2
 
 
-def test_an_architecture_that_is_missing_is_found(
-    check_wheel: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def listing(*code: str) -> str:
-        pieces = (text.split() for text in code)
-        return "".join(
-            f"\nFatbin {kind} code:\n================\narch = {arch}\ncode version = [1,8]\n"
-            for kind, arch in pieces
-        )
-
-    def problems(archs: str, *code: str) -> list[str]:
-        monkeypatch.setattr(check_wheel, "output_of", lambda *_: listing(*code))
-        return check_wheel.problems_of_archs(Path("_C_cuda.abi3.so"), archs)
-
-    monkeypatch.setattr(check_wheel, "find_cuobjdump", lambda: Path("cuobjdump"))
-    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90a", "elf sm_90a", "elf sm_80") == []
-    assert problems("8.0;10.0+PTX", "elf sm_80", "elf sm_100", "ptx sm_100") == []
-    assert problems("8.0;10.0+PTX", "elf sm_80", "elf sm_100")
-    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90")
-    assert problems("8.0", "elf sm_80", "elf sm_90a")
-    assert problems("8.0;9.0a", "elf sm_80", "elf sm_90a", "elf sm_80")
-
-
 # --- docs/building.md
 
 
 def sentences() -> list[str]:
-    """What building and loading can raise or warn of, with … for what differs."""
+    """Every sentence that building and loading can raise or warn of, with … for what differs."""
     found = []
     for path in ("jagged_cuda/_build.py", "jagged_cuda/_load.py", "setup.py"):
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

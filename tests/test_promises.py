@@ -1,4 +1,4 @@
-"""What every operator promises, whatever it computes: sizes, storages, logits, neighbours."""
+"""Promises of every operator, whatever it computes: sizes, storages, logits, neighbours."""
 
 from __future__ import annotations
 
@@ -42,15 +42,9 @@ NAMES = ("case", "device", "path")
 CHOSEN = pytest.mark.parametrize(NAMES, CASE_AND_PATH, indirect=["path"])
 
 
-@pytest.fixture
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "" if request.param == "best" else request.param)
-    return request.param
-
-
 # --- sizes
 
-# By what they are called in the table: each of these may be zero.
+# By their names in the table: each of these may be zero.
 ZERO: dict[str, tuple[Any, ...]] = {
     "D": (0,),
     "N": (0,),
@@ -111,7 +105,7 @@ def repeated(tensors: Tensors, times: int) -> Tensors:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_storage(case: Case, storage: str, dtype: str, device: torch.device) -> None:
-    """All arguments lie in memory like this, and the gradients that come in."""
+    """All arguments, and incoming gradients, lie in memory like this."""
     op = next(key for key, each in EVERY.items() if each is case)
     inputs = list(case.inputs)
     for offsets_dtype, choices in (
@@ -216,7 +210,7 @@ def test_softmax_of_huge_logits(
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Around the operators alone: the definition has no deterministic kernel on a GPU."""
+    """Only around the operators: the definition has no deterministic kernel on a GPU."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

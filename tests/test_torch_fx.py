@@ -87,7 +87,7 @@ def test_a_subclass_takes_the_call() -> None:
 
 
 def test_nested_tensors_lend_their_parts() -> None:
-    """The way in docs/torchrec.md: nothing is copied, and gradients reach the nested tensor."""
+    """As in docs/torchrec.md: nothing is copied, and gradients reach the nested tensor."""
     parts = [torch.randn(n, 8, requires_grad=True) for n in (2, 3)]
     nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
     x, offsets = nested.values(), nested.offsets()

@@ -37,7 +37,7 @@ def features(example: Any) -> Any:
 
 
 def one_by_one(model: Any, features: Any) -> Tensor:
-    """The same with PyTorch's attention, a user at a time."""
+    """The same with PyTorch's attention, one user at a time."""
     table = model.embeddings.embeddings["item_table"].weight
     parts = features.to_dict()
     histories = parts["history"].to_dense()

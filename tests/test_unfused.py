@@ -1,4 +1,4 @@
-"""jagged_attention, three operators in a row: a case of its own, after the flash form's."""
+"""jagged_attention, three operators in a row: judged by the definition of flash attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import DTYPE
+from plain import DTYPE, sentence
 from test_cuda import no_synchronisation
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -52,43 +52,17 @@ def test_agrees_with_the_definition(dtype: torch.dtype, profile: str, device: to
         judge(CASE, spec, dtype, device)
 
 
-@DTYPE
-@pytest.mark.parametrize("spec", [SPEC, CROSS], ids=["self", "cross"])
-@pytest.mark.parametrize("capacity", [None, "exact", "spare", 70_000])
-def test_lengths_and_capacities(
-    spec: Spec, capacity: object, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Empty sequences, and queries without keys and keys without queries, in room to spare."""
-    judge(CASE, with_choices(spec, capacity=capacity), dtype, device)
-
-
 @pytest.mark.parametrize(
     "lengths", [(), (0,), (0, 0, 0)], ids=["no_sequence", "one_empty", "all_empty"]
 )
-@pytest.mark.parametrize("capacity", [None, "exact", "spare"])
+@pytest.mark.parametrize("capacity", [None, "exact", "spare", 70_000])
 def test_nothing_to_attend_to(
-    lengths: tuple[int, ...], capacity: str | None, device: torch.device
+    lengths: tuple[int, ...], capacity: object, device: torch.device
 ) -> None:
     """The rows that there are lie outside: they are zeros, and so are their gradients."""
     spec = dataclasses.replace(SPEC, layout=Layout(lengths, base=2, tail=1))
     spec = with_choices(spec, capacity=capacity)
     judge(CASE, spec, torch.float32, device)
-    sample = CASE.sample(spec, torch.float32, device)
-    leaves = leaves_of(sample)
-    tensors = dict(zip("qkv", leaves, strict=True))
-    out = CASE.call(None, dataclasses.replace(sample, tensors=tensors))["out"]
-    assert torch.equal(out, torch.zeros(3, 6, device=device))
-    for gradient in torch.autograd.grad(out.sum(), leaves):
-        assert not gradient.any()
-
-
-@pytest.mark.parametrize("spec", [SPEC, CROSS], ids=["self", "cross"])
-@pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.2])
-def test_means_what_flash_attention_means(
-    spec: Spec, scale: float | None, device: torch.device
-) -> None:
-    """Its definition is the flash form's, to the last bits of float64."""
-    judge(CASE, with_choices(spec, scale=scale), torch.float64, device)
 
 
 def test_features_are_not_needed(device: torch.device) -> None:
@@ -116,9 +90,7 @@ def test_messages_name_the_operator_that_found_it(device: torch.device) -> None:
         ((x, x[:, :3], x), "jagged_jagged_bmm_jagged_out: y must be [6, 4], got [6, 3]"),
         ((x, x, x.double()), "array_jagged_bmm_jagged_out: y must be float32, got float64"),
     ):
-        with pytest.raises(RuntimeError) as caught:
-            jagged_attention(*qkv, offsets)
-        assert str(caught.value) == message
+        assert sentence(jagged_attention, *qkv, offsets) == message
 
 
 def test_compile(device: torch.device) -> None:

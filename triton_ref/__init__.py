@@ -1,4 +1,4 @@
-"""The operators of jagged_cuda once more, in Triton: plain, right first, the second opinion.
+"""The operators of jagged_cuda in Triton: plain, correct before fast, as a second opinion.
 
 Same names and arguments as the public functions of jagged_cuda, differentiable, in fp32, fp16 and
 bf16 on a GPU. With TRITON_INTERPRET=1 in the environment before Triton is imported, they run on

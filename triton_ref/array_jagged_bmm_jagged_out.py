@@ -6,19 +6,20 @@ import triton.language as tl
 
 from . import jagged_jagged_bmm_jagged_out as scores
 from .common import (
+    TILE_M,
+    TILE_N,
     accumulator,
     check,
     find_tile,
     input_precision,
+    launch,
     load_matrix,
     load_rows,
     make_matrices,
+    multiply,
     num_tiles,
+    store_block,
 )
-
-TILE_M = 64
-TILE_N = 64
-TILE_K = 32
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total_z", "total_y", "capacity"])
@@ -35,14 +36,10 @@ def array_jagged_bmm_jagged_out_kernel(
     capacity,
     N,
     stride_a,
-    stride_yk,
-    stride_yn,
+    y_strides,
     TRANSPOSE: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
 ):
     i_seq, first_row = find_tile(p_z_offsets, tl.program_id(0), num_seqs, total_z, TILE_M)
     begin_z, end_z = load_rows(p_z_offsets, i_seq, num_seqs, total_z)
@@ -50,8 +47,8 @@ def array_jagged_bmm_jagged_out_kernel(
     M = end_z - begin_z
     K = end_y - begin_y
     begin, fits = load_matrix(p_matrix_offsets, i_seq, num_seqs, M * K, capacity)
-    stride_am = 1 if TRANSPOSE else K
-    stride_ak = M if TRANSPOSE else 1
+    stride_am = stride_a if TRANSPOSE else K * stride_a
+    stride_ak = M * stride_a if TRANSPOSE else stride_a
     # Rows outside every sequence sum over nothing, and so do those of a matrix that does not fit.
     num_terms = tl.where(fits, K, 0)
 
@@ -59,23 +56,12 @@ def array_jagged_bmm_jagged_out_kernel(
     o_n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     m_m = o_m < end_z
     m_n = o_n < N
-    b_z = tl.zeros([TILE_M, TILE_N], dtype=ACCUMULATOR)
-    for first_k in range(0, num_terms, TILE_K):
-        o_k = first_k + tl.arange(0, TILE_K)
-        m_k = o_k < K
-        # [TILE_M, TILE_K]
-        o_a = begin + (o_m - begin_z)[:, None] * stride_am + o_k[None, :] * stride_ak
-        b_a = tl.load(p_a + o_a * stride_a, mask=m_m[:, None] & m_k[None, :], other=0.0)
-        # [TILE_K, TILE_N]
-        b_y = tl.load(
-            p_y + (begin_y + o_k)[:, None] * stride_yk + o_n[None, :] * stride_yn,
-            mask=m_k[:, None] & m_n[None, :],
-            other=0.0,
-        )
-        b_z += tl.dot(b_a, b_y, input_precision=INPUT_PRECISION)
-
-    p_tile = p_z + o_m[:, None] * N + o_n[None, :]
-    tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+    p_m = p_a + begin * stride_a + (o_m - begin_z) * stride_am
+    p_n = p_y + begin_y * y_strides[0] + o_n * y_strides[1]
+    b_z = multiply(
+        p_m, m_m, stride_ak, p_n, m_n, y_strides[0], 0, num_terms, ACCUMULATOR, INPUT_PRECISION
+    )
+    store_block(p_z, b_z, o_m, o_n, m_m, m_n, N)
 
 
 class ArrayJaggedBmmJaggedOut(torch.autograd.Function):
@@ -86,30 +72,26 @@ class ArrayJaggedBmmJaggedOut(torch.autograd.Function):
         total_y, N = y.shape
         num_seqs = len(offsets) - 1
         z = y.new_empty(total, N)
-        if z.numel() > 0:
-            with torch.cuda.device_of(a):
-                grid = (num_tiles(total, num_seqs, TILE_M), triton.cdiv(N, TILE_N))
-                array_jagged_bmm_jagged_out_kernel[grid](
-                    a,
-                    y,
-                    y_offsets if transpose else offsets,
-                    offsets if transpose else y_offsets,
-                    matrix_offsets,
-                    z,
-                    num_seqs,
-                    total,
-                    total_y,
-                    len(a),
-                    N,
-                    *a.stride(),
-                    *y.stride(),
-                    TRANSPOSE=transpose,
-                    ACCUMULATOR=accumulator(a),
-                    INPUT_PRECISION=precision,
-                    TILE_M=TILE_M,
-                    TILE_N=TILE_N,
-                    TILE_K=TILE_K,
-                )
+        launch(
+            array_jagged_bmm_jagged_out_kernel,
+            (num_tiles(total, num_seqs, TILE_M.value), triton.cdiv(N, TILE_N.value)),
+            a,
+            y,
+            y_offsets if transpose else offsets,
+            offsets if transpose else y_offsets,
+            matrix_offsets,
+            z,
+            num_seqs,
+            total,
+            total_y,
+            len(a),
+            N,
+            a.stride(0),
+            y.stride(),
+            TRANSPOSE=transpose,
+            ACCUMULATOR=accumulator(a),
+            INPUT_PRECISION=precision,
+        )
         return z
 
     @staticmethod

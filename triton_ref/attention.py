@@ -1,17 +1,55 @@
-"""What the attention kernels share: the online softmax, P and dS again, and tiles."""
+"""Shared by the attention kernels: the online softmax, P and dS recomputed, and tiles."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .common import EXACT_PRODUCTS, accumulator
+from .common import (
+    EXACT_PRODUCTS,
+    accumulator,
+    find_tile,
+    load_block,
+    load_rows,
+    store_block,
+)
 
 
 @triton.jit
-def load_block(p_first, o_row, o_dim, m_row, m_dim, stride_row, stride_dim):
-    """Rows of one head, zeros where masked: [rows, dims]."""
-    p_block = p_first + o_row[:, None] * stride_row + o_dim[None, :].to(tl.int64) * stride_dim
-    return tl.load(p_block, mask=m_row[:, None] & m_dim[None, :], other=0.0)
+def find_rows(p_offsets, p_other_offsets, num_seqs, total, other_total, TILE):
+    """The first row of this program's tile within its sequence, and where the sequence begins.
+
+    With its length, and begin and length of the same sequence's rows in the other tensor: length 0
+    for rows outside every sequence.
+    """
+    i_seq, first = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE)
+    begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
+    other_begin, other_end = load_rows(p_other_offsets, i_seq, num_seqs, other_total)
+    in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
+    other_len = tl.where(in_sequence, other_end - other_begin, 0).to(tl.int32)
+    return (first - begin).to(tl.int32), begin, (end - begin).to(tl.int32), other_begin, other_len
+
+
+@triton.jit
+def visible_range(first, len_rows, len_others, before, after, TILE):
+    """First and end of the rows of the other tensor that see, or are seen by, those of the tile."""
+    shift = len_others - len_rows
+    last = tl.minimum(first + TILE, len_rows) - 1
+    return tl.maximum(first + shift - before, 0), tl.minimum(last + shift + after + 1, len_others)
+
+
+@triton.jit
+def load_head(p_x, strides, i_head, o_row, m_row, D, BLOCK_D: tl.constexpr):
+    """Rows of one head of x [T, H, D], zeros where masked: [rows, BLOCK_D]."""
+    o_d = tl.arange(0, BLOCK_D)
+    strides_of_head = (strides[0], strides[2])
+    return load_block(p_x + i_head * strides[1], strides_of_head, o_row, o_d, m_row, o_d < D)
+
+
+@triton.jit
+def store_head(p_z, b_z, o_row, m_row, D, BLOCK_D: tl.constexpr):
+    """Rows of z [T * H, D], contiguous."""
+    o_d = tl.arange(0, BLOCK_D)
+    store_block(p_z, b_z, o_row, o_d, m_row, o_d < D, D)
 
 
 @triton.jit
@@ -60,8 +98,7 @@ def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:
         "DV": value_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
-        "TILE_M": tile,
-        "TILE_N": tile,
+        "TILE": tile,
         "ACCUMULATOR": accumulator(q),
         "INPUT_PRECISION": precision,
         "num_stages": 2,

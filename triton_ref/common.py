@@ -1,4 +1,4 @@
-"""What the kernels share: finding a tile's sequence on the device, and argument checks.
+"""Shared by the kernels: finding a tile's sequence on the device, and argument checks.
 
 Names: `i_` index, `o_` offsets within an axis, `m_` mask, `p_` pointer, `b_` block in registers.
 """
@@ -19,6 +19,11 @@ DTYPES = (
     if INTERPRETED
     else (torch.float32, torch.float16, torch.bfloat16)
 )
+
+# Tiles of products.
+TILE_M = tl.constexpr(64)
+TILE_N = tl.constexpr(64)
+TILE_K = tl.constexpr(32)
 
 # For the launch of a kernel that takes exp(x * scale - max): contracted to a fused multiply-add,
 # the largest logit would no longer be exactly its own maximum.
@@ -70,9 +75,59 @@ def load_matrix(p_matrix_offsets, i_seq, num_seqs, num_elements, capacity):
     return begin, m_seq & fits
 
 
+@triton.jit
+def load_block(p_x, strides, o_row, o_column, m_row, m_column):
+    """The rows and columns of a matrix, zeros where masked: [rows, columns]."""
+    o_x = o_row[:, None].to(tl.int64) * strides[0] + o_column[None, :].to(tl.int64) * strides[1]
+    return tl.load(p_x + o_x, mask=m_row[:, None] & m_column[None, :], other=0.0)
+
+
+@triton.jit
+def store_block(p_z, b_z, o_row, o_column, m_row, m_column, row_stride):
+    """Rows and columns of a matrix whose rows are contiguous, in its type."""
+    p_block = p_z + o_row[:, None].to(tl.int64) * row_stride + o_column[None, :]
+    b_z = b_z.to(p_z.dtype.element_ty)
+    tl.store(p_block, b_z, mask=m_row[:, None] & m_column[None, :])
+
+
+@triton.jit
+def multiply(
+    p_m, m_m, stride_xk, p_n, m_n, stride_yk, first_k, end_k, ACCUMULATOR, INPUT_PRECISION
+):
+    """The sum of x[m, k] y[k, n] over k from first_k to end_k: [TILE_M, TILE_N].
+
+    p_m points to x[m, 0], [TILE_M], and p_n to y[0, n], [TILE_N].
+    """
+    b_z = tl.zeros([TILE_M, TILE_N], dtype=ACCUMULATOR)
+    for first in range(first_k, end_k, TILE_K):
+        o_k = (first + tl.arange(0, TILE_K)).to(tl.int64)
+        m_k = o_k < end_k
+        # [TILE_M, TILE_K]
+        p_x = p_m[:, None] + o_k[None, :] * stride_xk
+        b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
+        # [TILE_K, TILE_N]
+        p_y = p_n[None, :] + o_k[:, None] * stride_yk
+        b_y = tl.load(p_y, mask=m_k[:, None] & m_n[None, :], other=0.0)
+        b_z += tl.dot(b_x, b_y, input_precision=INPUT_PRECISION)
+    return b_z
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel on the device of its first argument, unless the grid is empty."""
+    if 0 not in grid:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **options)
+
+
 def num_tiles(total: int, num_seqs: int, tile: int) -> int:
     """How many tiles cover every row of a jagged tensor, whatever its lengths."""
     return total // tile + num_seqs + 2
+
+
+def tile_of(columns: int, widest: int = 32) -> tuple[int, int]:
+    """Rows and columns of a tile of 1024 elements: few columns make it tall."""
+    tile_columns = min(widest, triton.next_power_of_2(max(1, columns)))
+    return 1024 // tile_columns, tile_columns
 
 
 def accumulator_type(x: torch.Tensor) -> torch.dtype:

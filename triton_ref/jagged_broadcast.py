@@ -1,4 +1,4 @@
-"""Each row of a sequence gets what the sequence has."""
+"""Each row of a sequence gets the sequence's value."""
 
 import torch
 

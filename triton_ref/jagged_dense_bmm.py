@@ -9,17 +9,19 @@ from jagged_cuda.ops._contract import fail_argument
 from . import jagged_jagged_bmm as transposed
 from . import jagged_sum as reduction
 from .common import (
+    TILE_M,
+    TILE_N,
     accumulator,
     check,
     find_tile,
     input_precision,
+    launch,
     load_rows,
+    multiply,
     num_tiles,
+    store_block,
 )
 
-TILE_M = 64
-TILE_N = 64
-TILE_K = 32
 ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
 
 
@@ -49,19 +51,12 @@ def jagged_dense_bmm_kernel(
     total,
     K,
     N,
-    stride_xm,
-    stride_xk,
-    stride_yb,
-    stride_yk,
-    stride_yn,
-    stride_bb,
-    stride_bn,
+    x_strides,
+    y_strides,
+    bias_strides,
     ACTIVATION: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
 ):
     i_seq, first_row = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE_M)
     _, end = load_rows(p_offsets, i_seq, num_seqs, total)
@@ -73,35 +68,18 @@ def jagged_dense_bmm_kernel(
     o_n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     m_m = o_m < end
     m_n = o_n < N
-    p_y += i_seq.to(tl.int64) * stride_yb
-
-    b_z = tl.zeros([TILE_M, TILE_N], dtype=ACCUMULATOR)
-    for first_k in range(0, num_terms, TILE_K):
-        o_k = first_k + tl.arange(0, TILE_K)
-        m_k = o_k < K
-        # [TILE_M, TILE_K]
-        b_x = tl.load(
-            p_x + o_m[:, None] * stride_xm + o_k[None, :] * stride_xk,
-            mask=m_m[:, None] & m_k[None, :],
-            other=0.0,
-        )
-        # [TILE_K, TILE_N]
-        b_y = tl.load(
-            p_y + o_k[:, None].to(tl.int64) * stride_yk + o_n[None, :] * stride_yn,
-            mask=m_k[:, None] & m_n[None, :],
-            other=0.0,
-        )
-        b_z += tl.dot(b_x, b_y, input_precision=INPUT_PRECISION)
-
+    p_m = p_x + o_m * x_strides[0]
+    p_n = p_y + i_seq.to(tl.int64) * y_strides[0] + o_n * y_strides[2]
+    b_z = multiply(
+        p_m, m_m, x_strides[1], p_n, m_n, y_strides[1], 0, num_terms, ACCUMULATOR, INPUT_PRECISION
+    )
     if p_bias is not None:
         # [TILE_N]
-        p_row = p_bias + i_seq.to(tl.int64) * stride_bb
-        b_bias = tl.load(p_row + o_n * stride_bn, mask=m_n & in_sequence, other=0.0)
+        p_row = p_bias + i_seq.to(tl.int64) * bias_strides[0]
+        b_bias = tl.load(p_row + o_n * bias_strides[1], mask=m_n & in_sequence, other=0.0)
         b_z += b_bias[None, :].to(ACCUMULATOR)
     b_z = tl.where(in_sequence, activate(b_z, ACTIVATION), 0.0)
-
-    p_tile = p_z + o_m[:, None] * N + o_n[None, :]
-    tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+    store_block(p_z, b_z, o_m, o_n, m_m, m_n, N)
 
 
 class JaggedDenseBmm(torch.autograd.Function):
@@ -112,29 +90,25 @@ class JaggedDenseBmm(torch.autograd.Function):
         total, K = x.shape
         num_seqs, _, N = y.shape
         z = x.new_empty(total, N)
-        if z.numel() > 0:
-            grid = (num_tiles(total, num_seqs, TILE_M), triton.cdiv(N, TILE_N))
-            with torch.cuda.device_of(x):
-                jagged_dense_bmm_kernel[grid](
-                    x,
-                    y,
-                    bias,
-                    offsets,
-                    z,
-                    num_seqs,
-                    total,
-                    K,
-                    N,
-                    *x.stride(),
-                    *y.stride(),
-                    *((0, 0) if bias is None else bias.stride()),
-                    ACTIVATION=activation,
-                    ACCUMULATOR=accumulator(x),
-                    INPUT_PRECISION=precision,
-                    TILE_M=TILE_M,
-                    TILE_N=TILE_N,
-                    TILE_K=TILE_K,
-                )
+        launch(
+            jagged_dense_bmm_kernel,
+            (num_tiles(total, num_seqs, TILE_M.value), triton.cdiv(N, TILE_N.value)),
+            x,
+            y,
+            bias,
+            offsets,
+            z,
+            num_seqs,
+            total,
+            K,
+            N,
+            x.stride(),
+            y.stride(),
+            (0, 0) if bias is None else bias.stride(),
+            ACTIVATION=activation,
+            ACCUMULATOR=accumulator(x),
+            INPUT_PRECISION=precision,
+        )
         return z
 
     @staticmethod

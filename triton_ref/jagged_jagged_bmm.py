@@ -6,15 +6,16 @@ import triton.language as tl
 
 from . import jagged_dense_bmm as transposed
 from .common import (
+    TILE_M,
+    TILE_N,
     accumulator,
     check,
     input_precision,
+    launch,
     load_rows,
+    multiply,
+    store_block,
 )
-
-TILE_M = 64
-TILE_N = 64
-TILE_K = 32
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total"])
@@ -27,15 +28,10 @@ def jagged_jagged_bmm_kernel(
     total,
     M,
     N,
-    stride_xk,
-    stride_xm,
-    stride_yk,
-    stride_yn,
+    x_strides,
+    y_strides,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
 ):
     i_seq = tl.program_id(0)
     begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
@@ -43,27 +39,12 @@ def jagged_jagged_bmm_kernel(
     o_n = tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)
     m_m = o_m < M
     m_n = o_n < N
-
-    b_z = tl.zeros([TILE_M, TILE_N], dtype=ACCUMULATOR)
-    for first_row in range(begin, end, TILE_K):
-        o_k = first_row + tl.arange(0, TILE_K)  # int64
-        m_k = o_k < end
-        # [TILE_M, TILE_K], the rows of the sequence as columns
-        b_x = tl.load(
-            p_x + o_m[:, None].to(tl.int64) * stride_xm + o_k[None, :] * stride_xk,
-            mask=m_m[:, None] & m_k[None, :],
-            other=0.0,
-        )
-        # [TILE_K, TILE_N]
-        b_y = tl.load(
-            p_y + o_k[:, None] * stride_yk + o_n[None, :].to(tl.int64) * stride_yn,
-            mask=m_k[:, None] & m_n[None, :],
-            other=0.0,
-        )
-        b_z += tl.dot(b_x, b_y, input_precision=INPUT_PRECISION)
-
-    p_tile = p_z + (i_seq.to(tl.int64) * M + o_m[:, None]) * N + o_n[None, :]
-    tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+    p_m = p_x + o_m.to(tl.int64) * x_strides[1]
+    p_n = p_y + o_n.to(tl.int64) * y_strides[1]
+    b_z = multiply(
+        p_m, m_m, x_strides[0], p_n, m_n, y_strides[0], begin, end, ACCUMULATOR, INPUT_PRECISION
+    )
+    store_block(p_z + i_seq.to(tl.int64) * M * N, b_z, o_m, o_n, m_m, m_n, N)
 
 
 class JaggedJaggedBmm(torch.autograd.Function):
@@ -75,26 +56,22 @@ class JaggedJaggedBmm(torch.autograd.Function):
         _, N = y.shape
         num_seqs = len(offsets) - 1
         z = x.new_empty(num_seqs, M, N)
-        if z.numel() > 0:
-            grid = (num_seqs, triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N))
-            with torch.cuda.device_of(x):
-                jagged_jagged_bmm_kernel[grid](
-                    x,
-                    y,
-                    offsets,
-                    z,
-                    num_seqs,
-                    total,
-                    M,
-                    N,
-                    *x.stride(),
-                    *y.stride(),
-                    ACCUMULATOR=accumulator(x),
-                    INPUT_PRECISION=precision,
-                    TILE_M=TILE_M,
-                    TILE_N=TILE_N,
-                    TILE_K=TILE_K,
-                )
+        launch(
+            jagged_jagged_bmm_kernel,
+            (num_seqs, triton.cdiv(M, TILE_M.value), triton.cdiv(N, TILE_N.value)),
+            x,
+            y,
+            offsets,
+            z,
+            num_seqs,
+            total,
+            M,
+            N,
+            x.stride(),
+            y.stride(),
+            ACCUMULATOR=accumulator(x),
+            INPUT_PRECISION=precision,
+        )
         return z
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""z_b = x_b y_b^T: one matrix a sequence, row by row in one vector."""
+"""z_b = x_b y_b^T: one matrix per sequence, row by row in one vector."""
 
 import torch
 import triton
@@ -6,19 +6,20 @@ import triton.language as tl
 
 from . import array_jagged_bmm_jagged_out as weighted
 from .common import (
+    TILE_M,
+    TILE_N,
     accumulator,
     check,
     find_tile,
     input_precision,
+    launch,
     load_matrix,
     load_rows,
     make_matrices,
+    multiply,
     num_tiles,
+    store_block,
 )
-
-TILE_M = 64
-TILE_N = 64
-TILE_K = 32
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total_x", "total_y", "capacity"])
@@ -34,15 +35,10 @@ def jagged_jagged_bmm_jagged_out_kernel(
     total_y,
     capacity,
     K,
-    stride_xm,
-    stride_xk,
-    stride_yn,
-    stride_yk,
+    x_strides,
+    y_strides,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
 ):
     i_seq, first_row = find_tile(p_offsets, tl.program_id(0), num_seqs, total_x, TILE_M)
     begin_x, end_x = load_rows(p_offsets, i_seq, num_seqs, total_x)
@@ -52,29 +48,15 @@ def jagged_jagged_bmm_jagged_out_kernel(
 
     o_m = first_row + tl.arange(0, TILE_M)  # int64
     m_m = (o_m < end_x) & fits
-    p_rows = p_z + begin + (o_m - begin_x) * N
     for first_n in range(0, N, TILE_N):
         o_n = first_n + tl.arange(0, TILE_N)
         m_n = o_n < N
-        b_z = tl.zeros([TILE_M, TILE_N], dtype=ACCUMULATOR)
-        for first_k in range(0, K, TILE_K):
-            o_k = first_k + tl.arange(0, TILE_K)
-            m_k = o_k < K
-            # [TILE_M, TILE_K]
-            b_x = tl.load(
-                p_x + o_m[:, None] * stride_xm + o_k[None, :] * stride_xk,
-                mask=m_m[:, None] & m_k[None, :],
-                other=0.0,
-            )
-            # [TILE_K, TILE_N], the rows of y as columns
-            b_y = tl.load(
-                p_y + o_k[:, None] * stride_yk + (begin_y + o_n)[None, :] * stride_yn,
-                mask=m_k[:, None] & m_n[None, :],
-                other=0.0,
-            )
-            b_z += tl.dot(b_x, b_y, input_precision=INPUT_PRECISION)
-        p_tile = p_rows[:, None] + o_n[None, :]
-        tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+        p_m = p_x + o_m * x_strides[0]
+        p_n = p_y + (begin_y + o_n) * y_strides[0]
+        b_z = multiply(
+            p_m, m_m, x_strides[1], p_n, m_n, y_strides[1], 0, K, ACCUMULATOR, INPUT_PRECISION
+        )
+        store_block(p_z + begin, b_z, o_m - begin_x, o_n, m_m, m_n, N)
 
 
 class JaggedJaggedBmmJaggedOut(torch.autograd.Function):
@@ -85,28 +67,25 @@ class JaggedJaggedBmmJaggedOut(torch.autograd.Function):
         total, K = x.shape
         num_seqs = len(offsets) - 1
         z = x.new_zeros(total_out)
-        if z.numel() > 0:
-            with torch.cuda.device_of(x):
-                jagged_jagged_bmm_jagged_out_kernel[(num_tiles(total, num_seqs, TILE_M),)](
-                    x,
-                    y,
-                    offsets,
-                    y_offsets,
-                    matrix_offsets,
-                    z,
-                    num_seqs,
-                    total,
-                    len(y),
-                    total_out,
-                    K,
-                    *x.stride(),
-                    *y.stride(),
-                    ACCUMULATOR=accumulator(x),
-                    INPUT_PRECISION=precision,
-                    TILE_M=TILE_M,
-                    TILE_N=TILE_N,
-                    TILE_K=TILE_K,
-                )
+        launch(
+            jagged_jagged_bmm_jagged_out_kernel,
+            (num_tiles(total, num_seqs, TILE_M.value),),
+            x,
+            y,
+            offsets,
+            y_offsets,
+            matrix_offsets,
+            z,
+            num_seqs,
+            total,
+            len(y),
+            total_out,
+            K,
+            x.stride(),
+            y.stride(),
+            ACCUMULATOR=accumulator(x),
+            INPUT_PRECISION=precision,
+        )
         return z
 
     @staticmethod
@@ -140,13 +119,6 @@ def jagged_jagged_bmm_jagged_out(
     op = "jagged_jagged_bmm_jagged_out"
     matrices = make_matrices(op, offsets, y_offsets, matrix_offsets)
     total_out = int(matrices[2][-1]) if total_out is None else total_out
-    check(
-        op,
-        x=x,
-        y=y,
-        offsets=offsets,
-        y_offsets=y_offsets,
-        matrix_offsets=matrices[2],
-        total_out=total_out,
-    )
+    bounds = {"offsets": offsets, "y_offsets": y_offsets, "matrix_offsets": matrices[2]}
+    check(op, x=x, y=y, **bounds, total_out=total_out)
     return JaggedJaggedBmmJaggedOut.apply(x, y, *matrices, total_out, input_precision())

@@ -5,9 +5,15 @@ import triton
 import triton.language as tl
 
 from . import jagged_broadcast as inverse
-from .common import accumulator, accumulator_type, check, load_rows
-
-BLOCK_ELEMS = 1024  # elements of a block: few columns make it tall
+from .common import (
+    accumulator,
+    accumulator_type,
+    check,
+    launch,
+    load_block,
+    load_rows,
+    tile_of,
+)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total"])
@@ -18,8 +24,7 @@ def jagged_sum_kernel(
     num_seqs,
     total,
     C,
-    stride_xt,
-    stride_xc,
+    x_strides,
     MEAN: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -32,11 +37,8 @@ def jagged_sum_kernel(
     b_sum = tl.zeros([TILE_C], dtype=ACCUMULATOR)
     for first_row in range(begin, end, TILE_T):
         o_t = first_row + tl.arange(0, TILE_T)  # int64
-        m_x = (o_t < end)[:, None] & m_c[None, :]
         # [TILE_T, TILE_C]
-        b_x = tl.load(
-            p_x + o_t[:, None] * stride_xt + o_c[None, :] * stride_xc, mask=m_x, other=0.0
-        )
+        b_x = load_block(p_x, x_strides, o_t, o_c, o_t < end, m_c)
         b_sum += tl.sum(b_x.to(ACCUMULATOR), 0)
     if MEAN:
         b_sum = b_sum / tl.maximum(end - begin, 1).to(ACCUMULATOR)
@@ -51,23 +53,21 @@ class JaggedSum(torch.autograd.Function):
         ctx.total, ctx.mean = len(x), mean
         num_seqs = len(offsets) - 1
         z = x.new_empty(num_seqs, x.shape[1])
-        if z.numel() > 0:
-            tile_c = min(32, triton.next_power_of_2(x.shape[1]))
-            grid = (num_seqs, triton.cdiv(x.shape[1], tile_c))
-            with torch.cuda.device_of(x):
-                jagged_sum_kernel[grid](
-                    x,
-                    offsets,
-                    z,
-                    num_seqs,
-                    len(x),
-                    x.shape[1],
-                    *x.stride(),
-                    MEAN=mean,
-                    ACCUMULATOR=accumulator(x),
-                    TILE_T=BLOCK_ELEMS // tile_c,
-                    TILE_C=tile_c,
-                )
+        tile_t, tile_c = tile_of(x.shape[1])
+        launch(
+            jagged_sum_kernel,
+            (num_seqs, triton.cdiv(x.shape[1], tile_c)),
+            x,
+            offsets,
+            z,
+            num_seqs,
+            *x.shape,
+            x.stride(),
+            MEAN=mean,
+            ACCUMULATOR=accumulator(x),
+            TILE_T=tile_t,
+            TILE_C=tile_c,
+        )
         return z
 
     @staticmethod

@@ -1,13 +1,11 @@
-"""The rows of each sequence side by side with the others', filled up."""
+"""Jagged rows as a padded tensor."""
 
 import torch
 import triton
 import triton.language as tl
 
 from . import padded_to_jagged as inverse
-from .common import check, load_rows
-
-BLOCK_ELEMS = 1024
+from .common import check, launch, load_rows, tile_of
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total", "max_len"])
@@ -19,8 +17,7 @@ def jagged_to_padded_kernel(
     total,
     max_len,
     C,
-    stride_xt,
-    stride_xc,
+    x_strides,
     fill,
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
@@ -32,7 +29,7 @@ def jagged_to_padded_kernel(
     m_z = (o_m < max_len)[:, None] & (o_c < C)[None, :]
     m_x = m_z & (o_m < end - begin)[:, None]
     # [TILE_M, TILE_C]
-    p_tile = p_x + (begin + o_m)[:, None] * stride_xt + o_c[None, :] * stride_xc
+    p_tile = p_x + (begin + o_m)[:, None] * x_strides[0] + o_c[None, :] * x_strides[1]
     b_x = tl.load(p_tile, mask=m_x, other=0.0)
     b_z = tl.where(m_x, b_x, fill).to(p_z.dtype.element_ty)
     o_z = (i_seq.to(tl.int64) * max_len + o_m)[:, None] * C + o_c[None, :]
@@ -46,24 +43,22 @@ class JaggedToPadded(torch.autograd.Function):
         ctx.total = len(x)
         num_seqs = len(offsets) - 1
         z = x.new_empty(num_seqs, max_len, x.shape[1])
-        if z.numel() > 0:
-            tile_c = min(64, triton.next_power_of_2(x.shape[1]))
-            tile_m = BLOCK_ELEMS // tile_c
-            grid = (num_seqs, triton.cdiv(max_len, tile_m), triton.cdiv(x.shape[1], tile_c))
-            with torch.cuda.device_of(x):
-                jagged_to_padded_kernel[grid](
-                    x,
-                    offsets,
-                    z,
-                    num_seqs,
-                    len(x),
-                    max_len,
-                    x.shape[1],
-                    *x.stride(),
-                    fill,
-                    TILE_M=tile_m,
-                    TILE_C=tile_c,
-                )
+        tile_m, tile_c = tile_of(x.shape[1], widest=64)
+        launch(
+            jagged_to_padded_kernel,
+            (num_seqs, triton.cdiv(max_len, tile_m), triton.cdiv(x.shape[1], tile_c)),
+            x,
+            offsets,
+            z,
+            num_seqs,
+            len(x),
+            max_len,
+            x.shape[1],
+            x.stride(),
+            fill,
+            TILE_M=tile_m,
+            TILE_C=tile_c,
+        )
         return z
 
     @staticmethod

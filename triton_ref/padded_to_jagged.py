@@ -5,9 +5,16 @@ import triton
 import triton.language as tl
 
 from . import jagged_to_padded as inverse
-from .common import check, find_tile, load_rows, num_tiles
-
-BLOCK_ELEMS = 1024
+from .common import (
+    check,
+    find_tile,
+    launch,
+    load_block,
+    load_rows,
+    num_tiles,
+    store_block,
+    tile_of,
+)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total", "max_len"])
@@ -19,9 +26,7 @@ def padded_to_jagged_kernel(
     total,
     max_len,
     C,
-    stride_xb,
-    stride_xm,
-    stride_xc,
+    x_strides,
     TILE_T: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
@@ -30,35 +35,33 @@ def padded_to_jagged_kernel(
     begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
     o_t = first_row + tl.arange(0, TILE_T)  # int64
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    m_z = (o_t < end)[:, None] & (o_c < C)[None, :]
     o_m = o_t - begin
-    m_x = m_z & ((o_m < max_len) & in_sequence)[:, None]
+    m_t = o_t < end
+    m_c = o_c < C
+    m_x = m_t & (o_m < max_len) & in_sequence
+    p_rows = p_x + i_seq.to(tl.int64) * x_strides[0]
     # [TILE_T, TILE_C]
-    p_tile = p_x + i_seq.to(tl.int64) * stride_xb
-    b_x = tl.load(p_tile + o_m[:, None] * stride_xm + o_c[None, :] * stride_xc, mask=m_x, other=0.0)
-    tl.store(p_z + o_t[:, None] * C + o_c[None, :], b_x, mask=m_z)
+    b_x = load_block(p_rows, (x_strides[1], x_strides[2]), o_m, o_c, m_x, m_c)
+    store_block(p_z, b_x, o_t, o_c, m_t, m_c, C)
 
 
 def take_rows(x: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
     """[total, C] of x [B, M, C]"""
     z = x.new_empty(total, x.shape[2])
-    if z.numel() > 0:
-        tile_c = min(64, triton.next_power_of_2(x.shape[2]))
-        tile_t = BLOCK_ELEMS // tile_c
-        grid = (num_tiles(total, len(x), tile_t), triton.cdiv(x.shape[2], tile_c))
-        with torch.cuda.device_of(x):
-            padded_to_jagged_kernel[grid](
-                x,
-                offsets,
-                z,
-                len(x),
-                total,
-                x.shape[1],
-                x.shape[2],
-                *x.stride(),
-                TILE_T=tile_t,
-                TILE_C=tile_c,
-            )
+    tile_t, tile_c = tile_of(x.shape[2], widest=64)
+    launch(
+        padded_to_jagged_kernel,
+        (num_tiles(total, len(x), tile_t), triton.cdiv(x.shape[2], tile_c)),
+        x,
+        offsets,
+        z,
+        len(x),
+        total,
+        *x.shape[1:],
+        x.stride(),
+        TILE_T=tile_t,
+        TILE_C=tile_c,
+    )
     return z
 
 

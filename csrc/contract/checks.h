@@ -25,7 +25,7 @@ inline CheckMode check_mode() {
   return std::strcmp(value, "async") == 0 ? CheckMode::kAsync : CheckMode::kWait;
 }
 
-// `argument` is what the offsets are called, or what gives the capacity of matrices.
+// `argument` is the name of the offsets, or of what gives the capacity of matrices.
 inline std::string finding_text(const char* op, const char* argument, const Finding& finding) {
   const auto number = [](int64_t value) { return std::to_string(value); };
   const bool of_matrices =

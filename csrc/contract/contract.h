@@ -1,5 +1,5 @@
-// What every kernel needs on its way from arguments to results: the one form of sentence that it
-// answers with, its contract (shapes.h), wrong offsets, allocation, and operands in place or copied.
+// What every kernel needs between arguments and results: the form of its error messages, its
+// contract (shapes.h), the check of offsets, allocation, and operands in place or copied.
 #pragma once
 
 #include "contract/shapes.h"
@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace jagged_cuda {
@@ -32,34 +33,23 @@ using torch::headeronly::ScalarType;
 }
 
 inline std::string dtype_name(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::ComplexFloat:
-      return "complex64";
-    case ScalarType::ComplexDouble:
-      return "complex128";
-    default:
-      return "an unsupported dtype";
+  constexpr std::pair<ScalarType, const char*> names[] = {
+      {ScalarType::Float, "float32"},
+      {ScalarType::Double, "float64"},
+      {ScalarType::Half, "float16"},
+      {ScalarType::BFloat16, "bfloat16"},
+      {ScalarType::Int, "int32"},
+      {ScalarType::Long, "int64"},
+      {ScalarType::Short, "int16"},
+      {ScalarType::Char, "int8"},
+      {ScalarType::Byte, "uint8"},
+      {ScalarType::Bool, "bool"},
+      {ScalarType::ComplexFloat, "complex64"},
+      {ScalarType::ComplexDouble, "complex128"}};
+  for (const auto& [known, name] : names) {
+    if (known == dtype) return name;
   }
+  return "an unsupported dtype";
 }
 
 using Shape = torch::headeronly::IntHeaderOnlyArrayRef;

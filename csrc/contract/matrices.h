@@ -1,10 +1,10 @@
-// What the operators over [sum Lx*Ly] share: one matrix [Lx, Ly] a sequence, row by row, one after
+// Shared by the operators over [sum Lx*Ly]: one matrix [Lx, Ly] per sequence, row by row, one after
 // another in a vector of `capacity` elements.
 //
-// offsets say the rows of the matrices (Lx), y_offsets their columns (Ly; none: offsets), and
-// matrix_offsets [B + 1], int64, where each begins: the running sum of Lx*Ly. A matrix that reaches
-// past the capacity does not fit: it counts as zeros, and JAGGED_CUDA_CHECK names it. Elements that
-// belong to no matrix are zeros too.
+// offsets give the rows of the matrices (Lx), y_offsets their columns (Ly; none: offsets), and
+// matrix_offsets [B + 1], int64, where each matrix begins: the running sum of Lx*Ly. A matrix that
+// reaches past the capacity does not fit: it counts as zeros, and JAGGED_CUDA_CHECK names it.
+// Elements that belong to no matrix are zeros too.
 #pragma once
 
 #include "contract/contract.h"

@@ -1,8 +1,8 @@
-// What right offsets are: one rule for the CPU, for the synchronous check and for the kernel that
+// Which offsets are right: one rule for the CPU, for the synchronous check and for the kernel that
 // checks on the device. Free of torch headers, since nvcc compiles it too.
 //
-// A rule looks at one index and names the first thing that is wrong there; who applies it walks
-// over the indices, or shares them among threads, and keeps the smallest that is wrong.
+// A rule looks at one index and names the first thing that is wrong there. Its caller loops over
+// the indices, or shares them among threads, and keeps the smallest that is wrong.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Finding {
   int64_t columns = 0;
 };
 
-constexpr int64_t kUnlimited = INT64_MAX;  // what is not to be looked at
+constexpr int64_t kUnlimited = INT64_MAX;  // a bound that is not checked
 
 // offsets [num_seqs + 1] into `total` rows.
 template <typename Offset>

@@ -8,10 +8,10 @@
 //   line      arguments; relations -> results
 //   argument  name: class [dims]
 //   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these,
-//             int16, int8, uint8, bool), a dtype, the name of an earlier argument (its dtype), acc(argument) (the dtype of its
-//             sums: float64 for float64, else float32); with ? it may be None
+//             int16, int8, uint8, bool), a dtype, the name of an earlier argument (its dtype),
+//             acc(argument) (its dtype of sums: float64 for float64, else float32); ?: may be None
 //   dims      sizes, size + 1, and last ..., any further dimensions. A size's first occurrence
-//             says what it is, each other one must agree; all tensors are on the first one's device
+//             sets it, each other one must agree; all tensors are on the first one's device
 //   relation  between sizes, numbers and the integers among the arguments: <=, >=, ==, of products
 //             and remainders (H % G == 0 means that H is a multiple of G, also for G == 0).
 //             `unless argument`: not if that is given. An integer that is None passes
@@ -31,7 +31,7 @@ struct Operator {
 };
 
 // clang-format off
-// What several lines have in common; MATRICES: one matrix [Lx, Ly] per sequence.
+// Shared by several lines; MATRICES: one matrix [Lx, Ly] per sequence.
 #define MATRICES "offsets: index [B + 1], y_offsets: offsets? [B + 1], matrix_offsets: int64 [B + 1]"
 #define FLASH \
   "q: float [Tq, H, D], k: q [Tk, G, D], v: q [Tk, G, Dv], offsets: index [B + 1], kv_offsets: offsets? [B + 1]"

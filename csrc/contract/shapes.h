@@ -14,14 +14,14 @@ namespace jagged_cuda {
 
 using torch::stable::Tensor;
 
-// The sizes of a call, by their names in the line; 0 where the line has no such size.
+// The sizes of a call, by their names in the line; 0 if the line has no such size.
 struct Sizes {
   int64_t B, T, Tq, Tk, Tx, Ty, M, N, D, Dv, H, G;
   int64_t elems;  // sum Lx*Ly
-  int64_t rest;   // the product of the dimensions that `...` stands for
+  int64_t rest;   // the product of the dimensions of `...`
 };
 
-// One argument of a call. What is neither tensor nor integer is not looked at.
+// One argument of a call. Anything but tensors and integers is not checked.
 struct Argument {
   Argument(const Tensor& given) : tensor(&given) {}
   Argument(const std::optional<Tensor>& given) : tensor(given ? &*given : nullptr) {}

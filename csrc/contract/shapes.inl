@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cctype>
 #include <limits>
-#include <utility>
+#include <map>
 
 namespace jagged_cuda {
 
@@ -16,21 +16,24 @@ constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T, &Sizes::Tq,   &Siz
 const std::vector<std::string> kSizeNames = {"B", "T", "Tq", "Tk", "Tx", "Ty",       "M",
                                              "N", "D", "Dv", "H",  "G",  "sum Lx*Ly"};
 
-struct DtypeClass {
-  std::string name, text;
-  std::vector<ScalarType> dtypes;
-};
-const std::vector<DtypeClass> kClasses = {
-    {"float",
-     "float32, float64, float16 or bfloat16",
-     {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16}},
-    {"index", "int32 or int64", {ScalarType::Int, ScalarType::Long}},
+using Dtypes = std::vector<ScalarType>;
+const std::map<std::string, Dtypes> kClasses = {
+    {"float", {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16}},
+    {"index", {ScalarType::Int, ScalarType::Long}},
     {"any",
-     "float32, float64, float16, bfloat16, int32, int64, int16, int8, uint8 or bool",
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16,
       ScalarType::Int, ScalarType::Long, ScalarType::Short, ScalarType::Char, ScalarType::Byte,
       ScalarType::Bool}},
-    {"int64", "int64", {ScalarType::Long}}};
+    {"int64", {ScalarType::Long}}};
+
+// "int32 or int64"
+static std::string names_of(const Dtypes& dtypes) {
+  std::string text = dtype_name(dtypes[0]);
+  for (size_t i = 1; i < dtypes.size(); ++i) {
+    text += (i + 1 < dtypes.size() ? ", " : " or ") + dtype_name(dtypes[i]);
+  }
+  return text;
+}
 
 // A size with what is added to it, a number, an argument, or a sign of a relation or `...`.
 struct Word {
@@ -42,8 +45,8 @@ struct Word {
 
 struct TensorRule {
   std::string name;
-  size_t position;          // of the argument
-  const DtypeClass* dtype;  // null: that of the argument `like`
+  size_t position;       // of the argument
+  const Dtypes* dtypes;  // null: that of the argument `like`
   size_t like;
   bool accumulates;  // the dtype of sums of `like`
   std::vector<Word> dims;
@@ -89,6 +92,12 @@ struct Call {
   int64_t rest_dims = 0;
 
   bool knows(int64_t size) const { return known >> size & 1; }
+
+  // Of a number, a size, or an integer, which may be None.
+  std::optional<int64_t> value_of(const Word& word) const {
+    if (word.kind == Word::kArgument) return arguments[word.value].value;
+    return word.kind == Word::kSize ? sizes.*kSizes[word.value] : word.value;
+  }
 };
 
 struct Contract::Line {
@@ -106,7 +115,7 @@ struct Contract::Line {
     if (index_of({"...", "<=", ">=", "==", "*", "%"}, text) < 0) {
       fail("jagged_cuda: in the line of " + op + " " + text + " is nothing that is known");
     }
-    return {Word::kSign, text[0], 0, text};
+    return {Word::kSign, 0, 0, text};
   }
 
   // name: class [dims]
@@ -118,10 +127,11 @@ struct Contract::Line {
     if (name.back() == '?') name.pop_back();
     rule.accumulates = name.back() == ')';
     if (rule.accumulates) name = name.substr(4, name.size() - 5);
-    for (const DtypeClass& known : kClasses) {
-      if (known.name == name) rule.dtype = &known;
+    if (const auto found = kClasses.find(name); found != kClasses.end()) {
+      rule.dtypes = &found->second;
+    } else {
+      rule.like = static_cast<size_t>(word_of(name).value);
     }
-    if (rule.dtype == nullptr) rule.like = static_cast<size_t>(word_of(name).value);
     for (const std::string& dim : split(text.substr(open + 1, text.size() - open - 2), ',')) {
       rule.dims.push_back(word_of(dim));
     }
@@ -165,15 +175,12 @@ struct Contract::Line {
     };
     check_shape(has_rest ? num_dims >= leading : num_dims == leading);
     const ScalarType dtype = tensor.scalar_type();
-    if (rule.dtype == nullptr) {
+    if (rule.dtypes == nullptr) {
       ScalarType expected = call.arguments[rule.like].tensor->scalar_type();
       if (rule.accumulates) expected = sum_dtype(expected);
       if (dtype != expected) fail_argument(op, rule.name, dtype_name(expected), dtype_name(dtype));
-    } else {
-      const auto& allowed = rule.dtype->dtypes;
-      if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
-        fail_argument(op, rule.name, rule.dtype->text, dtype_name(dtype));
-      }
+    } else if (std::find(rule.dtypes->begin(), rule.dtypes->end(), dtype) == rule.dtypes->end()) {
+      fail_argument(op, rule.name, names_of(*rule.dtypes), dtype_name(dtype));
     }
     const Tensor& first = *call.arguments[rules[0].position].tensor;
     const int device = tensor.is_cpu() ? -1 : tensor.get_device_index();
@@ -200,41 +207,33 @@ struct Contract::Line {
                 std::equal(shape.begin() + leading, shape.end(), rest.end() - call.rest_dims));
   }
 
-  // Products of what the words say, compared from left to right.
+  // Compares products and remainders of what the words say, from left to right.
   static bool holds(const Relation& relation, const Call& call) {
     if (relation.unless && call.arguments[*relation.unless].tensor != nullptr) return true;
-    int64_t last = 0, product = 1;
-    char comparison = 0, sign = '*';
-    const auto compare = [&] {
-      return comparison == '<'   ? last <= product
-             : comparison == '>' ? last >= product
-                                 : comparison == 0 || last == product;
-    };
-    for (const Word& word : relation.words) {
-      int64_t value = word.value;
-      if (word.kind == Word::kSign) {
-        sign = static_cast<char>(value);
-        if (sign == '*' || sign == '%') continue;
-        if (!compare()) return false;
-        last = std::exchange(product, 1);
-        comparison = std::exchange(sign, '*');
-        continue;
+    const std::vector<Word>& words = relation.words;
+    int64_t last = 0;
+    for (size_t i = 0; i < words.size(); i += 2) {
+      const char comparison = i > 0 ? words[i - 1].text[0] : 0;
+      std::optional<int64_t> side = call.value_of(words[i]);
+      if (!side) return true;
+      const char sign = i + 1 < words.size() ? words[i + 1].text[0] : 0;
+      if (sign == '*' || sign == '%') {
+        const int64_t other = *call.value_of(words[i += 2]);
+        if (sign == '*' && __builtin_mul_overflow(*side, other, &*side)) {
+          side = std::numeric_limits<int64_t>::max();
+        }
+        if (sign == '%' && other != 0) *side %= other;  // of 0, only 0 is a multiple
       }
-      if (word.kind == Word::kSize) value = call.sizes.*kSizes[value];
-      if (word.kind == Word::kArgument) {
-        if (!call.arguments[value].value) return true;
-        value = *call.arguments[value].value;
-      }
-      if (sign == '*' && __builtin_mul_overflow(product, value, &product)) {
-        product = std::numeric_limits<int64_t>::max();
-      }
-      if (sign == '%' && value != 0) product %= value;  // of 0, only 0 is a multiple
+      if (comparison == '<' && last > *side) return false;
+      if (comparison == '>' && last < *side) return false;
+      if (comparison == '=' && last != *side) return false;
+      last = *side;
     }
-    return compare();
+    return true;
   }
 
-  // Names what the relation bounds: an integer, or the first argument that has this size. What that
-  // argument does not have stands there as a number.
+  // Names what the relation bounds: an integer, or the first argument that has this size. A size
+  // that this argument does not have is given as a number.
   [[noreturn]] void fail_relation(const Relation& relation, const Call& call) const {
     std::vector<Word> words = relation.words;
     const bool range = words[0].kind == Word::kNumber;

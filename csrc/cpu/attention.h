@@ -10,12 +10,48 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/sequences.h"
 #include "cpu/work_list.h"
 
 namespace jagged_cuda::cpu {
+
+inline Rows rows_of(const Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+
+// What both directions share, without a window.
+inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const Tensor& k,
+                                        const Tensor& v, double scale) {
+  AttentionParams params{};
+  params.element = element_of(k);
+  params.q = q;
+  params.k = rows_of(k);
+  params.v = rows_of(v);
+  params.heads = sizes.H;
+  params.kv_heads = sizes.G;
+  params.dim_qk = sizes.D;
+  params.dim_v = sizes.Dv;
+  params.window_left = params.window_right = -1;
+  params.scale = scale;
+  return params;
+}
+
+// Adds what the backward pass reads and writes.
+inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& grad_out,
+                          const Tensor& lse, const std::optional<Tensor>& grad_lse,
+                          const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  params.out_rows = out;
+  params.grad_out = grad_out;
+  params.lse = const_cast<void*>(lse.const_data_ptr());
+  params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
+  params.dq = dq.mutable_data_ptr();
+  params.dk = dk.mutable_data_ptr();
+  params.dv = dv.mutable_data_ptr();
+}
 
 // Multiply-adds of query rows [row_begin, row_end) against keys [key_begin, key_end): exact enough
 // to balance threads.
@@ -34,8 +70,8 @@ inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& 
   return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
 }
 
-// Fills params.out and params.lse for every row of the queries; the keys of a sequence stand at the
-// same place of `keys`.
+// Fills params.out and params.lse for every row of the queries; the keys of a sequence have
+// the same index in `keys`.
 inline void run_attention_forward(const AttentionParams& params,
                                   const std::vector<Sequence>& queries,
                                   const std::vector<Sequence>& keys) {
@@ -56,9 +92,7 @@ inline void run_attention_forward(const AttentionParams& params,
       for (item.head = 0; item.head < params.heads; ++item.head) items.add(item, cost);
     }
   }
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<AttentionForwardBuffers<double>>(params)
-                           : scratch_bytes<AttentionForwardBuffers<float>>(params);
+  const size_t bytes = scratch_bytes<AttentionForwardBuffers>(params.element, params);
   const auto compute = table.of(params.element).attention_forward;
   items.run(bytes,
             [&](const AttentionItem& item, void* scratch) { compute(params, item, scratch); });
@@ -135,9 +169,7 @@ inline void run_attention_backward(const AttentionParams& params,
     }
   }
   const AttentionBackwardSize size{params, max_rows, max_keys};
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<AttentionBackwardBuffers<double>>(size)
-                           : scratch_bytes<AttentionBackwardBuffers<float>>(size);
+  const size_t bytes = scratch_bytes<AttentionBackwardBuffers>(params.element, size);
   const auto compute = table.of(params.element).attention_backward;
   items.run(bytes, [&](const AttentionItem& item, void* scratch) { compute(size, item, scratch); });
 }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kItemElems = 8192;
 constexpr int64_t kElementCost = 8;  // an exponential and the passes over memory, in multiply-adds
-// How many rows the matrices' sides have is nowhere said: offsets are not bounded above.
+// No argument says how many rows and columns there are: offsets have no upper bound.
 constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
 void softmax_over_columns(const SoftmaxParams& params, const std::vector<Matrix>& matrices,
@@ -64,16 +64,29 @@ void softmax_over_rows(const SoftmaxParams& shared, const std::vector<Matrix>& m
   });
 }
 
-void run_softmax(const SoftmaxParams& params, const std::vector<Matrix>& matrices,
-                 const Tensor& matrix_offsets, const Sizes& sizes, bool over_rows) {
+// Both directions: `argument` is the input or the forward's result, `grad_out` null or given.
+Tensor run(const char* op, const char* name, const Tensor& argument, const Tensor* grad_out,
+           const Tensor& offsets, const std::optional<Tensor>& y_offsets,
+           const Tensor& matrix_offsets, bool over_rows, double scale, const Sizes& sizes) {
+  const auto matrices = read_matrices(op, name, offsets, y_offsets, matrix_offsets, kUnbounded,
+                                      kUnbounded, sizes.elems);
+  const Tensor x = as_contiguous(op, argument);
+  const Tensor grad = grad_out ? as_contiguous(op, *grad_out) : x;
+  Tensor out = allocate(op, x, {sizes.elems});
+  SoftmaxParams params{};
+  params.element = element_of(x);
+  params.backward = grad_out != nullptr;
+  params.x = x.const_data_ptr();
+  params.grad_out = grad.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  params.scale = scale;
   const KernelTable& table = kernel_table();
   zero_elements_outside(matrix_offsets, sizes.elems, element_bytes(params.element), params.out);
-  const size_t scratch = params.element == Element::kDouble
-                             ? scratch_bytes<SoftmaxBuffers<double>>(params)
-                             : scratch_bytes<SoftmaxBuffers<float>>(params);
-  (over_rows ? softmax_over_rows : softmax_over_columns)(params, matrices, table.of(params.element),
-                                                         scratch);
+  (over_rows ? softmax_over_rows : softmax_over_columns)(
+      params, matrices, table.of(params.element),
+      scratch_bytes<SoftmaxBuffers>(params.element, params));
   record_kernel(table.name);
+  return out;
 }
 
 Tensor jagged2_softmax(Tensor a, Tensor offsets, std::optional<Tensor> y_offsets,
@@ -81,17 +94,7 @@ Tensor jagged2_softmax(Tensor a, Tensor offsets, std::optional<Tensor> y_offsets
   constexpr const char* op = "jagged2_softmax";
   static const Contract contract(op);
   const Sizes sizes = contract.check({a, offsets, y_offsets, matrix_offsets, dim, scale});
-  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, kUnbounded,
-                                      kUnbounded, sizes.elems);
-  a = as_contiguous(op, a);
-  Tensor out = allocate(op, a, {sizes.elems});
-  SoftmaxParams params{};
-  params.element = element_of(a);
-  params.x = a.const_data_ptr();
-  params.out = out.mutable_data_ptr();
-  params.scale = scale;
-  run_softmax(params, matrices, matrix_offsets, sizes, dim == -2);
-  return out;
+  return run(op, "a", a, nullptr, offsets, y_offsets, matrix_offsets, dim == -2, scale, sizes);
 }
 
 Tensor jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets,
@@ -101,20 +104,8 @@ Tensor jagged2_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets,
   static const Contract contract(op);
   const Sizes sizes =
       contract.check({grad_out, out, offsets, y_offsets, matrix_offsets, dim, scale});
-  const auto matrices = read_matrices(op, "out", offsets, y_offsets, matrix_offsets, kUnbounded,
-                                      kUnbounded, sizes.elems);
-  grad_out = as_contiguous(op, grad_out);
-  out = as_contiguous(op, out);
-  Tensor grad_a = allocate(op, out, {sizes.elems});
-  SoftmaxParams params{};
-  params.element = element_of(out);
-  params.backward = true;
-  params.x = out.const_data_ptr();
-  params.grad_out = grad_out.const_data_ptr();
-  params.out = grad_a.mutable_data_ptr();
-  params.scale = scale;
-  run_softmax(params, matrices, matrix_offsets, sizes, dim == -2);
-  return grad_a;
+  return run(op, "out", out, &grad_out, offsets, y_offsets, matrix_offsets, dim == -2, scale,
+             sizes);
 }
 
 }  // namespace

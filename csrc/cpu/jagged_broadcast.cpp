@@ -13,8 +13,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
-
 constexpr int64_t kItemRows = 4096;
 
 struct Item {
@@ -22,8 +20,8 @@ struct Item {
   int64_t begin, rows;  // of the whole tensor
 };
 
-// Copies one row of `row_bytes` to `rows` of them: what is there already is copied on, twice as
-// much each time.
+// Copies one row of `row_bytes` to `rows` rows: copies what is already there, twice as much each
+// time.
 void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
   std::memcpy(out, row, static_cast<size_t>(row_bytes));
   for (int64_t done = 1; done < rows;) {

@@ -14,25 +14,12 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-Rows rows_of(const Tensor& tensor) {
-  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
-}
-
-// What both directions share; sizes of windows are cut to what makes a difference.
+// Windows larger than any sequence are cut.
 AttentionParams make_params(const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
                             int64_t window_left, int64_t window_right, double scale) {
-  AttentionParams params{};
-  params.element = element_of(q);
-  params.q = rows_of(q);
-  params.k = rows_of(k);
-  params.v = rows_of(v);
-  params.heads = sizes.H;
-  params.kv_heads = sizes.G;
-  params.dim_qk = sizes.D;
-  params.dim_v = sizes.Dv;
+  AttentionParams params = attention_params(sizes, rows_of(q), k, v, scale);
   params.window_left = std::min(window_left, sizes.Tq + sizes.Tk);
   params.window_right = std::min(window_right, sizes.Tq + sizes.Tk);
-  params.scale = scale;
   return params;
 }
 
@@ -118,13 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   Tensor dv = allocate(op, v, {sizes.Tk, sizes.G, sizes.Dv});
 
   AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
-  params.out_rows = rows_of(out);
-  params.grad_out = rows_of(grad_out);
-  params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
-  params.dq = dq.mutable_data_ptr();
-  params.dk = dk.mutable_data_ptr();
-  params.dv = dv.mutable_data_ptr();
+  add_gradients(params, rows_of(out), rows_of(grad_out), lse, grad_lse, dq, dk, dv);
   const int64_t bytes_each = element_bytes(params.element);
   zero_rows_outside(pairs.q, sizes.Tq, sizes.H * sizes.D * bytes_each, params.dq);
   zero_rows_outside(pairs.kv, sizes.Tk, sizes.G * sizes.D * bytes_each, params.dk);

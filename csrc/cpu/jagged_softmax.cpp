@@ -51,9 +51,7 @@ void run_softmax(const SoftmaxParams& params, const std::vector<Sequence>& seque
   }
 
   const Kernels& kernels = table.of(params.element);
-  const size_t bytes = params.element == Element::kDouble
-                           ? scratch_bytes<SoftmaxBuffers<double>>(params)
-                           : scratch_bytes<SoftmaxBuffers<float>>(params);
+  const size_t bytes = scratch_bytes<SoftmaxBuffers>(params.element, params);
   const int64_t accumulator_bytes = params.element == Element::kDouble ? 8 : 4;
   const AlignedBuffer max(static_cast<size_t>(num_statistics * accumulator_bytes));
   const AlignedBuffer sum(static_cast<size_t>(num_statistics * accumulator_bytes));
@@ -77,19 +75,21 @@ void run_softmax(const SoftmaxParams& params, const std::vector<Sequence>& seque
   });
 }
 
-Tensor jagged_softmax(Tensor x, Tensor offsets, double scale) {
-  constexpr const char* op = "jagged_softmax";
-  static const Contract contract(op);
-  const Sizes sizes = contract.check({x, offsets, scale});
+// Both directions: `x` is the input or the forward's result, `grad_out` null or given.
+Tensor run(const char* op, Tensor x, const Tensor* grad_out, const Tensor& offsets, double scale,
+           const Sizes& sizes) {
   const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
   x = as_contiguous(op, x, 1);
+  const Tensor grad = grad_out ? as_contiguous(op, *grad_out, 1) : x;
   Tensor out = allocate(op, x, x.sizes());
   const KernelTable& table = kernel_table();
-
   SoftmaxParams params{};
   params.element = element_of(x);
+  params.backward = grad_out != nullptr;
   params.x = x.const_data_ptr();
   params.x_row_stride = x.stride(0);
+  params.grad_out = grad.const_data_ptr();
+  params.grad_row_stride = grad.stride(0);
   params.out = out.mutable_data_ptr();
   params.columns = sizes.rest;
   params.scale = scale;
@@ -99,30 +99,17 @@ Tensor jagged_softmax(Tensor x, Tensor offsets, double scale) {
   return out;
 }
 
+Tensor jagged_softmax(Tensor x, Tensor offsets, double scale) {
+  constexpr const char* op = "jagged_softmax";
+  static const Contract contract(op);
+  return run(op, x, nullptr, offsets, scale, contract.check({x, offsets, scale}));
+}
+
 Tensor jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, double scale) {
   constexpr const char* op = "jagged_softmax_backward";
   static const Contract contract(op);
   const Sizes sizes = contract.check({grad_out, out, offsets, scale});
-  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
-  grad_out = as_contiguous(op, grad_out, 1);
-  out = as_contiguous(op, out, 1);
-  Tensor grad_in = allocate(op, out, out.sizes());
-  const KernelTable& table = kernel_table();
-
-  SoftmaxParams params{};
-  params.element = element_of(out);
-  params.backward = true;
-  params.x = out.const_data_ptr();
-  params.x_row_stride = out.stride(0);
-  params.grad_out = grad_out.const_data_ptr();
-  params.grad_row_stride = grad_out.stride(0);
-  params.out = grad_in.mutable_data_ptr();
-  params.columns = sizes.rest;
-  params.scale = scale;
-  zero_rows_outside(sequences, sizes.T, sizes.rest * element_bytes(params.element), params.out);
-  run_softmax(params, sequences, table);
-  record_kernel(table.name);
-  return grad_in;
+  return run(op, out, &grad_out, offsets, scale, sizes);
 }
 
 }  // namespace

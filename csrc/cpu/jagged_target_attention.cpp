@@ -33,32 +33,12 @@ Rows query_rows_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), uniform_row_stride(tensor), tensor.stride(2)};
 }
 
-Rows rows_of(const Tensor& tensor) {
-  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
-}
-
 std::vector<Sequence> query_sequences(const Sizes& sizes) {
   std::vector<Sequence> queries(static_cast<size_t>(sizes.B));
   for (size_t seq = 0; seq < queries.size(); ++seq) {
     queries[seq] = {static_cast<int64_t>(seq) * sizes.N, sizes.N};
   }
   return queries;
-}
-
-AttentionParams make_params(const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
-                            double scale) {
-  AttentionParams params{};
-  params.element = element_of(q);
-  params.q = query_rows_of(q);
-  params.k = rows_of(k);
-  params.v = rows_of(v);
-  params.heads = sizes.H;
-  params.kv_heads = sizes.G;
-  params.dim_qk = sizes.D;
-  params.dim_v = sizes.Dv;
-  params.window_left = params.window_right = -1;
-  params.scale = scale;
-  return params;
 }
 
 std::tuple<Tensor, Tensor> jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
@@ -73,7 +53,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(Tensor q, Tensor k, Tensor v,
   v = as_contiguous(op, v, -1);
   Tensor out = allocate(op, q, {sizes.B, sizes.N, sizes.H, sizes.Dv});
   Tensor lse = allocate(op, q, {sizes.B, sizes.N, sizes.H}, sum_dtype(q.scalar_type()));
-  AttentionParams params = make_params(sizes, q, k, v, scale);
+  AttentionParams params = attention_params(sizes, query_rows_of(q), k, v, scale);
   params.out = out.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr();
   run_attention_forward(params, query_sequences(sizes), keys);
@@ -99,14 +79,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
   Tensor dq = allocate(op, q, {sizes.B, sizes.N, sizes.H, sizes.D});
   Tensor dk = allocate(op, k, {sizes.T, sizes.G, sizes.D});
   Tensor dv = allocate(op, v, {sizes.T, sizes.G, sizes.Dv});
-  AttentionParams params = make_params(sizes, q, k, v, scale);
-  params.out_rows = query_rows_of(out);
-  params.grad_out = query_rows_of(grad_out);
-  params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
-  params.dq = dq.mutable_data_ptr();
-  params.dk = dk.mutable_data_ptr();
-  params.dv = dv.mutable_data_ptr();
+  AttentionParams params = attention_params(sizes, query_rows_of(q), k, v, scale);
+  add_gradients(params, query_rows_of(out), query_rows_of(grad_out), lse, grad_lse, dq, dk, dv);
   const int64_t bytes_each = element_bytes(params.element);
   zero_rows_outside(keys, sizes.T, sizes.G * sizes.D * bytes_each, params.dk);
   zero_rows_outside(keys, sizes.T, sizes.G * sizes.Dv * bytes_each, params.dv);

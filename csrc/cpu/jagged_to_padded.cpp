@@ -13,8 +13,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
-
 template <class Bits>
 void fill_elements(void* out, int64_t count, uint64_t bits) {
   std::fill_n(static_cast<Bits*>(out), count, static_cast<Bits>(bits));
@@ -43,13 +41,7 @@ Tensor jagged_to_padded(Tensor x, Tensor offsets, int64_t max_len, double fill) 
     const char* from = source + sequence.begin * x_row_bytes;
     char* to = result + seq * max_len * row_bytes;
     const int64_t rows = std::min(sequence.len, max_len);
-    if (x_row_bytes == row_bytes && rows > 0) {
-      std::memcpy(to, from, static_cast<size_t>(rows * row_bytes));
-    } else {
-      for (int64_t row = 0; row < rows; ++row) {
-        std::memcpy(to + row * row_bytes, from + row * x_row_bytes, static_cast<size_t>(row_bytes));
-      }
-    }
+    copy_rows(to, from, rows, row_bytes, x_row_bytes);
     const int64_t left = (max_len - rows) * sizes.rest;
     (elem_bytes == 8   ? fill_elements<uint64_t>
      : elem_bytes == 4 ? fill_elements<uint32_t>

@@ -1,7 +1,7 @@
-// What the operators (jagged_*.cpp) hand to the compute kernels, and the table in which they find
-// them.
+// The arguments of the compute kernels, which the operators (jagged_*.cpp) pass, and the table of
+// kernels.
 //
-// The kernels stand in kernels/*.inl and simd/*.inl, free of torch headers. They are compiled once
+// The kernels are in kernels/*.inl and simd/*.inl, free of torch headers. They are compiled once
 // per instruction set (isa_baseline.cpp, isa_avx2.cpp, isa_avx512.cpp), each in a namespace of its
 // own under a target pragma, so that one binary serves every machine; dispatch.cpp picks a table at
 // run time. A kernel is a template over its accumulator (float, or double for float64); the element
@@ -39,7 +39,7 @@ struct Sequence {
 constexpr int64_t padded_row(int64_t columns) { return ((columns + 15) / 16 | 1) * 16; }
 
 // Hands out pieces of one block of memory, aligned to cache lines. With a null base it only counts:
-// the same constructor of a buffer struct that lays the scratch memory out tells its size.
+// the same initialisers of a buffer struct that lay the scratch memory out tell its size.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
@@ -57,12 +57,19 @@ class Arena {
   size_t used_ = 0;
 };
 
-// The bytes that Buffers(arena, params) lays out.
+// The bytes that Buffers{arena, params} lays out.
 template <class Buffers, class Params>
 size_t scratch_bytes(const Params& params) {
   Arena arena(nullptr);
-  Buffers counted(arena, params);
+  Buffers counted{arena, params};
   return arena.used_bytes();
+}
+
+// The same for the accumulators of an element type.
+template <template <class> class Buffers, class Params>
+size_t scratch_bytes(Element element, const Params& params) {
+  return element == Element::kDouble ? scratch_bytes<Buffers<double>>(params)
+                                     : scratch_bytes<Buffers<float>>(params);
 }
 
 // ---- jagged_dense_bmm: out rows = x rows times y of their sequence
@@ -90,22 +97,15 @@ constexpr int64_t kDenseRows = 192, kDenseColumns = 512, kDenseDepth = 256;
 
 template <class T>
 struct DenseBmmBuffers {
-  T* x;     // [kDenseRows, padded_row(depth)]: converted x
-  T* y;     // [depth, padded_row(columns)]: packed y, written up to a multiple of 4 rows
-  T* out;   // [kDenseRows, padded_row(columns)]
-  T* bias;  // [padded_row(columns)]
-  int64_t x_row, y_row;
-
-  DenseBmmBuffers(Arena& arena, const DenseBmmParams& params) {
-    const int64_t depth = params.inner < kDenseDepth ? params.inner : kDenseDepth;
-    const int64_t columns = params.columns < kDenseColumns ? params.columns : kDenseColumns;
-    x_row = padded_row(depth);
-    y_row = padded_row(columns);
-    x = arena.take<T>(kDenseRows * x_row);
-    y = arena.take<T>((depth + 3) * y_row);
-    out = arena.take<T>(kDenseRows * y_row);
-    bias = arena.take<T>(y_row);
-  }
+  Arena& arena;
+  const DenseBmmParams& params;
+  int64_t depth = params.inner < kDenseDepth ? params.inner : kDenseDepth;
+  int64_t columns = params.columns < kDenseColumns ? params.columns : kDenseColumns;
+  int64_t x_row = padded_row(depth), y_row = padded_row(columns);
+  T* x = arena.take<T>(kDenseRows * x_row);    // converted x
+  T* y = arena.take<T>((depth + 3) * y_row);   // packed y, written up to a multiple of 4 rows
+  T* out = arena.take<T>(kDenseRows * y_row);  // [kDenseRows, y_row]
+  T* bias = arena.take<T>(y_row);
 };
 
 // ---- jagged_jagged_bmm: out = x^T y, summed over rows of a sequence
@@ -125,7 +125,7 @@ struct JaggedBmmItem {
   bool out_is_accum;  // out holds accumulators (a partial sum), else elements
 };
 
-// Rows that are summed at a time: fewer where an operand has few columns, as both are then read
+// Rows that are summed at a time: fewer if an operand has few columns, since both are then read
 // from the tensors.
 constexpr int64_t kJaggedDepth = 128, kJaggedDepthFew = 32;
 constexpr int64_t kJaggedCompactRow = 96;  // longer rows are copied ahead of repeated use
@@ -133,15 +133,12 @@ constexpr int64_t kJaggedNarrow = 64, kJaggedWide = 256;
 
 template <class T>
 struct JaggedBmmBuffers {
-  T* narrow;  // [kJaggedDepth, padded_row(kJaggedNarrow)]: rows of the operand with fewer columns
-  T* wide;    // [kJaggedDepth, padded_row(kJaggedWide)]
-  T* out;     // [kJaggedNarrow, padded_row(kJaggedWide)]
-
-  JaggedBmmBuffers(Arena& arena, const JaggedBmmParams&) {
-    narrow = arena.take<T>(kJaggedDepth * padded_row(kJaggedNarrow));
-    wide = arena.take<T>(kJaggedDepth * padded_row(kJaggedWide));
-    out = arena.take<T>(kJaggedNarrow * padded_row(kJaggedWide));
-  }
+  Arena& arena;
+  const JaggedBmmParams& params;
+  // Rows of the operand with fewer columns, of the other one, and their product.
+  T* narrow = arena.take<T>(kJaggedDepth * padded_row(kJaggedNarrow));
+  T* wide = arena.take<T>(kJaggedDepth * padded_row(kJaggedWide));
+  T* out = arena.take<T>(kJaggedNarrow * padded_row(kJaggedWide));
 };
 
 // ---- jagged_softmax over rows, each column alone
@@ -169,7 +166,7 @@ struct SoftmaxLinesItem {
 };
 
 constexpr int64_t kSoftmaxColumns = 128;
-// Elements that are read at a time; a sequence of no more is read once.
+// Elements that are read at a time; a sequence of at most so many is read once.
 constexpr int64_t kSoftmaxBlock = 32768;
 
 // Statistics, forward: the maximum of scale * x and the sum of exp(scale * x - maximum); backward:
@@ -180,21 +177,15 @@ struct SoftmaxBuffers {
       kSoftmaxColumns * 16;  // of a super row (kernels/softmax.inl)
   static_assert(kMaxLanes <= kSoftmaxBlock);
 
-  T* x;                        // [kSoftmaxBlock]: x, then results
-  T* grad;                     // [kSoftmaxBlock]: grad_out; backward only
-  T *max, *sum;                // [kMaxLanes]
-  T* lane_max;                 // [kMaxLanes]
-  T *column_max, *column_sum;  // [kSoftmaxColumns]
-
-  SoftmaxBuffers(Arena& arena, const SoftmaxParams& params) {
-    x = arena.take<T>(kSoftmaxBlock);
-    max = arena.take<T>(kMaxLanes);
-    sum = arena.take<T>(kMaxLanes);
-    lane_max = arena.take<T>(kMaxLanes);
-    column_max = arena.take<T>(kSoftmaxColumns);
-    column_sum = arena.take<T>(kSoftmaxColumns);
-    grad = params.backward ? arena.take<T>(kSoftmaxBlock) : nullptr;
-  }
+  Arena& arena;
+  const SoftmaxParams& params;
+  T* x = arena.take<T>(kSoftmaxBlock);  // x, then results
+  T* max = arena.take<T>(kMaxLanes);
+  T* sum = arena.take<T>(kMaxLanes);
+  T* lane_max = arena.take<T>(kMaxLanes);
+  T* column_max = arena.take<T>(kSoftmaxColumns);
+  T* column_sum = arena.take<T>(kSoftmaxColumns);
+  T* grad = params.backward ? arena.take<T>(kSoftmaxBlock) : nullptr;  // grad_out
 };
 
 // ---- jagged_sum and jagged_mean over rows, each column alone
@@ -211,19 +202,16 @@ struct SumItem {
   int64_t column_begin, columns;  // at most kSumColumns
 };
 
-// Sums of so many rows are exact enough, and parts of a long sequence are worth a thread.
+// Sums of so many rows are exact enough, and a part of so many is worth a thread.
 constexpr int64_t kSumRows = 1024;
 constexpr int64_t kSumColumns = 1024, kSumLanes = 64;
 
 template <class T>
 struct SumBuffers {
-  T* sums;  // [kSumColumns]
-  T* row;   // [kSumColumns]
-
-  SumBuffers(Arena& arena, const SumParams&) {
-    sums = arena.take<T>(kSumColumns);
-    row = arena.take<T>(kSumColumns);
-  }
+  Arena& arena;
+  const SumParams& params;
+  T* sums = arena.take<T>(kSumColumns);
+  T* row = arena.take<T>(kSumColumns);
 };
 
 // ---- jagged_flash_attention
@@ -281,29 +269,19 @@ inline int64_t attention_item_rows(const AttentionParams& params) {
 
 template <class T>
 struct AttentionForwardBuffers {
-  T* q;             // [item rows, qk_row], times scale
-  T* k;             // [kKeyBlock, qk_row]
-  T* k_transposed;  // [dim_qk, kScoreRow]
-  T* v;             // [kKeyBlock, v_row]
-  T* score;         // [kQueryBlock, kScoreRow]: logits, then probabilities
-  T* out;           // [item rows, v_row]: not yet divided by sum
-  T *max, *sum;     // [item rows]
-  T* rescale;       // [kQueryBlock]: exp(old max - new max)
-  int64_t qk_row, v_row;
-
-  AttentionForwardBuffers(Arena& arena, const AttentionParams& params)
-      : qk_row(padded_row(params.dim_qk)), v_row(padded_row(params.dim_v)) {
-    const int64_t rows = attention_item_rows(params);
-    q = arena.take<T>(rows * qk_row);
-    k = arena.take<T>(kKeyBlock * qk_row);
-    k_transposed = arena.take<T>(qk_row * kScoreRow);
-    v = arena.take<T>(kKeyBlock * v_row);
-    score = arena.take<T>(kQueryBlock * kScoreRow);
-    out = arena.take<T>(rows * v_row);
-    max = arena.take<T>(rows);
-    sum = arena.take<T>(rows);
-    rescale = arena.take<T>(kQueryBlock);
-  }
+  Arena& arena;
+  const AttentionParams& params;
+  int64_t qk_row = padded_row(params.dim_qk), v_row = padded_row(params.dim_v);
+  int64_t rows = attention_item_rows(params);
+  T* q = arena.take<T>(rows * qk_row);  // times scale
+  T* k = arena.take<T>(kKeyBlock * qk_row);
+  T* k_transposed = arena.take<T>(qk_row * kScoreRow);  // [dim_qk, kScoreRow]
+  T* v = arena.take<T>(kKeyBlock * v_row);
+  T* score = arena.take<T>(kQueryBlock * kScoreRow);  // logits, then probabilities
+  T* out = arena.take<T>(rows * v_row);               // not yet divided by sum
+  T* max = arena.take<T>(rows);
+  T* sum = arena.take<T>(rows);
+  T* rescale = arena.take<T>(kQueryBlock);  // exp(old max - new max)
 };
 
 // `max_rows` and `max_keys` bound the rows and keys of any item.
@@ -314,37 +292,24 @@ struct AttentionBackwardSize {
 
 template <class T>
 struct AttentionBackwardBuffers {
-  T* q;                            // [kQueryBlock, qk_row], times scale
-  T* grad_out;                     // [kQueryBlock, v_row]
-  T* out;                          // [kQueryBlock, v_row]
-  T* k;                            // [kKeyBlock, qk_row]
-  T* v;                            // [kKeyBlock, v_row]
-  T *k_transposed, *v_transposed;  // [dim, kScoreRow]
-  T* prob;                         // [kQueryBlock, kScoreRow]: logits, then P
-  T* dscore;                       // [kQueryBlock, kScoreRow]: dP, then dS
-  T *lse, *delta;                  // [max_rows] of one head
-  T* dq;                           // [max_rows, qk_row] of one head
-  T* dk;                           // [max_keys, qk_row]
-  T* dv;                           // [max_keys, v_row]
-  int64_t qk_row, v_row;
-
-  AttentionBackwardBuffers(Arena& arena, const AttentionBackwardSize& size)
-      : qk_row(padded_row(size.params.dim_qk)), v_row(padded_row(size.params.dim_v)) {
-    q = arena.take<T>(kQueryBlock * qk_row);
-    grad_out = arena.take<T>(kQueryBlock * v_row);
-    out = arena.take<T>(kQueryBlock * v_row);
-    k = arena.take<T>(kKeyBlock * qk_row);
-    v = arena.take<T>(kKeyBlock * v_row);
-    k_transposed = arena.take<T>(qk_row * kScoreRow);
-    v_transposed = arena.take<T>(v_row * kScoreRow);
-    prob = arena.take<T>(kQueryBlock * kScoreRow);
-    dscore = arena.take<T>(kQueryBlock * kScoreRow);
-    lse = arena.take<T>(size.max_rows);
-    delta = arena.take<T>(size.max_rows);
-    dq = arena.take<T>(size.max_rows * qk_row);
-    dk = arena.take<T>(size.max_keys * qk_row);
-    dv = arena.take<T>(size.max_keys * v_row);
-  }
+  Arena& arena;
+  const AttentionBackwardSize& size;
+  int64_t qk_row = padded_row(size.params.dim_qk), v_row = padded_row(size.params.dim_v);
+  T* q = arena.take<T>(kQueryBlock * qk_row);  // times scale
+  T* grad_out = arena.take<T>(kQueryBlock * v_row);
+  T* out = arena.take<T>(kQueryBlock * v_row);
+  T* k = arena.take<T>(kKeyBlock * qk_row);
+  T* v = arena.take<T>(kKeyBlock * v_row);
+  T* k_transposed = arena.take<T>(qk_row * kScoreRow);  // [dim, kScoreRow]
+  T* v_transposed = arena.take<T>(v_row * kScoreRow);
+  T* prob = arena.take<T>(kQueryBlock * kScoreRow);    // logits, then P
+  T* dscore = arena.take<T>(kQueryBlock * kScoreRow);  // dP, then dS
+  // Of one head.
+  T* lse = arena.take<T>(size.max_rows);
+  T* delta = arena.take<T>(size.max_rows);
+  T* dq = arena.take<T>(size.max_rows * qk_row);
+  T* dk = arena.take<T>(size.max_keys * qk_row);
+  T* dv = arena.take<T>(size.max_keys * v_row);
 };
 
 // ---- The table

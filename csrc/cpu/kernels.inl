@@ -10,8 +10,8 @@
 #include "cpu/kernels/sum.inl"
 #include "cpu/kernels/attention.inl"
 
-// Constants: the tables of instruction sets that the machine lacks are looked at too, but no code
-// of theirs runs.
+// Constants: tables of instruction sets that the machine lacks are read too, but none of their code
+// may run.
 template <class T>
 constexpr Kernels make_kernels() {
   return {dense_bmm<T>,          jagged_bmm<T>,      sum_parts<T>,         softmax<T>,

@@ -1,4 +1,4 @@
-// One matrix a sequence, as the CPU's kernels take them.
+// One matrix per sequence, as the CPU's kernels take them.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace jagged_cuda::cpu {
 
-// Element (i, j) of the matrix of one sequence stands at begin + i * columns.len + j.
+// Element (i, j) of the matrix of one sequence is at begin + i * columns.len + j.
 struct Matrix {
   Sequence rows;     // of the tensor whose sequences are the matrices' rows
   Sequence columns;  // of the tensor whose sequences are their columns
@@ -19,8 +19,8 @@ struct Matrix {
 };
 
 // The matrices of offsets, y_offsets (none: offsets) and matrix_offsets, each [B + 1], in
-// `capacity` elements, what `argument` says. That all fit is checked if JAGGED_CUDA_CHECK asks for
-// it; all else is checked always.
+// `capacity` elements, as `argument` says. JAGGED_CUDA_CHECK asks for a check that all fit;
+// all else is always checked.
 inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
                                          const Tensor& offsets,
                                          const std::optional<Tensor>& y_offsets,
@@ -55,7 +55,7 @@ inline std::vector<Matrix> read_matrices(const char* op, const char* argument,
   return matrices;
 }
 
-// Zeros for the elements of `out` that belong to no matrix. Comes ahead of the kernels: with wrong
+// Zeros for the elements of `out` that belong to no matrix. Runs before the kernels: with wrong
 // offsets these elements may belong to a matrix too.
 inline void zero_elements_outside(const Tensor& matrix_offsets, int64_t capacity,
                                   int64_t element_bytes, void* out) {

@@ -13,8 +13,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
-
 Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "padded_to_jagged";
   static const Contract contract(op);
@@ -39,13 +37,7 @@ Tensor padded_to_jagged(Tensor x, Tensor offsets, int64_t total) {
     const char* from = source + seq * x_seq_bytes;
     char* to = result + sequence.begin * row_bytes;
     const int64_t rows = std::min(sequence.len, sizes.M);
-    if (x_row_bytes == row_bytes && rows > 0) {
-      std::memcpy(to, from, static_cast<size_t>(rows * row_bytes));
-    } else {
-      for (int64_t row = 0; row < rows; ++row) {
-        std::memcpy(to + row * row_bytes, from + row * x_row_bytes, static_cast<size_t>(row_bytes));
-      }
-    }
+    copy_rows(to, from, rows, row_bytes, x_row_bytes);
     std::memset(to + rows * row_bytes, 0, static_cast<size_t>((sequence.len - rows) * row_bytes));
   });
   record_kernel(kernel_table().name);

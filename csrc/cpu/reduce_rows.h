@@ -1,4 +1,4 @@
-// What jagged_sum and jagged_mean share on the CPU: items are up to kSumRows rows and kSumColumns
+// Shared by jagged_sum and jagged_mean on the CPU: items are up to kSumRows rows and kSumColumns
 // columns of a sequence (kernels/sum.inl). A longer sequence is summed in parts, and these in
 // order.
 #pragma once
@@ -32,7 +32,7 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets, const
   params.columns = sizes.rest;
   char* result = static_cast<char*>(out.mutable_data_ptr());
 
-  // Memory's speed, in multiply-adds.
+  // Time to read memory, in multiply-adds.
   constexpr int64_t kElementCost = 6;
   WorkList<Item> whole, parts, parted;
   int64_t num_sums = 0;
@@ -61,8 +61,7 @@ inline Tensor reduce_rows(const char* op, Tensor x, const Tensor& offsets, const
   const Kernels& kernels = table.of(params.element);
   const bool is_double = params.element == Element::kDouble;
   const int64_t sum_bytes = is_double ? 8 : 4;
-  const size_t bytes = is_double ? scratch_bytes<SumBuffers<double>>(params)
-                                 : scratch_bytes<SumBuffers<float>>(params);
+  const size_t bytes = scratch_bytes<SumBuffers>(params.element, params);
   const AlignedBuffer sums(static_cast<size_t>(num_sums * sum_bytes));
   const auto sums_of = [&](const Item& item) {
     return static_cast<char*>(sums.data()) + item.sums * sum_bytes;

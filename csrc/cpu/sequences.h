@@ -25,8 +25,8 @@ inline Element element_of(const Tensor& tensor) {
   }
 }
 
-// What rows are counted in: those of a tensor, or a capacity, which the caller has chosen and which
-// may be less than the sequences hold.
+// The number of rows is that of a tensor, or a capacity, which the caller has chosen and which may
+// be less than the sequences have.
 enum class RowsOf { kTensor, kCapacity };
 
 template <class Offset>
@@ -48,8 +48,8 @@ std::vector<Sequence> sequences_of(const char* op, const char* argument, const O
 }
 
 // The sequences of offsets [B + 1] in `total` rows, cut there. Offsets that decrease, or reach past
-// the end of a tensor, are an error; JAGGED_CUDA_CHECK asks for max_len and capacities to be held
-// too.
+// the end of a tensor, are an error; JAGGED_CUDA_CHECK asks for a check of max_len and
+// capacities too.
 inline std::vector<Sequence> read_sequences(const char* op, const char* argument,
                                             const Tensor& offsets, int64_t total,
                                             std::optional<int64_t> max_len = std::nullopt,
@@ -64,8 +64,21 @@ inline std::vector<Sequence> read_sequences(const char* op, const char* argument
                       rows_of);
 }
 
-// Zeros for the rows that lie before the first and after the last sequence. Comes ahead of the
-// kernels: with decreasing offsets these rows may belong to a sequence too.
+constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
+
+// Copies rows that lie `from_bytes` apart to contiguous ones.
+inline void copy_rows(char* to, const char* from, int64_t rows, int64_t row_bytes,
+                      int64_t from_bytes) {
+  if (from_bytes == row_bytes && rows > 0) {
+    std::memcpy(to, from, static_cast<size_t>(rows * row_bytes));
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy(to + row * row_bytes, from + row * from_bytes, static_cast<size_t>(row_bytes));
+  }
+}
+
+// Zeros for the rows that lie before the first and after the last sequence.
 inline void zero_rows_outside(const std::vector<Sequence>& sequences, int64_t total,
                               int64_t row_bytes, void* out) {
   const int64_t begin = sequences.empty() ? total : sequences.front().begin;

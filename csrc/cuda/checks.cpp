@@ -53,7 +53,7 @@ bool is_capturing(const char* op, cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Where a kernel shall leave what it finds; null where there is no place and none can be made.
+// Where a kernel writes what it finds; null where there is no place and none can be made.
 ErrorWord* find_error_word(const char* op, cudaStream_t stream) {
   throw_pending_error();
   ErrorWord* word = error_word.load();

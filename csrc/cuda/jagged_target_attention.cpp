@@ -67,7 +67,7 @@ TargetAttentionParams select_queries(const TargetAttentionParams& params, int64_
   return pass;
 }
 
-// What the Params of both kinds of kernels say alike.
+// Sets the fields that the Params of both kinds of kernels share.
 template <typename Params>
 void fill_common(Params& params, const Sizes& sizes, const Tensor& q, const Tensor& k,
                  const Tensor& v, const Tensor& out) {

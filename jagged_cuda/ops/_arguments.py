@@ -1,7 +1,7 @@
-"""What kind of thing each argument of a public function may be, and the sentence if it is not.
+"""Which kinds of value each argument of a public function takes, and the error for others.
 
-The dispatcher takes a tensor for a number, which drops its gradient or waits for the GPU, and what
-it says of a list, a method or None helps nobody. So the gate of the public functions
+The dispatcher takes a tensor as a number, which drops its gradient or waits for the GPU, and its
+errors for a list, a method or None help nobody. So the gate of the public functions
 (_dispatch.overridable) compares types first. Kinds are read from the functions' own annotations.
 """
 
@@ -20,7 +20,7 @@ from jagged_cuda.ops._contract import fail_argument
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NONE = type(None)
 
-# By annotation: the types that pass at a glance, and what is asked for.
+# By annotation: the types that pass without a closer look, and what the error asks for.
 _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "Tensor": (_TENSORS, "a tensor"),
     "Tensor | None": (_TENSORS | {_NONE}, "a tensor or None"),
@@ -52,7 +52,7 @@ class Arguments:
         self.by_position = tuple((name, self.by_name[name]) for name in names)
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise RuntimeError for the first argument that is not of its kind."""
+        """Raise RuntimeError for the first argument of a wrong kind."""
         for (name, types), value in zip(self.by_position, args, strict=False):
             if type(value) not in types:
                 self.look_at(name, value)
@@ -68,7 +68,7 @@ class Arguments:
                 self.look_at(name, value)
 
     def look_at(self, name: str, value: object) -> None:
-        """Raise RuntimeError unless the value will do, though its type is not the usual one."""
+        """Raise RuntimeError unless the value fits, though its type is not the usual one."""
         text = self.texts[name]
         if not _will_do(text.removesuffix(" or None"), value):
             fail_argument(self.op, name, text, _describe(name, text, value))

@@ -1,4 +1,4 @@
-"""What the attention operators share: the default scale, and what surrounds their gradient.
+"""What the attention operators share: the default scale, and their backward.
 
 Their q is `[..., H, D]`, their v `[..., G, Dv]`; they return (out, lse) and save q, k, v, both
 results, and their offsets.

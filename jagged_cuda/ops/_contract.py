@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,6 @@ _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
 _CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
-_COMPARISONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -141,7 +140,7 @@ class Contract:
     ) -> NoReturn:
         """Name what the relation bounds: an integer, or the first argument that has this size.
 
-        What that argument does not have stands there as a number.
+        A size that this argument does not have is given as a number.
         """
         subject = words[2] if words[0] not in sizes and words[0] not in arguments else words[0]
         owner = next((rule for rule in self.rules if subject in rule.dims), None)
@@ -160,7 +159,7 @@ class Contract:
         fail_argument(op, owner.name, expected, shape_text(arguments[owner.name].shape))
 
     def results_of(self, op: str, arguments: Mapping[str, Any]) -> Any:
-        """What a call returns, without values."""
+        """Describe what a call returns, without values."""
         known = {**arguments, **self.check(op, arguments)}
         results = tuple(
             arguments[rule.like].new_empty(rule.shape(known), dtype=rule.dtype(arguments))
@@ -174,29 +173,18 @@ def _fail_shape(op: str, rule: _Rule, tensor: Tensor, sizes: Mapping[str, Any]) 
 
 
 def _holds(words: tuple[str, ...], arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool:
-    """Compare products of what the words say, from left to right."""
-    products: list[Any] = [1]
-    comparisons, sign = [], "*"
-    for word in words:
-        if word in _COMPARISONS:
-            comparisons.append(_COMPARISONS[word])
-            products.append(1)
-            sign = "*"
-        elif word in ("*", "%"):
-            sign = word
-        else:
-            number = word.lstrip("-").isdigit()
-            value = int(word) if number else sizes.get(word, arguments.get(word))
-            if value is None:
-                return True
-            if sign == "*":
-                products[-1] = products[-1] * value
-            elif value != 0:  # of 0, only 0 is a multiple
-                products[-1] = products[-1] % value
-    return all(
-        compare(left, right)
-        for compare, left, right in zip(comparisons, products, products[1:], strict=False)
-    )
+    """Whether a relation, which is an expression of Python's, is true; an integer may be None."""
+    values = {word: sizes.get(word, arguments.get(word)) for word in words if word.isidentifier()}
+    if any(value is None for value in values.values()):
+        return True
+    if words[1] == "%" and values[words[2]] == 0:  # of 0, only 0 is a multiple
+        return bool(values[words[0]] == 0)
+    return bool(eval(_compiled(words), {}, values))
+
+
+@functools.cache
+def _compiled(words: tuple[str, ...]) -> CodeType:
+    return compile(" ".join(words), "operators.h", "eval")
 
 
 @functools.cache

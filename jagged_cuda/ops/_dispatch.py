@@ -1,10 +1,10 @@
-"""The way of a call from a public function to its kernel.
+"""How a call gets from a public function to its kernel.
 
 ``overridable``  is the gate of every public function: arguments that implement
                  __torch_function__ (torch.fx's proxies, subclasses) take the call whole; all others
                  must be of the kind that the function's annotations name (_arguments.py).
 ``call``         leads from a public function, or a gradient, to a registered operator: the short
-                 way if nobody watches, else through the dispatcher.
+                 way if nothing else wants to see the call, else through the dispatcher.
 ``register``     gives the dispatcher what an operator has beside its kernels: the fake kernel,
                  which its contract makes, autograd and autocast.
 
@@ -47,7 +47,7 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             try:
                 result: _Result = handle_torch_function(public, relevant, *args, **kwargs)
             except Exception:
-                # A subclass has said no; a nested tensor says so without words.
+                # A subclass has refused the call; nested tensors do so without a helpful message.
                 arguments.check(args, kwargs)
                 raise
             return result
@@ -79,7 +79,7 @@ _OUT_OF_MEMORY = re.compile(r"^\w+: out of memory on cuda:(?P<device>\d+) alloca
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _SCALARS = frozenset((int, float, bool, type(None)))
 
-# Of PyTorch's own, without a promise: where one is missing, every call takes the registered way.
+# Private functions of PyTorch: where one is missing, every call takes the registered way.
 _PRIVATE = (
     "_AutoDispatchBelowAutograd",
     "_are_functorch_transforms_active",
@@ -92,7 +92,7 @@ _PRIVATE = (
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
 
-# Of each operator what applies it differentiably, and the defaults of its arguments.
+# For each operator its differentiable form, and the defaults of its arguments.
 _formulas: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
 
@@ -131,7 +131,7 @@ def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _refuse_transforms(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raise RuntimeError where a transform would get wrong derivatives, or none, without a word."""
+    """Raise RuntimeError where a transform would silently get wrong derivatives, or none."""
     name = getattr(op, "__name__", str(op)).partition(".")[0]
     transforms = {
         interpreter.key().name for interpreter in _C._functorch.get_interpreter_stack() or ()

@@ -1,4 +1,4 @@
-"""What the operators over `[sum Lx*Ly]`, one matrix a sequence, share."""
+"""What the operators over `[sum Lx*Ly]`, one matrix per sequence, share."""
 
 from __future__ import annotations
 

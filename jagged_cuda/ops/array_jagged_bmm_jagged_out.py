@@ -29,7 +29,7 @@ def array_jagged_bmm_jagged_out(
     attention, and the gradients of its scores.
 
     Args:
-        a: `[sum Lx*Ly]`, one matrix a sequence; float32, float64, float16 or bfloat16.
+        a: `[sum Lx*Ly]`, one matrix per sequence; float32, float64, float16 or bfloat16.
         y: `[Ty, N]` jagged, of a's dtype and device; with transpose `[Tx, N]`.
         offsets: `[B + 1]` int32 or int64, on a's device. offsets and y_offsets say the shape of
             the matrices, transposed or not: sequence b of offsets has as many rows (Lx) as A_b.

@@ -27,7 +27,7 @@ def jagged2_softmax(
     ``z_b = softmax(scale * A_b, dim)``. With dim=-1 these are attention's weights from its scores.
 
     Args:
-        a: `[sum Lx*Ly]`, one matrix a sequence; float32, float64, float16 or bfloat16.
+        a: `[sum Lx*Ly]`, one matrix per sequence; float32, float64, float16 or bfloat16.
         offsets: `[B + 1]` int32 or int64, on a's device; sequence b of them has as many rows (Lx)
             as A_b.
         y_offsets: `[B + 1]` of offsets' dtype; sequence b of them has as many rows (Ly) as A_b
@@ -47,9 +47,9 @@ def jagged2_softmax(
 
     Notes:
         Empty sequences are allowed; where Lx or Ly is 0 there is nothing. Under
-        ``JAGGED_CUDA_CHECK`` a matrix that does not fit raises. A row (or column) of -inf alone is
-        nan, as in torch. Sums run in float32 (float64 for float64); under autocast the operator
-        runs in float32. Nothing synchronises. Deterministic, forward and backward, and a
+        ``JAGGED_CUDA_CHECK`` a matrix that does not fit raises. A row (or column) that is all
+        -inf is nan, as in torch. Sums run in float32 (float64 for float64); under autocast the
+        operator runs in float32. Nothing synchronises. Deterministic, forward and backward, and a
         sequence's result does not depend on its neighbours. No double backward. a is read in
         place if it is contiguous, else copied once.
 

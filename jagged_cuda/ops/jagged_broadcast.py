@@ -1,4 +1,4 @@
-"""jagged_broadcast: each row of a sequence gets what the sequence has."""
+"""jagged_broadcast: each row of a sequence gets the sequence's value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def jagged_broadcast(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
     For each sequence b: ``z_b[i] = x[b]`` for each of its rows i.
 
     Args:
-        x: `[B, ...]`, one value a sequence; any float or integer dtype, or bool.
+        x: `[B, ...]`, one value per sequence; any float or integer dtype, or bool.
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]`` of the result.
         total: T, rows of the result: at least the last of offsets. None reads that number, which
@@ -33,7 +33,7 @@ def jagged_broadcast(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
         torch.OutOfMemoryError: the GPU has no room for the result.
 
     Notes:
-        Empty sequences are allowed; what they have is not read. Values are copied. With total
+        Empty sequences are allowed; their values are not read. Values are copied. With total
         nothing synchronises; torch.compile without graph breaks needs it too. The gradient is
         jagged_sum, so that derivatives of any order exist; integers have none. Autocast leaves
         the dtype alone. Deterministic. x is read in place if each of its rows is contiguous; any

@@ -33,7 +33,7 @@ def jagged_dense_bmm(
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]``.
         bias: `[B, N]`, of x's dtype and device; added to each row of its sequence.
-        activation: applied last; "gelu" is the one of the error function.
+        activation: applied last; "gelu" uses the error function.
 
     Returns:
         `[T, N]` of x's dtype; rows outside every sequence are 0, whatever the activation.
@@ -49,7 +49,7 @@ def jagged_dense_bmm(
         to x's dtype. The gradient of x is this operator with y transposed, that of y is
         jagged_jagged_bmm, that of bias jagged_sum, so that derivatives of any order exist. With
         relu, sigmoid and tanh the gradient reads the result that was saved; with gelu and silu it
-        multiplies x and y once more, since the result does not tell what went into it.
+        multiplies x and y once more, since the result does not determine its input.
         Deterministic, and a sequence's result does not depend on its neighbours. x and bias are
         read in place if their last dimension is contiguous, y if one of its last two is; any other
         layout costs one copy of that operand.
@@ -79,7 +79,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _grad_of_activation(ctx: Any, grad_out: Tensor) -> Tensor:
-    """The gradient of x_b @ y_b + bias. Rows outside every sequence hold anything."""
+    """The gradient of x_b @ y_b + bias. Rows outside every sequence are unspecified."""
     x, y, offsets, bias, out = ctx.saved_tensors
     aten = torch.ops.aten
     if ctx.activation is None:

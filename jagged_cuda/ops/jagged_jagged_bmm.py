@@ -1,4 +1,4 @@
-"""jagged_jagged_bmm: one jagged tensor's sequences, transposed, times another's."""
+"""jagged_jagged_bmm: x_b^T y_b for each sequence of two jagged tensors."""
 
 from __future__ import annotations
 

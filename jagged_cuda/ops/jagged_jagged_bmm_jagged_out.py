@@ -21,7 +21,7 @@ def jagged_jagged_bmm_jagged_out(
     matrix_offsets: Tensor | None = None,
     total_out: int | None = None,
 ) -> Tensor:
-    """Multiply each sequence's rows of x with its rows of y, which gives one matrix a sequence.
+    """Multiply each sequence's rows of x with its rows of y, which gives one matrix per sequence.
 
     For each sequence b: ``z_b = x_b @ y_b.T``, a matrix `[Lx, Ly]`, stored row by row in one
     vector. These are the scores of attention.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops._dispatch import call, overridable, register
+from jagged_cuda.ops.jagged_sum import setup_context
 
 
 @overridable
@@ -43,12 +44,6 @@ def jagged_mean(x: Tensor, offsets: Tensor) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_mean.default, x, offsets)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, offsets = inputs
-    ctx.total = x.shape[0]
-    ctx.save_for_backward(offsets)
-
-
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
     (offsets,) = ctx.saved_tensors
     # In the dtype of sums: float16 has no number for 70,000 rows.
@@ -61,7 +56,7 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
 
 register(
     "jagged_mean",
-    setup_context=_setup_context,
+    setup_context=setup_context,
     backward=_backward,
     autocast="unchanged",
 )

@@ -12,7 +12,7 @@ from jagged_cuda.ops._dispatch import call, overridable, register
 
 @overridable
 def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Take the softmax over the rows of each sequence, each of the other positions alone.
+    """Take the softmax over the rows of each sequence, at each of the other positions.
 
     For each sequence b: ``z_b = softmax(scale * x_b, dim=0)``.
 

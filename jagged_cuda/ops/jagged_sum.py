@@ -42,7 +42,7 @@ def jagged_sum(x: Tensor, offsets: Tensor) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_sum.default, x, offsets)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, offsets = inputs
     ctx.total = x.shape[0]
     ctx.save_for_backward(offsets)
@@ -56,7 +56,7 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
 
 register(
     "jagged_sum",
-    setup_context=_setup_context,
+    setup_context=setup_context,
     backward=_backward,
     autocast="unchanged",
 )

@@ -58,15 +58,15 @@ def jagged_target_attention(
         sequence have zero gradient. Operands are read in place if their last dimension is
         contiguous (slices of a fused projection included), fastest if rows are 16-byte aligned and
         D, Dv are multiples of 8; any other layout costs one copy of that operand, as do, on the
-        CPU and where the float32 and float64 kernels run, queries whose rows are not at one
-        distance.
+        CPU and in the float32 and float64 kernels on CUDA, queries whose rows are not at one
+        constant distance.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "Deep Interest Network for Click-Through Rate
     Prediction" (Zhou et al., KDD '18) for attention of targets to a history.
 
     Example:
-        >>> q, k = torch.zeros(2, 3, 8), torch.zeros(5, 8)  # one head, 3 items a user
+        >>> q, k = torch.zeros(2, 3, 8), torch.zeros(5, 8)  # one head, 3 items per user
         >>> v = torch.arange(5.0)[:, None]
         >>> jagged_target_attention(q, k, v, torch.tensor([0, 4, 5])).squeeze(2)
         tensor([[1.5000, 1.5000, 1.5000],

@@ -1,4 +1,4 @@
-"""jagged_to_padded: the rows of each sequence side by side with the others', filled up."""
+"""jagged_to_padded: jagged rows as a padded tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def jagged_to_padded(x: Tensor, offsets: Tensor, max_len: int, *, fill: float = 
         offsets: `[B + 1]` int32 or int64, on x's device; sequence b is rows
             ``offsets[b]:offsets[b + 1]``.
         max_len: M, the padded length; rows of a sequence beyond it are cut.
-        fill: what stands where a sequence has no row; an integer for integer dtypes.
+        fill: the value where a sequence has no row; an integer for integer dtypes.
 
     Returns:
         `[B, max_len, ...]` of x's dtype, contiguous.

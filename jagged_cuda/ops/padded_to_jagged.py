@@ -33,7 +33,7 @@ def padded_to_jagged(x: Tensor, offsets: Tensor, *, total: int | None = None) ->
         torch.OutOfMemoryError: the GPU has no room for the result.
 
     Notes:
-        Empty sequences are allowed, and what stands beyond a sequence's length in x is not read.
+        Empty sequences are allowed, and rows of x beyond a sequence's length are not read.
         Values are copied. With total nothing synchronises; torch.compile without graph breaks
         needs it too. The gradient is jagged_to_padded, so that derivatives of any order exist;
         integers have none. Autocast leaves the dtype alone. Deterministic. x is read in place if

@@ -1,4 +1,4 @@
-"""What an operator's room (``ops/<op>.py``) says of it, and how arguments are drawn from that."""
+"""What an operator's room (``ops/<op>.py``) says about it, and how arguments are drawn from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
         registered: the arguments of each registered operator behind it, forward first.
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
-        rows: whose rows each argument and output has: "q", "kv", "seq" (one for each sequence) or
+        rows: whose rows each argument and output has: "q", "kv", "seq" (one per sequence) or
             "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
             says how many there are), or "total" (those of "q" in as many as that choice says).
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
@@ -60,8 +60,8 @@ class Case:
             terms come to lie on the other side of a kink, or are stored as a neighbouring value; or
             None.
         huge: choices for which 4.2 million rows have more than 2^31 elements, or None.
-        huge_dense: choices for which 32,775 sequences have more than 2^31 elements in what has one
-            row a sequence, or None.
+        huge_dense: choices for which 32,775 sequences have more than 2^31 elements in tensors of
+            one row per sequence, or None.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Case:
 
 
 def _any_value(rng: random.Random, name: str, candidates: Sequence[Any], listed: Any) -> Any:
-    """Any value among the candidates, if they are but examples of what is allowed."""
+    """Any value between the candidates, if they are only examples of what is allowed."""
     largest = max((n for each in candidates if type(each) is tuple for n in each), default=1)
     if name == "heads":
         kv_heads = rng.randint(1, 3)
@@ -165,8 +165,8 @@ def absolute_terms(
     tensors: Tensors,
     cotangents: Tensors | None,
 ) -> Tensors:
-    """The terms of what is linear in each argument: itself, and its gradients, on absolute
-    values."""
+    """The terms of a function that is linear in each argument: the function and its gradients
+    on absolute values."""
     leaves = {name: t.abs().requires_grad_() for name, t in tensors.items()}
     out = definition(spec, leaves)["out"]
     found = {"out": out.detach()}

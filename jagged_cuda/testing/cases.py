@@ -1,6 +1,6 @@
-"""The one table of cases: what tests, opcheck, fuzzing and benchmarks know of each operator.
+"""The one table of cases: what tests, opcheck, fuzzing and benchmarks know about each operator.
 
-Each file of ``ops/`` is the room of one operator, and is found by being there. Its ``CASE`` is the
+Each file of ``ops/`` is the room of one operator, and is found automatically. Its ``CASE`` is the
 operator with the arguments that all backends take; ``VARIANTS``, by name, are options that
 ``CASE`` leaves at their defaults, each judged and fuzzed like an operator of its own.
 """

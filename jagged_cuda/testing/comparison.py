@@ -19,7 +19,7 @@ class MismatchError(AssertionError):
 
 
 def accumulator_eps(dtype: torch.dtype) -> float:
-    """Of the dtype in which sums run: float32, float64 for float64."""
+    """eps of the dtype in which sums run: float32, or float64 for float64."""
     return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
 
@@ -54,7 +54,7 @@ def compare(
                                   + 2 * eps(dtype) * max |reference|
                                   + (64 * eps(accumulator) + rounding) * max terms
 
-    and inf and nan stand in the same places. err is the largest absolute difference within the
+    and inf and nan are in the same places. err is the largest absolute difference within the
     sequence.
 
     Args:
@@ -71,7 +71,7 @@ def compare(
         command: says what reproduces the failure; by default the test that runs.
         rounding: operand_eps of a product.
         accumulator: eps of the dtype in which sums run; by default that of actual's dtype.
-        slack: the factor by which the limit is widened: 1 for all that is ours.
+        slack: the factor by which the limit is widened; 1 for our own results.
     """
 
     def fail(text: str) -> NoReturn:
@@ -141,8 +141,8 @@ def surely_right(
 ) -> bool:
     """Whether ``2 * eps(dtype) * max |reference| + accuracy * max terms`` is enough of a limit.
 
-    It is compare's without PyTorch's own error: where this says True, compare passes, and what it
-    needs beside need not be computed. False says nothing.
+    It is compare's limit without PyTorch's own error: if this returns True, compare passes, and the
+    rest need not be computed. False means nothing.
     """
     if actual.shape != reference.shape:
         return False

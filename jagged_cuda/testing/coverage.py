@@ -31,7 +31,7 @@ _EDGES = [n for tile in TILES for n in (tile - 1, tile, tile + 1)]
 
 
 class Coverage:
-    """Counts of what draws held, by section and item."""
+    """Counts of what draws contained, by section and item."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -103,7 +103,7 @@ def expected(wanted: Wanted, backends: Iterable[tuple[str, str]]) -> list[tuple[
 
 
 def report(coverage: Coverage, items: Sequence[tuple[str, str]]) -> str:
-    """A line a section, and what of `items` was never reached."""
+    """One line per section, and which of `items` were never reached."""
     lines = []
     for section in SECTIONS:
         counts = coverage.section(section)

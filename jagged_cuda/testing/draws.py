@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,7 +26,7 @@ from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
 
 BACKENDS = ("cpu", "cuda", "triton")
 
-# What makes a backend take other kernels, or validate, and must change no result.
+# Settings that make a backend take other kernels, or check offsets, and must change no result.
 ENVIRONMENT: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "JAGGED_CUDA_CPU_ISA": ("baseline", "avx2", "avx512"),
@@ -48,7 +49,7 @@ class Draw:
         device: where the tensors lie.
         backward: judge the gradients too.
         outputs: those that gradients flow from; None means all.
-        gradient_storage: how the gradients that come in lie in memory, by output.
+        gradient_storage: how incoming gradients lie in memory, by output.
         tf32: float32 products may round their operands.
         deterministic: under torch.use_deterministic_algorithms.
         threads: of PyTorch on the CPU.
@@ -83,7 +84,7 @@ class Draw:
         return Draw(spec=Spec(**spec), **{name: _tuples(v) for name, v in fields.items()})
 
     def command(self) -> str:
-        """The command line that judges this draw alone."""
+        """The command line that judges only this draw."""
         return f"python -m jagged_cuda.fuzz --case {shlex.quote(self.to_json())}"
 
 
@@ -166,7 +167,7 @@ FILE_LIMITS = {"cpu": (256, 8), "cuda": (2048, 32), "triton": (256, 8), "interpr
 
 @dataclass(frozen=True)
 class Drawn:
-    """A draw, and what it was drawn from, which it does not depend on."""
+    """A draw, and what it was drawn from; the draw does not depend on that."""
 
     draw: Draw
     size: str
@@ -287,7 +288,10 @@ def cpu_isas() -> tuple[str, ...]:
     """The instruction sets that this machine can be asked for."""
 
     def runs(isa: str) -> bool:
-        with _environment({"JAGGED_CUDA_CPU_ISA": isa}), contextlib.suppress(RuntimeError):
+        with (
+            mock.patch.dict(os.environ, JAGGED_CUDA_CPU_ISA=isa),
+            contextlib.suppress(RuntimeError),
+        ):
             jagged_cuda.jagged_softmax(torch.zeros(1), torch.tensor([0, 1]))
             return True
         return False
@@ -296,20 +300,6 @@ def cpu_isas() -> tuple[str, ...]:
 
 
 # --- running
-
-
-@contextlib.contextmanager
-def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -326,7 +316,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 def _settings(given: Draw) -> Iterator[None]:
     """PyTorch and the environment as a draw wants them."""
     threads = torch.get_num_threads()
-    with _environment(given.environment), _tf32(given.tf32):
+    with mock.patch.dict(os.environ, given.environment), _tf32(given.tf32):
         if given.deterministic:
             torch.use_deterministic_algorithms(True)
         if given.threads != threads:
@@ -347,7 +337,7 @@ def operators(backend: str) -> Any:
 
 @dataclass(frozen=True)
 class Results:
-    """What a draw gave, and the gradients that were passed in; none without a backward pass."""
+    """Results of a draw, and the gradients that were passed in; none without a backward pass."""
 
     sample: Sample
     found: Tensors

@@ -64,7 +64,7 @@ def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def exact_reference(case: Case, sample: Sample, cotangents: Tensors | None) -> Tensors:
-    """The float64 definition, which judges."""
+    """Results of the float64 definition, by which others are judged."""
     spec = sample.spec
 
     def definition(tensors: Tensors) -> Tensors:
@@ -99,7 +99,7 @@ def summed_terms(
     case: Case, sample: Sample, cotangents: Tensors | None, exact: Tensors, accuracy: float
 ) -> Tensors:
     """The size of the terms that are summed into each output and gradient, `accuracy` times which
-    it may be off; a jump of the gradient counts as terms of that much."""
+    is its limit; a jump of the gradient counts as terms of that much."""
     given = None
     if cotangents is not None:
         absent = {name: torch.zeros_like(exact[name]) for name in case.outputs}
@@ -160,7 +160,7 @@ def check(
     """Raise MismatchError unless the outputs and gradients found for a sample are right.
 
     slack: the factor by which the limit is widened for a foreign implementation, which only has to
-    be the same function.
+    compute the same function.
     """
     spec = sample.spec
     first = next(iter(sample.tensors.values()))

@@ -1,4 +1,4 @@
-"""Lengths of sequences, drawn from a seed: what users have, and what kernels get wrong."""
+"""Lengths of sequences, drawn from a seed: as users have them, and as kernels fail on them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _seq_of_row(layout: Layout, device: str) -> Tensor:
 
 
 def matrices(rows: Layout, columns: Layout, capacity: int) -> Layout:
-    """Where the matrices of sequences lie in a vector of `capacity` elements, one a "row".
+    """Where the matrices of sequences lie in a vector of `capacity` elements: each is a "row".
 
     Matrix b is `[rows.lengths[b], columns.lengths[b]]`, row by row. One that does not fit counts
     as empty, and its elements as outside.
@@ -98,7 +98,7 @@ def _tile_edges(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
 
 
 def _nearly_full(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
-    """Between 90 and 100 in a hundred of the longest."""
+    """Between 90 and 100 percent of the longest."""
     return [rng.randint(math.ceil(0.9 * max_len), max_len) for _ in range(num_seqs)]
 
 
@@ -123,7 +123,7 @@ def _eighth_long(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
 
 
 def _third_empty(rng: random.Random, num_seqs: int, max_len: int) -> list[int]:
-    """Between 20 and 40 in a hundred are empty."""
+    """Between 20 and 40 percent are empty."""
     share = rng.uniform(0.2, 0.4)
     return [0 if rng.random() < share else rng.randint(1, max_len) for _ in range(num_seqs)]
 

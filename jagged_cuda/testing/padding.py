@@ -1,6 +1,6 @@
-"""Padding and its inverse, and what is true of padded positions: what definitions are made of.
+"""Padding, its inverse, and masks of padded positions, for the definitions.
 
-`[T, ...]` -> `[B, M, ...]` and back; for one matrix a sequence `[sum L*Lk]` -> `[B, M, N]`.
+`[T, ...]` -> `[B, M, ...]` and back; for one matrix per sequence `[sum L*Lk]` -> `[B, M, N]`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def unpad(padded: Tensor, layout: Layout, outside: float = 0.0) -> Tensor:
 def matrix_elements(
     layout: Layout, kv_layout: Layout, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """`[B, M, N]`: where each element of a matrix `[L, Lk]` stands, and whether it is there."""
+    """`[B, M, N]`: where each element of a matrix `[L, Lk]` is, and whether it exists."""
     begin = matrices(layout, kv_layout, capacity).offsets(device)[:-1]
     fits = matrices(layout, kv_layout, capacity).offsets(device).diff() > 0
     len_k = torch.tensor(kv_layout.lengths, dtype=torch.int64, device=device)

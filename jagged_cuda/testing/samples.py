@@ -1,4 +1,4 @@
-"""Inputs drawn from a seed: values with outliers, garbage in foreign rows, every storage layout."""
+"""Inputs drawn from a seed: values with outliers, NaN outside the sequences, every storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jagged_cuda.testing.lengths import Layout, matrices
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that decides a sample but its dtype and device.
+    """Everything that decides a sample except its dtype and device.
 
     Args:
         seed: of the values.
@@ -41,7 +41,7 @@ class Spec:
 
     @property
     def capacity(self) -> int:
-        """Elements of a vector with one matrix `[L, Lk]` a sequence, by the choice "capacity".
+        """Elements of a vector with one matrix `[L, Lk]` per sequence, by the choice "capacity".
 
         "exact" is as many as there are, "spare" some more, "short" too few for the last ones.
         """
@@ -53,8 +53,8 @@ class Spec:
     def rows_layout(self, rows: str) -> Layout:
         """The layout of a tensor by what its rows are.
 
-        Rows of "q", of "kv", one a sequence ("seq"), or elements of its matrix ("matrix"); "total"
-        are those of "q" in a tensor of so many rows as the choice "total" says.
+        Rows of "q", of "kv", one per sequence ("seq"), or elements of its matrix ("matrix");
+        "total" are those of "q" in a tensor with as many rows as the choice "total" says.
         """
         if rows == "total":
             room = self.choices["total"]
@@ -109,23 +109,16 @@ def _misaligned(values: Tensor) -> Tensor:
     return buffer[1:].view(values.shape).copy_(values)
 
 
-def _transposed(values: Tensor) -> Tensor:
-    """The last dimension is the one with the largest stride."""
-    return values.transpose(0, -1).contiguous().transpose(0, -1)
+def _swapped(values: Tensor, first: int, second: int) -> Tensor:
+    """Two dimensions are swapped in memory."""
+    if values.dim() < 2:
+        return values.contiguous()
+    return values.transpose(first, second).contiguous().transpose(first, second)
 
 
 def _inner_transposed(values: Tensor) -> Tensor:
-    """The last two dimensions are swapped in memory, as y.transpose(1, 2) is."""
-    if values.dim() < 3:
-        return values.contiguous()
-    return values.transpose(-2, -1).contiguous().transpose(-2, -1)
-
-
-def _heads_first(values: Tensor) -> Tensor:
-    """The second dimension is outermost in memory."""
-    if values.dim() < 2:
-        return values.contiguous()
-    return values.transpose(0, 1).contiguous().transpose(0, 1)
+    """As y.transpose(1, 2) is."""
+    return _swapped(values, -2, -1) if values.dim() > 2 else values.contiguous()
 
 
 def _expanded(values: Tensor) -> Tensor:
@@ -140,9 +133,9 @@ STORAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "fused": _fused,
     "odd_stride": _odd_stride,
     "misaligned": _misaligned,
-    "transposed": _transposed,
+    "transposed": lambda values: _swapped(values, 0, -1),
     "inner_transposed": _inner_transposed,
-    "heads_first": _heads_first,
+    "heads_first": lambda values: _swapped(values, 0, 1),
     "expanded": _expanded,
 }
 

@@ -1,4 +1,4 @@
-"""Making a draw that fails as small as it can be."""
+"""Make a failing draw as small as possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jagged_cuda.testing.samples import Spec
 
 
 def shrink(draw: Draw, fails: Callable[[Draw], bool], seconds: float) -> Draw:
-    """Return the smallest draw that was found to fail still, within the time.
+    """Return the smallest draw found within the time that still fails.
 
     Simpler draws are tried one change at a time, the large changes first, until none fails.
     """

@@ -1,6 +1,6 @@
 """jagged_attention, three operators in a row, as a case: attention with its scores in memory.
 
-It is no operator of its own and stands in no table: its test and the benchmark judge it by this.
+It is no operator of its own and not in the table of cases: its test and the benchmark use this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jagged_cuda.testing.ops import jagged_flash_attention as flash
 from jagged_cuda.testing.samples import Spec
 from jagged_cuda.unfused import jagged_attention
 
-# What jagged_flash_attention knows beyond this form: heads, a mask and a hint.
+# What jagged_flash_attention has and this form has not: heads, a mask and a hint.
 FIXED: dict[str, Any] = {"heads": None, "causal": False, "window_size": (-1, -1), "max_len": False}
 
 
@@ -47,7 +47,7 @@ def _call(
 
 
 class _Stored(torch.autograd.Function):
-    """What lies in memory between two operators is rounded, and so is its gradient."""
+    """Rounds what is in memory between two operators, and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, storage: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import time
 from jagged_cuda.testing._kernels import kernel_paths
 from jagged_cuda.testing.draws import Draw, Wanted, draw, run_draw
 
-# Rows of a batch that pass through several tiles, and that a sanitizer gets through.
+# Enough rows for several tiles, and few enough for a sanitizer.
 GOOD_TOTAL = 300
 GOOD_ELEMS = 200_000
 
@@ -25,7 +25,7 @@ def covering_draws(
     """
     best: dict[tuple[str, str], tuple[float, Draw]] = {}
     deadline = time.monotonic() + seconds
-    # Operators and sizes in turn: some paths are taken by long sequences alone.
+    # Operators and sizes in turn: some paths are taken only by long sequences.
     turns = [
         dataclasses.replace(wanted, ops=(op,), size=size)
         for size in ("edge", "giant")
@@ -41,7 +41,7 @@ def covering_draws(
         elems = sum(math.prod(shape) for shape in given.case.shapes(given.spec).values())
         badness = abs(math.log(total / GOOD_TOTAL)) + math.log1p(elems / GOOD_ELEMS)
         for path in run_draw(given).paths:
-            # On the CPU one name stands for the kernels of all operators.
+            # On the CPU the kernels of all operators have one name.
             key = (given.op, path)
             if key not in best or badness < best[key][0]:
                 best[key] = (badness, given)

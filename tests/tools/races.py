@@ -1,8 +1,8 @@
-"""Hunt for races: run the same inputs again and again, and look for another bit.
+"""Look for races: run the same inputs again and again, and compare every bit.
 
 ``python -m tests.tools.races``: draws that together take every kernel path run a thousand
 times each, forward and backward, while other work keeps the GPU busy on another stream, so that
-CTAs meet in ever another order. Results must not differ in a single bit. Processes share the
+CTAs run in another order each time. Results must not differ in a single bit. Processes share the
 draws, and are work for each other.
 """
 

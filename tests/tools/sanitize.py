@@ -26,7 +26,7 @@ from jagged_cuda.testing.draws import Draw, Wanted, run_draw
 from tests.tools.covering import covering_draws
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-FOUND = 77  # the exit status that stands for a report of the tool
+FOUND = 77  # the exit status of a tool that reports something
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a tool said."""
+    """The verdict of a tool."""
 
     status: int
     summary: str
@@ -91,8 +91,11 @@ def run_check(sanitizer: str, check: Check, limit: float) -> Verdict:
         output = stopped.stdout.decode(errors="replace") if stopped.stdout else ""
         return Verdict(124, f"stopped after {limit:.0f} s", output, limit)
     summary = re.findall(r"=+ (?:[A-Z]+ SUMMARY: .*)", done.stdout)
-    text = summary[-1].lstrip("= ") if summary else f"no summary, status {done.returncode}"
-    return Verdict(done.returncode, text, done.stdout, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    if not summary:  # a sanitizer that says nothing has watched nothing
+        text = f"no summary, status {done.returncode}"
+        return Verdict(done.returncode or 1, text, done.stdout, seconds)
+    return Verdict(done.returncode, summary[-1].lstrip("= "), done.stdout, seconds)
 
 
 def _run_draws(path: Path) -> None:

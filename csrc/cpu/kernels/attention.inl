@@ -27,8 +27,8 @@ void fill_outside(T* row, int64_t begin, int64_t end, const ScoreColumns& column
   std::fill(row + end, row + last, value);
 }
 
-// Logits of one row into exp(logit - max), with the running max and sum of the row. Returns what
-// earlier sums of this row must be multiplied with.
+// Logits of one row into exp(logit - max), with the running max and sum of the row. Returns the
+// factor for earlier sums of this row.
 template <class T>
 JAGGED_INLINE T softmax_row(T* row, int64_t begin, int64_t end, const ScoreColumns& columns, T& max,
                             T& sum) {
@@ -68,7 +68,7 @@ void load_keys(T* dst, int64_t dst_row, const Rows& src, Element element, int64_
 template <class T>
 void attention_forward(const AttentionParams& p, const AttentionItem& item, void* scratch) {
   Arena arena(scratch);
-  const AttentionForwardBuffers<T> buffers(arena, p);
+  const AttentionForwardBuffers<T> buffers{arena, p};
   const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, p.window_left, p.window_right};
   const int64_t rows = item.row_end - item.row_begin;
   const int64_t first_row = item.q.begin + item.row_begin;  // in the whole tensor
@@ -163,7 +163,7 @@ JAGGED_INLINE void softmax_grad_row(T* prob, T* dscore, int64_t begin, int64_t e
   fill_outside(dscore, begin, end, columns, T(0));
 }
 
-// Rows [first, first + rows) of grad_out; rows that see nothing count as 0 whatever stands there.
+// Rows [first, first + rows) of grad_out; rows that see nothing count as 0 whatever is there.
 template <class T>
 void load_grad_out(const AttentionParams& p, const AttentionItem& item, const VisibleKeys& visible,
                    int64_t head, int64_t first, int64_t rows, T* dst, int64_t dst_row) {
@@ -220,7 +220,7 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
                         void* scratch) {
   const AttentionParams& p = size.params;
   Arena arena(scratch);
-  const AttentionBackwardBuffers<T> buffers(arena, size);
+  const AttentionBackwardBuffers<T> buffers{arena, size};
   const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, p.window_left, p.window_right};
   const int64_t item_rows = item.row_end - item.row_begin;
   const int64_t item_keys = item.key_end - item.key_begin;

@@ -113,7 +113,7 @@ void finish_rows(T* out, int64_t out_row, int64_t rows, int64_t columns, const T
 template <class T>
 void dense_bmm(const DenseBmmParams& p, const DenseBmmItem& item, void* scratch) {
   Arena arena(scratch);
-  const DenseBmmBuffers<T> buffers(arena, p);
+  const DenseBmmBuffers<T> buffers{arena, p};
   const bool in_place = is_accumulator<T>(p.element);
   const bool whole_vectors = p.columns % kLanes<T> == 0;
   const bool y_in_place = in_place && whole_vectors && p.y_column_stride == 1 &&
@@ -202,7 +202,7 @@ void store_jagged_out(const JaggedBmmParams& p, const JaggedBmmItem& item, const
 template <class T>
 void jagged_bmm(const JaggedBmmParams& p, const JaggedBmmItem& item, void* scratch) {
   Arena arena(scratch);
-  const JaggedBmmBuffers<T> buffers(arena, p);
+  const JaggedBmmBuffers<T> buffers{arena, p};
   const bool is_accum = is_accumulator<T>(p.element);
   const bool x_is_wide = p.x_columns > p.y_columns;
   struct Operand {

@@ -81,7 +81,7 @@ void finish_softmax_block(const SoftmaxLayout<T>& layout, const SoftmaxParams& p
   }
 }
 
-// The value to take from logits ahead of exp: no NaN where nothing but -inf was seen.
+// The value to subtract from logits before exp: no NaN where nothing but -inf was seen.
 template <class T>
 JAGGED_INLINE Vector<T> finite_max(Vector<T> max) {
   return max == -std::numeric_limits<T>::infinity() ? broadcast<T>(0) : max;
@@ -250,7 +250,7 @@ template <class T>
 void softmax_statistics(const SoftmaxParams& p, const SoftmaxItem& item, void* max, void* sum,
                         void* scratch) {
   Arena arena(scratch);
-  const SoftmaxBuffers<T> buffers(arena, p);
+  const SoftmaxBuffers<T> buffers{arena, p};
   const SoftmaxLayout<T> layout(item);
   softmax_lane_statistics(p, item, layout, buffers);
   combine_softmax_statistics(p.backward, buffers.max, buffers.sum, layout.rows_per_super,
@@ -269,7 +269,7 @@ template <class T>
 void softmax_write(const SoftmaxParams& p, const SoftmaxItem& item, const void* max,
                    const void* sum, void* scratch) {
   Arena arena(scratch);
-  const SoftmaxBuffers<T> buffers(arena, p);
+  const SoftmaxBuffers<T> buffers{arena, p};
   const SoftmaxLayout<T> layout(item);
   for (int64_t lane = 0; lane < layout.lanes; ++lane) {
     const int64_t column = lane % layout.columns;
@@ -302,7 +302,7 @@ void softmax_write(const SoftmaxParams& p, const SoftmaxItem& item, const void* 
 template <class T>
 void softmax(const SoftmaxParams& p, const SoftmaxItem& item, void* scratch) {
   Arena arena(scratch);
-  const SoftmaxBuffers<T> buffers(arena, p);
+  const SoftmaxBuffers<T> buffers{arena, p};
   const SoftmaxLayout<T> layout(item);
   if (item.rows > layout.block_rows) {
     softmax_statistics<T>(p, item, buffers.column_max, buffers.column_sum, scratch);

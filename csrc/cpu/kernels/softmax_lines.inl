@@ -100,7 +100,7 @@ void softmax_line_backward(const SoftmaxParams& p, int64_t begin, int64_t len,
 template <class T>
 void softmax_lines(const SoftmaxParams& p, const SoftmaxLinesItem& item, void* scratch) {
   Arena arena(scratch);
-  const SoftmaxBuffers<T> buffers(arena, p);
+  const SoftmaxBuffers<T> buffers{arena, p};
   for (int64_t line = 0; line < item.lines; ++line) {
     const int64_t begin = item.begin + line * item.len;
     if (p.backward) {

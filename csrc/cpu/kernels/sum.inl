@@ -33,7 +33,7 @@ template <class T>
 void sum_rows(const SumParams& p, const SumItem& item, void* sums, void* out, double divisor,
               void* scratch) {
   Arena arena(scratch);
-  const SumBuffers<T> buffers(arena, p);
+  const SumBuffers<T> buffers{arena, p};
   const bool dense = p.x_row_stride == item.columns;
   const int64_t rows_per_super =
       dense && item.columns > 0 ? std::max<int64_t>(1, kSumLanes / item.columns) : 1;

@@ -60,8 +60,8 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, i
 }
 
 // Tile shapes: enough independent sums to hide the latency of a multiply-add (8 on current
-// machines), as many as 16 vector registers (32 with AVX-512) hold. kFewRows is for what the other
-// leaves over.
+// machines), as many as 16 vector registers (32 with AVX-512) hold. kFewRows is for the rows that
+// the other leaves over.
 constexpr int kTileRows = kVectorBytes == 64 ? 8 : 6;
 constexpr int kFewRows = 4;
 constexpr int kOneVectorRows = 8;

@@ -26,7 +26,8 @@ bool takes_wgmma(const AttentionParams& params) {
 
 // Whether the kernels for tiny sequences take these operands: head dims of at most 64, rows that can
 // be moved in 16-byte pieces, and items, rows and bytes of strides that can be counted in 32 bits.
-bool takes_tiny(const AttentionParams& params) {
+// `grad_out` is a fourth operand, or `out` in the forward pass.
+bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
   constexpr int64_t kMaxCount = int64_t{1} << 30;
   const auto narrow = [](const HeadsView& view, int64_t heads) {
     return view.row_stride < kMaxCount && heads * view.head_stride < kMaxCount;
@@ -34,14 +35,16 @@ bool takes_tiny(const AttentionParams& params) {
   return attention::dim_bucket(params) <= 64 && params.aligned &&
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 &&
          params.q_offsets.num_seqs * params.heads < kMaxCount && narrow(params.q, params.heads) &&
-         narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads);
+         narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads) &&
+         narrow(grad_out, params.heads);
 }
 
 // Whether the kernel for long sequences takes these operands, which the wgmma kernels take.
 bool takes_long(const AttentionParams& params) {
   const int dim = attention::dim_bucket(params);
   return params.long_plan != nullptr && (dim == 64 || dim == 128) &&
-         params.q_offsets.total > long_rows(params) && (params.max_len == 0 || params.max_len > long_rows(params));
+         params.q_offsets.total > long_rows(params) &&
+         (params.max_len == 0 || params.max_len > long_rows(params));
 }
 
 // Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.
@@ -54,12 +57,16 @@ bool all_tiny(const AttentionParams& params) {
 // operands, and not at all where no sequence can be longer. A sequence's own length decides which
 // of the two takes it, so its bits do not depend on the batch. The path is that of the last.
 template <typename Params, typename Launch>
-cudaError_t launch_by_length(Params params, cudaStream_t stream, Launch launch_longer,
+cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStream_t stream,
+                             Launch launch_longer,
                              cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
-  if (!takes_tiny(params)) return launch_longer(params);
+  if (!takes_tiny(params, grad_out)) return launch_longer(params);
   const cudaError_t error = launch_tiny(params, stream);
   if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;
+  // Where sequences are short on average, most tiles would be those of tiny ones.
+  params.longer_in_slabs = params.q_offsets.data == params.kv_offsets.data &&
+                           params.q_offsets.total < params.q_offsets.num_seqs * (kTinyRows / 2);
   return launch_longer(params);
 }
 
@@ -82,7 +89,7 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
         longer.long_plan = nullptr;
         return attention::launch_forward_mma_sync<Element>(longer, stream);
       };
-      return launch_by_length(params, stream, launch_longer,
+      return launch_by_length(params, params.out, stream, launch_longer,
                               attention::launch_forward_tiny<Element>);
     }
   });
@@ -99,7 +106,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
         return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
                                    : attention::launch_backward_mma_sync<Element>(longer, stream);
       };
-      return launch_by_length(params, stream, launch_longer,
+      return launch_by_length(params, params.grad_out, stream, launch_longer,
                               attention::launch_backward_tiny<Element>);
     }
   });

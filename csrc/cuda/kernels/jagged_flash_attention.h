@@ -52,6 +52,9 @@ struct AttentionParams {
   // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
   // rows outside all sequences are the latter's.
   bool split_by_length;
+  // True where the former looks for its tiles in slabs of kTinyRows rows, whose number does not grow
+  // with that of sequences; self-attention only.
+  bool longer_in_slabs;
   // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
   // there are none, or no such kernel.
   void* long_plan;

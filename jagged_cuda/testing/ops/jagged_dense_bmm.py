@@ -66,7 +66,7 @@ def _biased_reference(spec: Spec, tensors: Tensors) -> Tensors:
 
 
 def _biased_rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-    """As in PyTorch, where the activation reads and writes, and saves, what is stored."""
+    """As in PyTorch, where the activation reads, writes and saves stored values."""
     z = _biased(spec, tensors)
     out = activate(z.to(storage), spec.choices["activation"])
     return _inside(spec, out.to(z.dtype))
@@ -106,8 +106,8 @@ def _through(spec: Spec, tensors: Tensors, weights: Callable[[Tensor], Tensor]) 
 
 
 def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
-    """On absolute values. No activation is steeper than 1.2, nor, beside a kink, bends by more than
-    1."""
+    """Terms on absolute values. No activation has a slope above 1.2 nor, except at a kink, a second
+    derivative above 1."""
     found = {"out": 1.2 * _biased(spec, {name: t.abs() for name, t in tensors.items()}) + 1}
     if cotangents is not None:
         flow = cotangents["out"].abs()
@@ -116,7 +116,7 @@ def _biased_terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> T
 
 
 def _slope(z: Tensor, activation: str, storage: torch.dtype) -> Tensor:
-    """As a gradient computes it, from what is stored of sums `z`: the result, or the sums."""
+    """The activation's slope, as a gradient computes it from stored values: the result, or sums."""
     if activation in ("gelu", "silu"):
         stored = z.to(storage).double().requires_grad_()
         return torch.autograd.grad(activate(stored, activation).sum(), stored)[0]
@@ -129,8 +129,8 @@ def _slope(z: Tensor, activation: str, storage: torch.dtype) -> Tensor:
 def _biased_jumps(
     spec: Spec, tensors: Tensors, cotangents: Tensors, storage: torch.dtype, accuracy: float
 ) -> Tensors:
-    """Where sums that are a little off have another slope: at relu's kink, and where they are so
-    near to the middle between two values of 16 bits that the other one may be stored."""
+    """Jumps of the slope if sums are a little off: at relu's kink, and near the middle between two
+    16-bit values, where the other one may be stored."""
     activation = spec.choices["activation"]
     if activation is None or (activation != "relu" and storage.itemsize > 2):
         return {}

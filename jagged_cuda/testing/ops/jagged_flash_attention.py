@@ -1,4 +1,4 @@
-"""jagged_flash_attention: attention within each sequence, or from its rows to another's."""
+"""jagged_flash_attention: attention within each sequence, or to another tensor's sequence."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def window(spec: Spec) -> tuple[int, int]:
 
 
 def attention_scale(spec: Spec) -> float:
-    """The scale in numbers: None is 1 / sqrt(D), "large" gives logits of some +-200."""
+    """The scale as a number: None is 1 / sqrt(D), "large" gives logits of about +-200."""
     scale, dim = spec.choices["scale"], spec.choices["dims"][0]
     if scale == "large":
         return 10 * dim**-0.5
@@ -141,7 +141,7 @@ def attention_scale(spec: Spec) -> float:
 
 
 def _with_heads(spec: Spec, tensors: Tensors) -> Tensors:
-    """With a dimension of heads, which tensors lack where the spec has none."""
+    """The tensor with a dimension of heads, which it lacks if the spec has none."""
     if spec.choices["heads"] is not None:
         return tensors
     return {name: t.unsqueeze(-1 if name == "lse" else -2) for name, t in tensors.items()}

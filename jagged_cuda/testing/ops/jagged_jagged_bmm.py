@@ -1,4 +1,4 @@
-"""jagged_jagged_bmm: for each sequence the product of one's rows, transposed, with the other's."""
+"""jagged_jagged_bmm: x_b^T y_b for each sequence of two jagged tensors."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jagged_cuda.testing.padding import pad, unpad_matrices
 
 
 def definition(x: Tensor, y: Tensor, layout: Layout, kv_layout: Layout, capacity: int) -> Tensor:
-    """x `[Tx, D]`, y `[Ty, D]` -> `[capacity]`, a matrix `[L, Lk]` a sequence"""
+    """x `[Tx, D]`, y `[Ty, D]` -> `[capacity]`, a matrix `[L, Lk]` per sequence"""
     scores = pad(x, layout) @ pad(y, kv_layout).transpose(1, 2)
     return unpad_matrices(scores, layout, kv_layout, capacity)
 

@@ -20,7 +20,7 @@ SCALES = (1.0, 1.0, 0.125, 6.0, -1.5, 0.0)
 
 
 def masked_softmax(logits: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Softmax of the logits under the mask; zeros where the mask admits nothing."""
+    """Softmax of the logits under the mask; zeros where the mask leaves nothing."""
     some = mask.any(dim=dim, keepdim=True)
     masked = logits.where(mask, -math.inf).where(some, 0.0)
     return masked.softmax(dim).where(mask, 0.0) if masked.numel() > 0 else masked
@@ -61,8 +61,8 @@ class RoundedSoftmax(torch.autograd.Function):
 def softmax_terms(
     x: Tensor, out: Tensor, grad_out: Tensor | None, dim: int, scale: float
 ) -> list[Tensor]:
-    """Of out and, given its gradient, of dx, padded. An error e of the logits is one of out of
-    ``out * (e + sum(out * e))``."""
+    """Terms of out and, given its gradient, of dx, padded. An error e of the logits makes an error
+    of ``out * (e + sum(out * e))`` in out."""
     logits = (scale * x).abs()
     out_terms = out * (1 + logits + (out * logits).sum(dim, keepdim=True))
     if grad_out is None:

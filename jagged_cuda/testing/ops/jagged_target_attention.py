@@ -1,7 +1,7 @@
 """jagged_target_attention: N dense queries for each sequence, which attend to its rows.
 
-They are jagged queries of sequences that are all N long: what jagged_flash_attention's room says of
-those is true of them.
+They are jagged queries of sequences of length N each, so the room of jagged_flash_attention applies
+to them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _flash_spec(spec: Spec) -> Spec:
 
 
 def _rows(tensors: Tensors) -> Tensors:
-    """What is dense, `[B, N, ...]`, as rows `[B * N, ...]`."""
+    """A dense tensor `[B, N, ...]` as rows `[B * N, ...]`."""
     dense = ("q", "out", "lse")
     return {name: t.flatten(0, 1) if name in dense else t for name, t in tensors.items()}
 

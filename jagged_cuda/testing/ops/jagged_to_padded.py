@@ -1,4 +1,4 @@
-"""jagged_to_padded: each sequence's rows in as many as are asked for, filled up or cut."""
+"""jagged_to_padded: each sequence's rows, filled up or cut to max_len."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@
 //                  head of its group. It works on S^T and dP^T, so that a warp owns 16 keys and
 //                  P^T, dS^T go from accumulator to operand without leaving registers.
 //
-// Grid: x = tiles of kRows rows (find_tile), y = heads. Warps of 16 or 32 rows as in the forward
+// Grid: x = tiles of kRows rows (find_tile_of), y = heads. Warps of 16 or 32 rows as in the forward
 // pass. For 256 dims dK and dV of 16 rows would take 256 registers: there two warps share 16 keys
 // and accumulate half of the columns each (kSplit), both computing P and dS.
 //
@@ -129,7 +129,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  const JaggedTile tile = find_tile_of<kRows>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
@@ -241,7 +241,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DkdvStorage<Config>*>(shared_bytes);
 
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
-  const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
+  const JaggedTile tile = find_tile_of<kRows>(params, params.kv_offsets);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
@@ -367,11 +367,11 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
     using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
     using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
     const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
-        params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+        params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
         sizeof(DqStorage<Dq>), stream, Dq::kName);
     if (error != cudaSuccess) return error;
     return launch<backward_dkdv_mma_sync<Dkdv>>(
-        params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+        params, tile_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
         sizeof(DkdvStorage<Dkdv>), stream, nullptr);
   });
 }

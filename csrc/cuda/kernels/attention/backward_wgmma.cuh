@@ -3,7 +3,7 @@
 // leaves delta behind, then backward_dkdv, each recomputing S and dP; no atomics, the same bits at
 // every run.
 //
-// Grid: x = tiles of kRows rows (find_tile), y = heads. A warpgroup owns 64 rows, a warp 16 of
+// Grid: x = tiles of kRows rows (find_tile_of), y = heads. A warpgroup owns 64 rows, a warp 16 of
 // them.
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
@@ -115,7 +115,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
 
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  const JaggedTile tile = find_tile_of<kRows>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_queries - row);
@@ -239,7 +239,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
-  const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
+  const JaggedTile tile = find_tile_of<kRows>(params, params.kv_offsets);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_keys = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_keys - row);
@@ -368,11 +368,11 @@ cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStre
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
   const cudaError_t error = launch_longer<backward_dq_wgmma<Dq>>(
-      params, params, tile_grid(params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+      params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
       sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
   return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
-      params, tile_grid(params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+      params, tile_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
       sizeof(DkdvWgmmaStorage<Dkdv>), stream);
 }
 

@@ -386,7 +386,7 @@ cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t strea
   return for_dim(params, [&](auto dim) {
     using Config = SharedConfig<Element, dim.value>;
     return launch<forward_fma<Config>>(
-        params, tile_grid(params.q_offsets, Config::kTile, params.heads), Config::kThreads,
+        params, tile_grid(params, params.q_offsets, Config::kTile, params.heads), Config::kThreads,
         sizeof(FmaForwardStorage<Config>), stream, kName);
   });
 }
@@ -398,12 +398,12 @@ cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStrea
   return for_dim(params, [&](auto dim) {
     using Config = SharedConfig<Element, dim.value>;
     const cudaError_t error = launch<backward_dq_fma<Config>>(
-        params, tile_grid(params.q_offsets, Config::kTile, params.heads), Config::kThreads,
+        params, tile_grid(params, params.q_offsets, Config::kTile, params.heads), Config::kThreads,
         sizeof(FmaBackwardStorage<Config>), stream, kName);
     if (error != cudaSuccess) return error;
     return launch<backward_dkdv_fma<Config>>(
-        params, tile_grid(params.kv_offsets, Config::kTile, params.kv_heads), Config::kThreads,
-        sizeof(FmaBackwardStorage<Config>), stream, nullptr);
+        params, tile_grid(params, params.kv_offsets, Config::kTile, params.kv_heads),
+        Config::kThreads, sizeof(FmaBackwardStorage<Config>), stream, nullptr);
   });
 }
 

@@ -9,7 +9,7 @@
 // and at the end out = O / l, lse = scale m + ln l. Scores, sums and O are f32; P is rounded to
 // the element type for its product.
 //
-// Grid: x = query tiles of kTileM rows (find_tile), y = query heads. A CTA has 4 warps of 16 rows
+// Grid: x = query tiles of kTileM rows (find_tile_of), y = query heads. A CTA has 4 warps of 16 rows
 // each, or of 32 where sequences are long (launch.h); a warp owns whole rows, so that nothing but K
 // and V is shared between warps.
 //
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
+  const JaggedTile tile = find_tile_of<kTileM>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
@@ -183,8 +183,8 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
   return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
     using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
     return launch_longer<forward_mma_sync<Config>>(
-        params, params, tile_grid(params.q_offsets, Config::kTileM, params.heads), Config::kThreads,
-        sizeof(ForwardStorage<Config>), stream, Config::kName);
+        params, params, tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
+        Config::kThreads, sizeof(ForwardStorage<Config>), stream, Config::kName);
   });
 }
 

@@ -1,7 +1,7 @@
 // Forward of jagged_flash_attention on wgmma and TMA (compute capability 9.0), 16-bit elements. The
 // mathematics is that of forward_mma_sync.cuh.
 //
-// Grid: x = query tiles of kTileM rows (find_tile), y = groups of heads. A CTA takes the heads of
+// Grid: x = query tiles of kTileM rows (find_tile_of), y = groups of heads. A CTA takes the heads of
 // its group one after another, so that the tile is searched for once, and the copies for one head
 // run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp);
 // a fifth, the producer, finds the tile and keeps the copies ahead.
@@ -75,7 +75,7 @@ struct ForwardWgmmaStorage {
 // The tile of this CTA; all lanes of a warp.
 template <int kTileM>
 __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& params) {
-  const JaggedTile found = find_tile<kTileM>(params.q_offsets, blockIdx.x);
+  const JaggedTile found = find_tile_of<kTileM>(params, params.q_offsets);
   RowRange kv = found.seq < 0 ? RowRange{0, 0} : found.rows;
   if (found.seq >= 0 && params.kv_offsets.data != params.q_offsets.data)
     kv = sequence_rows(params.kv_offsets, found.seq);
@@ -288,7 +288,7 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     for (cudaError_t error : errors) {
       if (error != cudaSuccess) return error;
     }
-    Grid grid = tile_grid(attention.q_offsets, Config::kTileM, attention.heads);
+    Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
     params.heads_per_cta = heads_per_cta(attention, grid.x);
     grid.y /= params.heads_per_cta;
     return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,

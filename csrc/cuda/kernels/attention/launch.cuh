@@ -37,8 +37,11 @@ cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
   });
 }
 
-inline Grid tile_grid(const OffsetsView& offsets, int tile_rows, int heads) {
-  return {num_tiles(offsets.total, offsets.num_seqs, tile_rows), heads};
+inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
+                      int heads) {
+  return {params.longer_in_slabs ? num_longer_tiles(offsets.total, kTinyRows)
+                                 : num_tiles(offsets.total, offsets.num_seqs, tile_rows),
+          heads};
 }
 
 // Launches the first kernel for longer sequences. Behind that for tiny ones, with which it shares

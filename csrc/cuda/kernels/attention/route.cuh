@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/jagged.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -20,6 +21,14 @@ __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int6
 // Whether another kernel leaves a sequence to that for long ones.
 __device__ __forceinline__ bool left_to_long(const AttentionParams& params, int64_t queries) {
   return params.long_plan != nullptr && queries > long_rows(params);
+}
+
+// This CTA's tile in a grid of tile_grid(). There may be none: row >= rows.len.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params,
+                                                   const OffsetsView& offsets) {
+  if (params.longer_in_slabs) return find_longer_tile<kTile, kTinyRows>(offsets, blockIdx.x);
+  return find_tile<kTile>(offsets, blockIdx.x);
 }
 
 }  // namespace jagged_cuda::attention

@@ -21,7 +21,7 @@
 // in shared memory, in f32.
 //
 // Shared memory per warp: Q, dO, K, V of 64 rows and 2 kDim bytes, lse and delta: 16.5 KiB for kDim
-// 32, 32.5 KiB for 64; with grouped heads 512 kDim bytes more. Nothing is shared between warps: no
+// 32, 32.5 KiB for 64; with grouped heads 16 and 32 KiB more. Nothing is shared between warps: no
 // barrier but __syncwarp. The gradients leave through the rows of K, V and Q.
 //
 // Without queries or keys the gradients are zeros. Rows past the end are zeros in shared memory; P
@@ -34,22 +34,33 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_>
+template <typename Element_, int kDim_, bool kGrouped_>
 struct TinyBackwardConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;  // columns in shared memory: D and Dv, rounded up
-  static constexpr int kWarps = 2;    // few, as in the forward pass
+  static constexpr int kDim = kDim_;           // columns in shared memory: D and Dv, rounded up
+  static constexpr bool kGrouped = kGrouped_;  // several heads share a kv head
+  // Few, as in the forward pass; one where two would need more than the 99 KiB of some GPUs.
+  static constexpr int kWarps = kDim == 64 && kGrouped ? 1 : 2;
   static constexpr int kThreads = kWarps * 32;
-  // 12 and 6 warps per SM: as many as shared memory holds, with 168 and 255 registers.
-  static constexpr int kMinCtas = kDim == 32 ? 6 : 3;
+  // As many as shared memory holds: 12 warps per SM (168 registers), 6 with grouped heads or 64
+  // columns (255), 3 with both.
+  static constexpr int kMinCtas = kDim == 32 && !kGrouped ? 6 : 3;
   static constexpr int kOutBlocks = kDim / 8;
   static constexpr PathName kName = PathName("cuda.attention.backward.tiny.d") + kDim;
   static_assert(kDim == 32 || kDim == 64);
 };
 
+// dK and dV of one warp between the heads of a group: each lane's own accumulators.
+template <typename Config, bool = Config::kGrouped>
+struct TinyGroupSums {};
+template <typename Config>
+struct TinyGroupSums<Config, true> {
+  float sums[kTinyRows / 16][2 * Config::kOutBlocks * 4][32];
+};
+
 // What one warp holds.
 template <typename Config>
-struct TinyBackwardStorage {
+struct TinyBackwardStorage : TinyGroupSums<Config> {
   using Tile = SharedTile<typename Config::Element, kTinyRows, Config::kDim>;
   Tile sQ;
   Tile sGradOut;
@@ -57,12 +68,6 @@ struct TinyBackwardStorage {
   Tile sV;
   alignas(16) float sLse[kTinyRows];  // times log2(e)
   alignas(16) float sDelta[kTinyRows];
-};
-
-// dK and dV of one warp between the heads of a group: each lane's own accumulators.
-template <typename Config>
-struct TinyGroupSums {
-  float sums[kTinyRows / 16][2 * Config::kOutBlocks * 4][32];
 };
 
 // A lane's place in the copies between global memory and a tile: a chunk of every kStep-th row.
@@ -210,7 +215,6 @@ struct TinyBackward {
   const AttentionBackwardParams& params;
   const TinySequence& sequence;
   Storage& shared;
-  TinyGroupSums<Config>& group_sums;
   unsigned kv_head;
   int lane;
   int queries;
@@ -222,12 +226,10 @@ struct TinyBackward {
 
   __device__ __forceinline__ TinyBackward(const AttentionBackwardParams& params,
                                           const TinySequence& sequence, Storage& shared,
-                                          TinyGroupSums<Config>& group_sums, unsigned kv_head,
-                                          int lane)
+                                          unsigned kv_head, int lane)
       : params(params),
         sequence(sequence),
         shared(shared),
-        group_sums(group_sums),
         kv_head(kv_head),
         lane(lane),
         queries(sequence.queries.len),
@@ -329,6 +331,26 @@ struct TinyBackward {
     __syncwarp();
   }
 
+  // dK and dV of 16 keys wait in shared memory for the next head.
+  __device__ __forceinline__ void save_sums(const Gradient& dk, const Gradient& dv, int key) const {
+    if constexpr (Config::kGrouped) {
+#pragma unroll
+      for (int i = 0; i < Config::kOutBlocks * 4; ++i) {
+        shared.sums[key / 16][2 * i][lane] = dk[0][i / 4][i % 4];
+        shared.sums[key / 16][2 * i + 1][lane] = dv[0][i / 4][i % 4];
+      }
+    }
+  }
+  __device__ __forceinline__ void restore_sums(Gradient& dk, Gradient& dv, int key) const {
+    if constexpr (Config::kGrouped) {
+#pragma unroll
+      for (int i = 0; i < Config::kOutBlocks * 4; ++i) {
+        dk[0][i / 4][i % 4] = shared.sums[key / 16][2 * i][lane];
+        dv[0][i / 4][i % 4] = shared.sums[key / 16][2 * i + 1][lane];
+      }
+    }
+  }
+
   // The gradients of one head. kSingle: of at most 16 queries and keys.
   template <bool kSingle>
   __device__ __forceinline__ void head_gradients(unsigned head, bool first, bool last) const {
@@ -342,14 +364,7 @@ struct TinyBackward {
 #pragma unroll 1
     for (int key = 0; key < (kSingle ? 1 : keys); key += 16) {
       Gradient dk = {}, dv = {};
-      auto& sums = group_sums.sums[key / 16];
-      if (!first) {
-#pragma unroll
-        for (int i = 0; i < kOutBlocks * 4; ++i) {
-          dk[0][i / 4][i % 4] = sums[2 * i][lane];
-          dv[0][i / 4][i % 4] = sums[2 * i + 1][lane];
-        }
-      }
+      if (!first) restore_sums(dk, dv, key);
 #pragma unroll
       for (int block = 0; block < kQueryBlocks; ++block) {
         const int query = block * 16;
@@ -378,11 +393,7 @@ struct TinyBackward {
         gGradK.store(dk, scale, shared.sK, key, lane);
         gGradV.store(dv, 1.0f, shared.sV, key, lane);
       } else {
-#pragma unroll
-        for (int i = 0; i < kOutBlocks * 4; ++i) {
-          sums[2 * i][lane] = dk[0][i / 4][i % 4];
-          sums[2 * i + 1][lane] = dv[0][i / 4][i % 4];
-        }
+        save_sums(dk, dv, key);
       }
     }
 #pragma unroll
@@ -395,7 +406,7 @@ struct TinyBackward {
 
   __device__ __forceinline__ void run() const {
     const unsigned group =
-        params.heads == params.kv_heads ? 1 : static_cast<unsigned>(params.heads / params.kv_heads);
+        Config::kGrouped ? static_cast<unsigned>(params.heads / params.kv_heads) : 1;
     const unsigned first_head = kv_head * group;
     if (queries == 0 || keys == 0) {
       store_zero_rows(params.grad_k, sequence.keys, kv_head, params.dim_qk, lane);
@@ -423,7 +434,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_t
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(128) char shared_bytes[];
   auto* storage = reinterpret_cast<TinyBackwardStorage<Config>*>(shared_bytes);
-  auto* group_sums = reinterpret_cast<TinyGroupSums<Config>*>(storage + Config::kWarps);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned heads = params.heads, kv_heads = params.kv_heads,
                  item_ctas = TinyItem::ctas(params, kv_heads, Config::kWarps);
@@ -438,21 +448,20 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_t
   const TinyItem item(kv_heads, Config::kWarps);
   if (item.seq >= params.q_offsets.num_seqs) return;
   const TinySequence sequence = tiny_sequence(params, item.seq);
-  TinyBackward<Config>(params, sequence, storage[warp], group_sums[warp], item.head, lane).run();
+  TinyBackward<Config>(params, sequence, storage[warp], item.head, lane).run();
 }
 
 template <typename Element>
 cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_dim<64>(params, [&](auto dim) {
-    using Config = TinyBackwardConfig<Element, dim.value>;
-    constexpr int kBytes = Config::kWarps * static_cast<int>(sizeof(TinyBackwardStorage<Config>)),
-                  kGroupBytes = Config::kWarps * static_cast<int>(sizeof(TinyGroupSums<Config>));
-    // The limit is asked for once, so for both.
-    const cudaError_t error = allow_shared_memory<backward_tiny<Config>>(kBytes + kGroupBytes);
-    if (error != cudaSuccess) return error;
-    const bool grouped = params.heads != params.kv_heads;
-    return launch_tiny<backward_tiny<Config>, Config>(
-        params, params.kv_heads, grouped ? kBytes + kGroupBytes : kBytes, stream);
+    const auto launch_config = [&](auto config) {
+      using Config = decltype(config);
+      return launch_tiny<backward_tiny<Config>, Config>(
+          params, params.kv_heads, Config::kWarps * sizeof(TinyBackwardStorage<Config>), stream);
+    };
+    return params.heads == params.kv_heads
+               ? launch_config(TinyBackwardConfig<Element, dim.value, false>{})
+               : launch_config(TinyBackwardConfig<Element, dim.value, true>{});
   });
 }
 

@@ -43,6 +43,10 @@ inline int64_t num_tiles(int64_t total, int64_t num_seqs, int tile_rows) {
   return total / tile_rows + num_seqs + 2;
 }
 
+inline int64_t num_longer_tiles(int64_t total, int slab_rows) {
+  return (total + slab_rows - 1) / slab_rows * 2;
+}
+
 #ifdef __CUDACC__
 
 // offsets[index], clamped to [0, total]
@@ -64,22 +68,28 @@ __device__ __forceinline__ int64_t segment_bound(const OffsetsView& offsets, int
   return clamped_offset(offsets, segment - 1);
 }
 
-// The tile with index `tile`, out of num_tiles(). All 32 lanes of a warp must call it together:
-// each step of the search probes 32 places at once, so that 1,024 sequences take two dependent
-// loads and a million four. Its row is never negative, whatever the offsets.
-template <int kTile>
-__device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int64_t tile) {
+// Segment `index`, rows [begin, end); wrong offsets may put its end before its begin.
+struct Segment {
+  int64_t index;
+  int64_t begin;
+  int64_t end;
+};
+
+// The last segment for which before(its first row, its index), which must hold for segment 0 and
+// for none behind one for which it does not. All 32 lanes of a warp must call it together: each
+// step of the search probes 32 places at once, so that 1,024 sequences take two dependent loads and
+// a million four. Whatever the offsets, `before` holds for what it finds.
+template <typename Before>
+__device__ __forceinline__ Segment find_segment(const OffsetsView& offsets, Before before) {
   const int lane = threadIdx.x % 32;
-  // start(low) <= tile < start(high); begin and end are their bounds.
+  // before(low) and not before(high); begin and end are their bounds.
   int64_t low = 0, high = offsets.num_seqs + 2, begin = 0, end = offsets.total;
   while (high - low > 1) {
     const int64_t step = (high - low + 32) / 33;
     const int64_t probe = low + step * (lane + 1);
     const int64_t bound = segment_bound(offsets, probe < high ? probe : high);
-    const bool before = probe < high && bound / kTile + probe <= tile;
-    // The lanes before the first that has not passed: with wrong offsets others may follow, and
-    // start(low) must still not lie behind the tile.
-    const unsigned stopped = ~__ballot_sync(0xffffffffu, before);
+    // The lanes before the first that has not passed: with wrong offsets others may follow.
+    const unsigned stopped = ~__ballot_sync(0xffffffffu, probe < high && before(bound, probe));
     const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
     const int64_t first = __shfl_sync(0xffffffffu, bound, passed > 0 ? passed - 1 : 0),
                   last = __shfl_sync(0xffffffffu, bound, passed < 32 ? passed : 31);
@@ -90,10 +100,42 @@ __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int6
       end = last;
     }
   }
-  const bool inside = low >= 1 && low <= offsets.num_seqs;
-  return {inside ? low - 1 : -1,
-          {begin, end > begin ? end - begin : 0},
-          (tile - (begin / kTile + low)) * kTile};
+  return {low, begin, end};
+}
+
+__device__ __forceinline__ JaggedTile tile_of(const OffsetsView& offsets, const Segment& segment,
+                                              int64_t row) {
+  const bool inside = segment.index >= 1 && segment.index <= offsets.num_seqs;
+  return {inside ? segment.index - 1 : -1,
+          {segment.begin, segment.end > segment.begin ? segment.end - segment.begin : 0},
+          row};
+}
+
+// The tile with index `tile`, out of num_tiles(); all 32 lanes of a warp together. Its row is never
+// negative, whatever the offsets.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int64_t tile) {
+  const Segment segment = find_segment(
+      offsets, [&](int64_t bound, int64_t index) { return bound / kTile + index <= tile; });
+  return tile_of(offsets, segment, (tile - (segment.begin / kTile + segment.index)) * kTile);
+}
+
+// The tile with index `tile`, out of num_longer_tiles(), of sequences of more than kSlab rows; the
+// others, and rows outside, may have some, too. In kSlab rows at most two such sequences have a tile
+// that starts there: the one that holds the first of these rows, and one that begins behind it and
+// then holds the last.
+template <int kTile, int kSlab>
+__device__ __forceinline__ JaggedTile find_longer_tile(const OffsetsView& offsets, int64_t tile) {
+  static_assert(kTile >= kSlab);
+  const int64_t slab = tile / 2 * kSlab, last = offsets.total - 1,
+                row = slab + tile % 2 * (kSlab - 1);
+  const Segment segment = find_segment(offsets, [&](int64_t bound, int64_t /*index*/) {
+    return bound <= (row < last ? row : last);
+  });
+  const int64_t before = slab - segment.begin;
+  const int64_t first = before > 0 ? (before + kTile - 1) / kTile * kTile : 0;
+  const bool starts_here = tile % 2 == 0 ? first - before < kSlab : before < 0;
+  return tile_of(offsets, segment, starts_here ? first : segment.end);
 }
 
 #endif  // __CUDACC__
