@@ -23,8 +23,9 @@ OURS = "jagged_cuda"
 HINTED = "jagged_cuda max_len"  # the same with the longest length given
 UNFUSED = "jagged_cuda unfused"  # attention as three operators, its scores in memory
 ALL_OURS = (OURS, HINTED, UNFUSED)
-REFERENCE_GPU = "H100"  # goals are of this one
+REFERENCE_GPU = "H100"  # goals and peers' recorded times are of this one
 PEER_SLACK = 4.0  # a peer may round more than we may: it only has to be the same function
+RECORDED_PART = 0.05  # a peer whose time is further from the recorded one is noted
 # The bandwidth is that of the fastest: how fast a copy is depends on where its memory lies too.
 COPY_BYTES = (2**28, 2**29, 2**30)
 COPY_BYTES_ON_CPU = (2**27,)
@@ -81,6 +82,7 @@ class Row:
         bar_scale: a factor of the bar, for products that are computed in several parts.
         launch_us: of each kernel within the bar; None is the usual time.
         goal, goal_mib: time, and peak memory, on the machine of the goals.
+        recorded_us: what peers took on that machine.
         floor_us: no kernel can be faster: the larger of bytes and operations over their rates.
         bar_us: what a kernel that is bound by memory must reach; None for another.
         copy_us: a plain copy that moves as many bytes, timed in the same run.
@@ -101,6 +103,7 @@ class Row:
     launch_us: float | None = None
     goal: Goal | None = None
     goal_mib: float | None = None
+    recorded_us: dict[str, float] = field(default_factory=dict)
     floor_us: float | None = None
     bar_us: float | None = None
     copy_us: float | None = None
@@ -357,8 +360,17 @@ class Session:
             row.set_measurement(name, self.timer.measure(call), self.timer.max_sm_mhz)
             if row.has_memory:
                 row.results[name]["peak_mib"] = None if peak is None else round(peak / 2**20, 1)
+            self._compare_with_record(row, name)
         if any(row.has_memory for row in rows):
             self.empty_cache()
+
+    def _compare_with_record(self, row: Row, name: str) -> None:
+        recorded, now = row.recorded_us.get(name), row.median_us(name)
+        if recorded and now and abs(now / recorded - 1) > RECORDED_PART:
+            self.note(
+                f"{name} took {now:.4g} us, {now / recorded:.2f} times the {recorded:.4g} us on"
+                f" record [{row.case} {row.pass_name} {row.precision}]"
+            )
 
     def empty_cache(self) -> None:
         """Give memory that nothing uses back to the device."""

@@ -565,3 +565,15 @@ def test_commands_on_a_gpu_time_graphs_and_measure_memory(tmp_path: Path) -> Non
     assert ours.keys() == {"table1", "attention", "figure2", "target", "sweep", "host"}
     assert all(ours[name]["method"] == ("clock" if name == "host" else "graph") for name in ours)
     assert ours["figure2"]["peak_mib"] > 0 and found["rows"][0]["sm_mhz"] > 0
+
+
+def test_a_peer_off_the_record_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "is_reference_machine", True)
+    session = Session(CpuTimer(1), Options(quick=True, against=("padded",)))
+    session.calibrate()
+    # A record that no machine comes near, so that the note does not hang on this one's speed.
+    records = {precision: {"padded": 1e-3} for precision in ("fp32", "bf16")}
+    operator = dataclasses.replace(table1.OPERATORS[-1], recorded_us=records)
+    monkeypatch.setattr(table1, "OPERATORS", (operator,))
+    table1.COMMAND.run(session)
+    assert any(note.startswith("padded took ") and "on record" in note for note in session.notes)

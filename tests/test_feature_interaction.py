@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from test_demo import run_example, small_batches, write_log  # puts the examples on the path
+from plain import run_python
+from test_demo import small_batches, write_log  # puts the examples on the path
 
 # isort: split
 import feature_interaction
@@ -54,8 +55,7 @@ def test_events_meet_by_the_library_s_unfused_attention(device):
 @pytest.mark.parametrize("with_events", [False, True])
 def test_it_measures_every_stage_in_every_form(tmp_path, with_events):
     events = ["--events", str(write_log(tmp_path / "log.csv.gz"))] if with_events else []
-    ran = run_example("feature_interaction.py", *events, *TINY)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = run_python(feature_interaction.__file__, *events, *TINY)
     cost = r"[\d,.]+ ms +[\d,.]+ MiB"
     for stage in ("embed the events", "events meet events", "candidates meet events", "all of it"):
         assert re.search(rf"^{stage}( +{cost}){{3}}$", ran.stdout, re.MULTILINE), ran.stdout
@@ -82,7 +82,6 @@ def test_it_fails_if_a_form_is_wrong(tmp_path, monkeypatch, capsys, name, part):
 
 def test_a_missing_log_gives_one_sentence(tmp_path):
     path = tmp_path / "absent.csv"
-    ran = run_example("feature_interaction.py", "--events", str(path), *TINY)
-    assert ran.returncode == 2
+    ran = run_python(feature_interaction.__file__, "--events", str(path), *TINY, status=2)
     sentence = "the file must be readable, got No such file or directory"
     assert ran.stderr == f"feature_interaction.py: {path}: {sentence}\n"
