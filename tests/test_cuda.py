@@ -118,7 +118,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             "jagged_flash_attention",
             dtype,
             False,
-            {"dims": dims},
+            {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
             f"cuda.attention.forward.{path}",
             f"cuda.attention.backward.{path}",
         )
@@ -366,7 +366,9 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
     spec = spec_of(layout, dims=(dim, dim), causal=causal)
     wgmma = HOPPER and path == "best"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-    forward = f"wgmma.d{dim}" if wgmma else f"mma_sync.d{dim}.rows128"
+    forward = f"mma_sync.d{dim}.rows128"
+    if wgmma:
+        forward = "wgmma.d32" if dim == 32 else f"long.d{dim}"
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
     step = "" if dim == 128 else ".step64"
@@ -438,9 +440,9 @@ def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
-# Beside the longest sequence that is not long, 256 queries, and edges of tiles of 128 and 192 rows.
-LONG_MIXED = Layout((255, 257, 0, 256, 900, 64, 1, 385, 40, 577), base=5, tail=70)
-LONG_MIXED_KEYS = Layout((300, 129, 3, 700, 128, 64, 0, 0, 257, 800), base=2, tail=66)
+# Beside the longest sequences that are not long, 128 and 256 queries, and edges of larger tiles.
+LONG_MIXED = Layout((255, 257, 0, 256, 900, 64, 1, 385, 40, 577, 128, 129), base=5, tail=70)
+LONG_MIXED_KEYS = Layout((300, 129, 3, 700, 128, 64, 0, 0, 257, 800, 40, 130), base=2, tail=66)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])

@@ -13,11 +13,11 @@ namespace jagged_cuda {
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
 // Sequences of more queries than this have a forward kernel of their own where
-// AttentionParams::long_plan is given and the operands allow. By time on an H100: with 64 dims
-// shorter ones are faster by CTAs of 64 rows.
+// AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
+// tiles empty.
 template <typename Params>
 constexpr int long_rows(const Params& params) {
-  return params.dim_qk > 64 || params.dim_v > 64 ? 64 : 256;
+  return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
 }
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.

@@ -68,6 +68,7 @@ struct LongForwardConfig {
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -460,7 +461,8 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
   return launch_dependent<long_forward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                Config::kThreads, sizeof(Storage), stream);
+                                                Config::kThreads, sizeof(Storage), stream,
+                                                Config::kName);
 }
 
 template <typename Element>
