@@ -123,6 +123,14 @@ MISUSES: dict[str, tuple[Callable[[Operands], Any], str]] = {
         lambda o: flash(o, window_size=3),
         "jagged_flash_attention: window_size must be (left, right), two ints, got 3",
     ),
+    "a window of three numbers": (
+        lambda o: flash(o, window_size=(1, 2, 3)),
+        "jagged_flash_attention: window_size must be (left, right), two ints, got (1, 2, 3)",
+    ),
+    "a window of fractions": (
+        lambda o: flash(o, window_size=(1.5, 2)),
+        "jagged_flash_attention: window_size must be (left, right), two ints, got (1.5, 2)",
+    ),
     "no keys": (
         lambda o: jagged_flash_attention(o.q, None, o.q, o.offsets),
         "jagged_flash_attention: k must be a tensor, got None",

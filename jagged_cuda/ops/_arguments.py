@@ -29,7 +29,7 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "float": (frozenset((float, int)), "a number"),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
     "bool": (frozenset((bool,)), "True or False"),
-    "tuple[int, int]": (frozenset((tuple,)), "(left, right), two ints"),
+    "tuple[int, int]": (frozenset(), "(left, right), two ints"),
 }
 _ADVICE = {
     "an int": "the host would wait for the tensor's device; pass int(...) of it",
@@ -74,7 +74,7 @@ class Arguments:
             fail_argument(self.op, name, text, _describe(name, text, value))
 
 
-def _will_do(text: str, value: object) -> bool:
+def _will_do(text: str, value: Any) -> bool:
     if text == "a tensor":
         return isinstance(value, Tensor) and not value.is_nested
     if isinstance(value, Tensor):
@@ -85,7 +85,8 @@ def _will_do(text: str, value: object) -> bool:
         return isinstance(value, (Real, torch.SymInt, torch.SymFloat))
     if text == "True or False":
         return isinstance(value, torch.SymBool) or type(value).__name__ in ("bool", "bool_")
-    return isinstance(value, Sequence) and len(value) == 2
+    pair = isinstance(value, Sequence) and len(value) == 2
+    return pair and all(_will_do("an int", number) for number in value)
 
 
 def _describe(name: str, text: str, value: Any) -> str:
@@ -112,4 +113,4 @@ def _describe(name: str, text: str, value: Any) -> str:
         return "a numpy array: pass torch.from_numpy(...) of it"
     if "tensor" in text:
         return f"a {kind}" + (": pass torch.tensor(...) of it" if kind == "list" else "")
-    return f"{value!r}" if isinstance(value, (int, float, str)) else f"a {kind}"
+    return f"{value!r}" if isinstance(value, (int, float, str, tuple)) else f"a {kind}"
