@@ -318,6 +318,21 @@ def test_a_compiler_of_several_words_and_a_foreign_cc(toy: Toy) -> None:
     assert len(toy.compiled()) == 2
 
 
+def test_the_environment_in_which_torch_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    before = dict(os.environ)
+    with Build("_C_cpu", tmp_path, (), torch, ("g++", "-m64")).cpp_extension(tmp_path):
+        # ninja of an environment that is not activated, and as many compilers as memory takes.
+        assert os.environ["PATH"].startswith(str(Path(sys.executable).parent))
+        assert 1 <= int(os.environ["MAX_JOBS"]) <= len(os.sched_getaffinity(0))
+        assert "CC" not in os.environ
+        assert Path(os.environ["CXX"]).read_text() == '#!/bin/sh\nexec g++ -m64 "$@"\n'
+    assert dict(os.environ) == before
+
+
 def test_no_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
     build = Build("_C_cpu", Path(), (), torch)
     monkeypatch.setattr(_build, "path_with_ninja", lambda: "/nonexistent")

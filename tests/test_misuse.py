@@ -305,6 +305,17 @@ def test_masks_and_counts_are_converted(
     assert torch.equal(each, padded[:, 0].repeat_interleave(offsets.diff(), 0))
 
 
+@pytest.mark.cuda
+def test_a_graph_of_int32_lengths_is_captured_under_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1")
+    lengths = torch.tensor([2, 0, 4], dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        offsets = jagged_cuda.offsets_from_lengths(lengths)
+    graph.replay()
+    assert offsets.tolist() == [0, 2, 2, 6]
+
+
 def test_more_rows_than_int32_holds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAGGED_CUDA_CHECK", "1")  # else nothing waits for a GPU
     lengths = torch.tensor([2**30, 2**30, 5], dtype=torch.int32, device=device)
