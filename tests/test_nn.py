@@ -555,11 +555,11 @@ model = Model()
 targets, x = torch.randn(6, 3, 16).double(), torch.randn(20, 16).double()
 offsets = torch.tensor([0, 4, 4, 9, 15, 16, 20])
 halves = [(targets[i : i + 3], x, offsets[i : i + 4]) for i in (0, 3)]  # their offsets: a slice
-expected = torch.autograd.grad(sum(model(*half) for half in halves) / 2, list(model.parameters()))
-
 ranks = []
 for rank in (0, 1):
-    if (child := os.fork()) == 0:
+    if (child := os.fork()) == 0:  # before autograd has threads, which a fork would lose
+        mean = sum(model(*half) for half in halves) / 2
+        expected = torch.autograd.grad(mean, list(model.parameters()))
         store = "file://" + sys.argv[1]
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         parallel = DistributedDataParallel(model)
