@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from jagged_cuda.ops import _script
 from jagged_cuda.ops._arguments import Arguments
 from jagged_cuda.ops._contract import fake
 
@@ -58,6 +59,7 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             arguments.look_at_all(args, kwargs)
             raise
 
+    _script.register(public, "return_lse" in arguments.by_name)
     return public
 
 
