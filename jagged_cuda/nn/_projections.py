@@ -118,23 +118,28 @@ class AttentionProjections(nn.Module):
         self, queries: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`[..., E]`, `[T, kdim]`, `[T, vdim]` -> q `[..., H, D]`, k and v `[T, G, D]`."""
-        weights: tuple[Tensor, ...] = self._weights(as_one=keys is values)
-        biases: tuple[Tensor | None, ...] = (None,) * len(weights)
-        if self.in_proj_bias is not None:
-            biases = self.in_proj_bias.split([weight.shape[0] for weight in weights])
-        # zip ends with the weights: where keys and values are one product, values are left over.
-        operands = zip((queries, keys, values), weights, biases, strict=False)
-        q, *others = (F.linear(x, weight, bias) for x, weight, bias in operands)
-        k, v = others if len(others) == 2 else others[0].chunk(2, dim=-1)
+        sizes, bias = [self.embed_dim, self._kv_features, self._kv_features], self.in_proj_bias
+        # Each of these takes its parts by number: torch.fx cannot count them.
+        if self.in_proj_weight is not None and keys is values:
+            sizes = [self.embed_dim, 2 * self._kv_features]
+            q_weight, kv_weight = self.in_proj_weight.split(sizes)
+            q_bias, kv_bias = (None, None) if bias is None else bias.split(sizes)
+            q = F.linear(queries, q_weight, q_bias)
+            k, v = F.linear(keys, kv_weight, kv_bias).chunk(2, dim=-1)
+            return self._heads(q), self._heads(k), self._heads(v)
+        q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.split(sizes)
+        if self.in_proj_weight is not None:
+            q_weight, k_weight, v_weight = self.in_proj_weight.split(sizes)
+        else:
+            q_weight, k_weight, v_weight = (
+                self.q_proj_weight,
+                self.k_proj_weight,
+                self.v_proj_weight,
+            )
+        q = F.linear(queries, q_weight, q_bias)
+        k = F.linear(keys, k_weight, k_bias)
+        v = F.linear(values, v_weight, v_bias)
         return self._heads(q), self._heads(k), self._heads(v)
-
-    def _weights(self, *, as_one: bool) -> tuple[Tensor, ...]:
-        """Of queries, keys and values; as_one: those of keys and values together, if stored so."""
-        if self.in_proj_weight is None:
-            return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        apart = (self._kv_features, self._kv_features)
-        sizes = (self.embed_dim, *((sum(apart),) if as_one else apart))
-        return self.in_proj_weight.split(sizes)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

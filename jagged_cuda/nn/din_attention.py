@@ -48,7 +48,7 @@ class DINAttention(nn.Module):
     Notes:
         ``scorer`` is a torch.nn.Sequential of Linear layers and activations, initialised as these
         are, which takes `[..., 4 E]` in the order q, k, q - k, q * k: the padded form is a call of
-        it. Its hidden layers take `[T, N, hidden]` of memory.
+        it. With softmax the last has no bias. Hidden layers take `[T, N, hidden]` of memory.
         Rows outside every sequence (offsets of a slice) must be finite.
 
     Source: "Deep Interest Network for Click-Through Rate Prediction" (Zhou et al., KDD '18),
@@ -88,7 +88,8 @@ class DINAttention(nn.Module):
             layers += [nn.Linear(width, hidden, device=device, dtype=dtype)]
             layers += [_ACTIVATIONS[activation]()]
             width = hidden
-        layers += [nn.Linear(width, 1, device=device, dtype=dtype)]
+        # Softmax does not see a number that is added to all scores.
+        layers += [nn.Linear(width, 1, bias=not softmax, device=device, dtype=dtype)]
         self.scorer = nn.Sequential(*layers)
 
     def extra_repr(self) -> str:
