@@ -139,3 +139,27 @@ def test_a_contradiction_raises_when_the_model_runs() -> None:
 
     with pytest.raises(torch.jit.Error, match=r"window_size must be \(left, 0\)"):
         stored(Model())(torch.ones(2, 8), torch.tensor([0, 2]))
+
+
+class _Modules(torch.nn.Module):
+    """With rows as tensors."""
+
+    def __init__(self):
+        super().__init__()
+        nn = jagged_cuda.nn
+        self.within = nn.JaggedMultiheadAttention(8, 2)
+        self.layer = nn.JaggedTransformerLayer(8, 2)
+        self.target = nn.TargetAttention(8, 2, num_kv_heads=1)
+        self.scorer = nn.DINAttention(8)
+        self.interaction = nn.JaggedFeatureInteraction(8, 2)
+
+    def forward(self, x, offsets, targets):
+        x = self.layer(self.within(x, offsets, causal=True), offsets)
+        targets = self.target(targets, x, offsets) + self.scorer(targets, x, offsets)
+        return self.interaction(targets, x, offsets)
+
+
+def test_modules_are_compiled() -> None:
+    model = _Modules()
+    inputs = (torch.randn(5, 8), torch.tensor([0, 2, 5]), torch.randn(2, 3, 8))
+    assert torch.equal(stored(model)(*inputs), model(*inputs))

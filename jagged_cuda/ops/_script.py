@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._jit_internal import boolean_dispatched
 
 
-def register(public: Callable[..., Any], has_lse: bool) -> None:
+def register(public: Callable[..., Any], has_lse: bool = False) -> None:
     """Let torch.jit.script take the form of a public function.
 
     Args:
@@ -262,3 +262,28 @@ def jagged_mean(x: Tensor, offsets: Tensor) -> Tensor:
 
 def _total(offsets: Tensor, given: int | None) -> int:
     return int(offsets[-1]) if given is None else given
+
+
+# --- modules (jagged_cuda.nn): rows are tensors here
+
+
+def take_apart(
+    module: str,
+    name: str,
+    x: Tensor,
+    offsets: Tensor | None,
+    width: int,
+    default: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    found = default if offsets is None else offsets
+    if found is None:
+        raise RuntimeError(f"{module}: offsets must be given with {name}, got None")
+    return x, found
+
+
+def check_targets(module: str, targets: Tensor, width: int) -> Tensor:
+    return targets
+
+
+def put_together(x: Tensor, values: Tensor) -> Tensor:
+    return values
