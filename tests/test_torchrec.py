@@ -1,4 +1,4 @@
-"""examples/torchrec_model.py with TorchRec itself, alone and on two ranks; docs/torchrec.md's diff."""
+"""examples/torchrec_model.py with TorchRec, alone and on two ranks; the diff of docs/torchrec.md."""
 
 from __future__ import annotations
 

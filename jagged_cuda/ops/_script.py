@@ -1,4 +1,4 @@
-"""What torch.jit.script compiles in place of each public function, which has the same name here.
+"""What torch.jit.script compiles in place of a function of ours, which has the same name here.
 
 TorchScript reads a function's source, and knows neither keyword-only options nor the way from a
 public function to its kernel (_dispatch.py). These forms call the registered operators, which it
