@@ -637,6 +637,27 @@ def test_nested_tensors(compiled: bool, device: torch.device) -> None:
     torch.testing.assert_close(gradient.values(), *torch.autograd.grad(expected.sum(), leaf))
 
 
+@pytest.mark.cuda
+def test_nothing_waits_for_the_gpu() -> None:
+    """Forward and backward, of every kind of rows."""
+    model = Model().cuda()
+    x, offsets = torch.randn(5, E, device="cuda"), torch.tensor([0, 2, 5], device="cuda")
+    targets = torch.randn(2, N, E, device="cuda")
+
+    def step() -> None:
+        for rows in ((x, offsets), (jagged_cuda.nested.pack(x, offsets), None)):
+            y = model.layer(*rows, causal=True)
+            found = model.target(targets, y, rows[1]) + model.din(targets, y, rows[1])
+            (found.sum() + model.interaction(targets, y, rows[1]).sum()).backward()
+
+    step()  # cuBLAS makes its workspace
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # --- wrong calls
 
 X, OFFSETS = torch.randn(5, E), torch.tensor([0, 2, 5])
