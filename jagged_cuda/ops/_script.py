@@ -32,7 +32,7 @@ def register(public: Callable[..., Any], has_lse: bool = False) -> None:
         found = globals().get(name)
         if found is None:
             raise RuntimeError(
-                f"{name}: torch.jit.script does not know this function; use torch.export"
+                f"{name}: torch.jit.script is not supported; use torch.export or torch.compile"
             )
         return found
 
