@@ -1,7 +1,9 @@
-"""With TorchRec itself: examples/torchrec_model.py, jagged_cuda.torchrec, jagged_cuda.nn."""
+"""With TorchRec itself: examples/torchrec_model.py, also on two ranks; the adapters and modules."""
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from jagged_cuda.torchrec import pack, unpack, unpack_features, with_values
 
 pytestmark = pytest.mark.torchrec
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "torchrec.md"
 NUM_USERS, NUM_ITEMS, CANDIDATES = 9, 50, 3
 
 
@@ -46,20 +49,29 @@ def features(example: Any) -> Any:
     return example.draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed=2)
 
 
+def attend(module: Any, queries: Tensor, rows: Tensor, causal: bool = False) -> Tensor:
+    """PyTorch's module with the parameters of one of ours."""
+    plain = torch.nn.MultiheadAttention(module.embed_dim, module.num_heads)
+    later = torch.ones(len(queries), len(rows), dtype=torch.bool).triu(1) if causal else None
+    parameters = dict(module.named_parameters())
+    arguments = (queries, rows, rows)
+    options = {"attn_mask": later, "need_weights": False}
+    return torch.func.functional_call(plain, parameters, arguments, options)[0]
+
+
 def one_by_one(model: Any, features: Any) -> Tensor:
     """The same with PyTorch's attention, one user at a time."""
     table = model.embeddings.embeddings["item_table"].weight
     parts = features.to_dict()
-    histories = parts["history"].to_dense()
-    candidates = parts["candidates"].to_dense()
     logits = []
-    for history, items in zip(histories, candidates, strict=True):
+    for history, items in zip(
+        parts["history"].to_dense(), parts["candidates"].to_dense(), strict=True
+    ):
         x, items = table[history], table[items]
-        q, k, v = model.qkv(x).unflatten(1, (3, model.heads, -1)).permute(1, 2, 0, 3)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        read = attend(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-        x = x + model.out(read)
-        interest = attend(items[None], x[None], x[None])[0] if len(x) else torch.zeros_like(items)
+        interest = model.interest.out_proj.bias.expand_as(items)
+        if len(x) > 0:
+            x = x + attend(model.within, x, x, causal=True)
+            interest = attend(model.interest, items, x)
         logits.append((items * interest).sum(1))
     return torch.stack(logits)
 
@@ -75,15 +87,97 @@ def test_agrees_with_a_user_at_a_time(model: Any, features: Any) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_its_tracer_takes_our_functions_as_nodes(model: Any, features: Any) -> None:
-    """As a train pipeline traces: the embeddings are a leaf."""
+    """As a train pipeline traces, with the embeddings as a leaf; and as its inference compiles."""
     from torchrec.fx import Tracer
 
     graph = Tracer(leaf_modules=["EmbeddingCollection"]).trace(model)
     names = {getattr(node.target, "__name__", "") for node in graph.nodes}
     assert {"jagged_flash_attention", "jagged_target_attention"} <= names
     traced = torch.fx.GraphModule(model, graph)
-    assert torch.equal(traced(features), model(features))
+    expected = model(features)
+    assert torch.equal(traced(features), expected)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(traced), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(features), expected)
+
+
+def test_it_is_compiled_without_a_graph_break(example: Any, model: Any) -> None:
+    """With other numbers of rows, which only the features' lengths say; forward and backward."""
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seed in range(3):
+        features = example.draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed)
+        found, expected = compiled(features), model(features)
+        torch.testing.assert_close(found, expected)
+        weight = torch.randn_like(found)
+        parameters = list(model.parameters())
+        torch.testing.assert_close(
+            torch.autograd.grad((found * weight).sum(), parameters),
+            torch.autograd.grad((expected * weight).sum(), parameters),
+        )
+
+
+def test_it_is_exported_for_any_number_of_rows(example: Any, model: Any, features: Any) -> None:
+    leaves, _ = torch.utils._pytree.tree_flatten(features)
+    dims: list[Any] = [None] * len(leaves)
+    dims[0] = {0: torch.export.Dim.DYNAMIC}  # rows of values
+    exported = torch.export.export(model, (features,), dynamic_shapes=(dims,), strict=True)
+    for seed in range(3):
+        others = example.draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed)
+        torch.testing.assert_close(exported.module()(others), model(others))
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """With each sharding of the table, and with TorchRec's pipeline."""
+    import torchrec_ranks
+
+    alone = torchrec_ranks.train_alone()
+    assert alone[-1] < alone[0] - 0.05  # what is compared changes
+    found = torchrec_ranks.train(tmp_path)
+    assert len(found) == 2 * len(torchrec_ranks.SHARDINGS)
+    for name, losses in found.items():
+        assert losses == pytest.approx(alone, rel=0, abs=1e-6), name
+
+
+def patched(text: str, diff: str) -> str:
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def test_the_documented_diff_makes_a_padded_model_jagged() -> None:
+    """Its checkpoint loads; logits and gradients are the same."""
+    diff = re.search(r"^```diff\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    assert diff and diff[1].count("\n+") == 3
+    text = (ROOT / "examples/torchrec_padded_model.py").read_text()
+    padded, jagged = {}, {}
+    exec(text, padded)
+    exec(patched(text, diff[1]), jagged)
+    torch.manual_seed(0)
+    before, after = (names["TargetRanker"](NUM_ITEMS, 40, dim=16) for names in (padded, jagged))
+    after.load_state_dict(before.state_dict())
+
+    lengths = torch.randint(1, 41, (NUM_USERS,))
+    features = padded["KeyedJaggedTensor"](
+        keys=["history", "candidates"],
+        values=torch.randint(NUM_ITEMS, (int(lengths.sum()) + NUM_USERS * CANDIDATES,)),
+        lengths=torch.cat([lengths, torch.full((NUM_USERS,), CANDIDATES)]),
+    )
+    expected, found = before(features), after(features)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    expected_of = dict(before.named_parameters())
+    for name, parameter in after.named_parameters():
+        wanted = expected_of[name].grad
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_feature_by_its_part_of_all_offsets(features: Any) -> None:

@@ -123,9 +123,9 @@ class Contract:
         for dim, actual in zip(rule.leading, tensor.shape, strict=False):
             size, _, one = dim.partition(" + ")
             plus = 1 if one else 0
-            if size not in sizes and actual >= plus:
+            if size not in sizes and _may_be_true(actual >= plus):
                 sizes[size] = actual - plus
-            elif size not in sizes or sizes[size] + plus != actual:
+            elif size not in sizes or not _may_be_true(sizes[size] + plus == actual):
                 _fail_shape(op, rule, tensor, sizes)
         if rule.dims[-1] == "..." and sizes.setdefault("...", rest) != rest:
             _fail_shape(op, rule, tensor, sizes)
@@ -178,8 +178,17 @@ def _holds(words: tuple[str, ...], arguments: Mapping[str, Any], sizes: Mapping[
     if any(value is None for value in values.values()):
         return True
     if words[1] == "%" and values[words[2]] == 0:  # of 0, only 0 is a multiple
-        return bool(values[words[0]] == 0)
-    return bool(eval(_compiled(words), {}, values))
+        return _may_be_true(values[words[0]] == 0)
+    return _may_be_true(eval(_compiled(words), {}, values))
+
+
+def _may_be_true(condition: Any) -> bool:
+    """Of a condition on sizes. What only the run of a graph knows, its kernels check then."""
+    if isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(condition)
+    return bool(condition)
 
 
 @functools.cache
