@@ -6,8 +6,8 @@ history; a candidate's logit compares the two. Needs TorchRec (docs/torchrec.md)
     python examples/torchrec_model.py
 """
 
-# No `from __future__ import annotations`: torch.fx keeps the annotations of forward, and
-# torch.jit.script does not read them as text.
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from jagged_cuda import nested, torchrec
-from jagged_cuda.ops import _script
 from jagged_cuda.ops._contract import fail_argument, shape_text
 
 # A JaggedTensor has no name here: TorchRec is not imported.
@@ -29,7 +28,6 @@ def _one_node(function: Callable[..., Any]) -> Callable[..., Any]:
             return handle_torch_function(public, args, *args)
         return function(*args)
 
-    _script.register(public)
     return public
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from jagged_cuda.ops import _script
 from jagged_cuda.ops._arguments import Arguments
 from jagged_cuda.ops._contract import fake
 
@@ -59,7 +58,14 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             arguments.look_at_all(args, kwargs)
             raise
 
-    _script.register(public, "return_lse" in arguments.by_name)
+    def refuse_script() -> None:
+        raise RuntimeError(
+            f"{function.__name__}: torch.jit.script is not supported; use torch.export or"
+            " torch.compile"
+        )
+
+    # What torch.jit.script calls first, also in a model that torch.fx has traced.
+    public.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
     return public
 
 
