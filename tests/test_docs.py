@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import doctest
 import functools
+import importlib.util
 import re
 import socket
 import sys
@@ -109,6 +110,14 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield page.relative_to(ROOT).as_posix(), line.partition("  #")[0]
 
 
+def file_of_module(name: str) -> Path:
+    """What `python -m` runs."""
+    found = importlib.util.find_spec(name)
+    if found and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{name}.__main__")
+    return Path(found.origin if found and found.origin else name)
+
+
 def test_commands_name_what_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     seen = 0
@@ -120,10 +129,7 @@ def test_commands_name_what_exists() -> None:
         found = re.search(r"(?:python|torchrun \S+ \S+) (?:-m )?([\w./]+)(.*)", line)
         if not found or found[1] in ("setup.py", "python", "pytest", "train.py"):
             continue
-        path = ROOT / found[1]
-        if path.suffix != ".py":
-            path = ROOT / found[1].replace(".", "/")
-            path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        path = ROOT / found[1] if found[1].endswith(".py") else file_of_module(found[1])
         assert path.is_file(), where
         sources = path.read_text() + "".join(p.read_text() for p in path.parent.glob("*.py"))
         for option in OPTION.findall(found[2]):
