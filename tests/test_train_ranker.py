@@ -1,0 +1,177 @@
+"""examples/train_ranker.py: shares, checkpoints, evaluation; two processes train as one does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import train_ranker
+from balance import Sampler, balanced, contiguous, skew
+from histories import Histories, cut_batch, draw_histories, without_last_events
+from train_ranker import Processes, Trainer
+
+TINY = "--device cpu --users 40 --cap 24 --dim 8 --batch-size 10 --negatives 8 --eval-items 20"
+
+
+def sampler_of(lengths: torch.Tensor, **options) -> Sampler:
+    settings = {"batch_size": 32, "num_ranks": 4, "deal": balanced, "seed": 0}
+    return Sampler(lengths, **(settings | options))
+
+
+# --- shares
+
+
+@pytest.mark.parametrize("deal", [balanced, contiguous])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_every_user_is_dealt_out_once_per_epoch(deal, num_ranks):
+    sampler = sampler_of(draw_histories(100, 0).lengths, num_ranks=num_ranks, deal=deal)
+    assert sampler.steps_per_epoch == 3
+    for epoch in range(2):
+        steps = range(3 * epoch, 3 * epoch + 3)
+        users = [sampler.users(step, rank) for step in steps for rank in range(num_ranks)]
+        assert len(torch.cat(users).unique()) == len(torch.cat(users)) == 96
+    again = sampler_of(sampler.lengths, num_ranks=num_ranks, deal=deal)
+    assert torch.equal(again.users(5, 0), sampler.users(5, 0))  # from any step, in any order
+
+
+def test_balanced_shares_are_even():
+    sampler = sampler_of(draw_histories(4096, 0).lengths.clamp(max=512), batch_size=256)
+    rows, pairs = skew(sampler, balanced, 16)
+    plain_rows, plain_pairs = skew(sampler, contiguous, 16)
+    assert rows < 1.02 < 1.1 < plain_rows
+    assert pairs < 1.05 < 1.2 < plain_pairs
+
+
+def test_one_giant_gets_a_process_of_its_own():
+    lengths = torch.tensor([3, 2, 500, 1, 2, 3, 0])
+    assert [share.tolist() for share in balanced(lengths, 2)] == [[2], [0, 1, 3, 4, 5, 6]]
+
+
+# --- evaluation
+
+
+def test_the_last_event_is_held_out():
+    histories = Histories(torch.arange(1, 11), torch.tensor([0, 2, 5, 10]), 10, "test")
+    trained = without_last_events(histories)  # the first user has too few
+    assert trained.items.tolist() == [3, 4, 6, 7, 8, 9] and trained.offsets.tolist() == [0, 2, 6]
+    batch = cut_batch(histories, torch.arange(3), 3, torch.tensor([1]))
+    assert batch.targets[batch.offsets[1:] - 1].tolist() == [2, 5, 10]
+
+
+def trainer_of(arguments: str) -> Trainer:
+    args = train_ranker.parse_arguments(arguments.split())
+    processes = Processes(0, 1, torch.device("cpu"))
+    train_ranker.choose_sizes(args, processes)
+    return Trainer(args, draw_histories(args.users, args.seed), processes)
+
+
+@pytest.mark.parametrize("options", ["", "--padded", "--eval-items 0 --users 12"])
+def test_metrics_agree_with_a_user_at_a_time(options):
+    trainer = trainer_of(f"{TINY} {options}")
+    histories, num_items = trainer.histories, trainer.histories.num_items
+    candidates = torch.arange(1, num_items + 1)
+    if trainer.args.eval_items:
+        generator = torch.Generator().manual_seed(0)
+        candidates = torch.randperm(num_items, generator=generator)[:20] + 1
+    hits, gains = [], []
+    for user in range(len(histories.lengths)):
+        events = histories.items[histories.offsets[user] : histories.offsets[user + 1]]
+        history, held_out = events[:-1][-24:], events[-1]
+        others = candidates[candidates != held_out]
+        one = Histories(
+            torch.cat([history, held_out[None]]), torch.tensor([0, len(history) + 1]), num_items, ""
+        )
+        batch = cut_batch(one, torch.tensor([0]), 24, others)
+        batch = train_ranker.pad(batch) if trainer.args.padded else batch
+        with torch.no_grad():
+            scores = trainer.model(batch)[1][0]
+        rank = 1 + int((scores[1:] >= scores[0]).sum())
+        hits.append(rank <= 10)
+        gains.append(1 / math.log2(1 + rank) if rank <= 10 else 0.0)
+    hit_rate, ndcg = trainer.evaluate()
+    assert hit_rate == pytest.approx(sum(hits) / len(hits))
+    assert ndcg == pytest.approx(sum(gains) / len(gains))
+
+
+# --- whole trainings
+
+
+def losses_of(path: Path) -> list[float]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def torchrun(folder: Path, *arguments: str, script: str = train_ranker.__file__) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", script, *TINY.split(), *arguments]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes: six steps at once, and four of them with a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    script = folder / "twice.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(train_ranker.__file__).parent)!r})\n"
+        "import train_ranker\n"
+        "train_ranker.main([*sys.argv[1:], '--steps', '6', '--losses', 'whole.jsonl'])\n"
+        "train_ranker.main([*sys.argv[1:], '--steps', '4', '--losses', 'parts.jsonl',"
+        " '--checkpoint', 'four.pt'])\n"
+    )
+    (folder / "printed").write_text(torchrun(folder, script=str(script)))
+    return folder
+
+
+def test_two_processes_report(trained):
+    printed = (trained / "printed").read_text()
+    assert "2 processes on CPU" in printed
+    assert re.search(r"balance +the process with the most has 1\.\d\d times .*contig", printed)
+    assert re.search(r"waiting for it takes [\d.]+ ms per step \(contiguous: ", printed)
+    assert re.search(r"evaluation  step 6: hit rate at 10 0\.\d{4}, NDCG at 10 0\.\d{4}", printed)
+    assert re.search(r"time +[\d.]+ ms per step", printed)
+    assert re.search(r"memory +[\d,]+ MiB", printed)
+
+
+def test_a_resumed_training_gives_the_same_losses(trained):
+    torchrun(trained, "--steps", "6", "--resume", "four.pt", "--losses", "parts.jsonl")
+    whole = losses_of(trained / "whole.jsonl")
+    assert losses_of(trained / "parts.jsonl") == whole  # bit for bit
+    assert len(set(whole)) == 6
+
+
+@pytest.mark.parametrize("options", ["", "--padded", "--contiguous"])
+def test_one_process_gives_the_same_losses(trained, tmp_path, options):
+    path = tmp_path / "losses.jsonl"
+    arguments = f"{TINY} --steps 6 --losses {path} {options}"
+    assert train_ranker.main(arguments.split()) == 0
+    assert losses_of(path) == pytest.approx(losses_of(trained / "whole.jsonl"), rel=1e-5)
+
+
+def test_a_checkpoint_of_another_training_is_refused(trained, capsys):
+    arguments = f"{TINY} --seed 1 --resume {trained / 'four.pt'}"
+    assert train_ranker.main(arguments.split()) == 2
+    sentence = "--seed must be 0, as in this checkpoint's training, got 1\n"
+    assert capsys.readouterr().err.endswith(sentence)
+    assert train_ranker.main([*TINY.split(), "--resume", str(trained / "absent.pt")]) == 2
+    assert capsys.readouterr().err.endswith("absent.pt: No such file or directory\n")
