@@ -34,6 +34,24 @@ class Attention(NamedTuple):
     causal: AttentionFunction
     target: AttentionFunction
 
+    def make_block(self, dim: int, num_heads: int) -> nn.Module:
+        return Block(dim, num_heads, self.causal)
+
+    def make_target(self, dim: int, num_heads: int) -> nn.Module:
+        return TargetAttention(dim, num_heads, self.target)
+
+
+class Layers(NamedTuple):
+    """Other layers in the place of those around the two attentions.
+
+    Args:
+        make_block: (dim, num_heads) -> a module that is called as Block is.
+        make_target: (dim, num_heads) -> a module that is called as TargetAttention is.
+    """
+
+    make_block: Callable[[int, int], nn.Module]
+    make_target: Callable[[int, int], nn.Module]
+
 
 def causal_on_padded(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
     """Causal attention on [B, M, H, D], padded behind each history.
@@ -126,16 +144,14 @@ class Ranker(nn.Module):
         dim: int,
         num_heads: int,
         num_blocks: int,
-        attention: Attention,
+        attention: Attention | Layers,
     ) -> None:
         super().__init__()
         self.item_embedding = nn.Embedding(num_items + 1, dim, padding_idx=PADDING_ITEM)
         self.position_embedding = nn.Embedding(max_positions, dim)
-        self.blocks = nn.ModuleList(
-            Block(dim, num_heads, attention.causal) for _ in range(num_blocks)
-        )
+        self.blocks = nn.ModuleList(attention.make_block(dim, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(dim)
-        self.target_attention = TargetAttention(dim, num_heads, attention.target)
+        self.target_attention = attention.make_target(dim, num_heads)
         for embedding in (self.item_embedding, self.position_embedding):
             nn.init.normal_(embedding.weight, std=0.02)
 

@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from balance import Deal, Sampler, balanced, contiguous, skew
 from histories import (
+    IGNORED_LABEL,
     Batch,
     DataError,
     Histories,
@@ -55,11 +56,13 @@ from histories import (
     read_events,
     without_last_events,
 )
-from ranker import Ranker, jagged_attention, padded_attention
+from ranker import Layers, Ranker
 from report import ProgressBar
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import ADAM_EPS, held_bytes, move, peak_allocated_bytes
+
+from jagged_cuda.nn import JaggedTransformerLayer, TargetAttention
 
 TOP = 10  # ranks that count in evaluation
 PROBED_STEPS = 3  # whose shares are timed, balanced and contiguous
@@ -142,6 +145,55 @@ class Shares(torch.utils.data.Dataset[Batch]):
         )
 
 
+# --- the model's layers: jagged_cuda.nn's, and torch.nn's with the same parameters
+
+
+class JaggedBlock(JaggedTransformerLayer):
+    """Causal self-attention and a feed-forward network on the rows `[T, dim]` of a batch."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads, activation="gelu")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return super().forward(x, batch.offsets, causal=True)
+
+
+class JaggedTarget(TargetAttention):
+    """Candidates [B, N, dim] attend to the rows `[T, dim]` of a batch."""
+
+    def forward(self, candidates: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        return super().forward(candidates, states, batch.offsets)
+
+
+class PaddedBlock(nn.TransformerEncoderLayer):
+    """JaggedBlock on [B, M, dim]. No row sees the padding, which comes after it."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(
+            dim, num_heads, 4 * dim, dropout=0, activation="gelu", batch_first=True, norm_first=True
+        )
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return super().forward(x, src_mask=mask, is_causal=True)
+
+
+class PaddedTarget(nn.MultiheadAttention):
+    """JaggedTarget on [B, M, dim], under a mask of the padding."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads, batch_first=True)
+
+    def forward(self, candidates: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        is_padding = batch.labels == IGNORED_LABEL
+        attend = super().forward
+        return attend(candidates, states, states, is_padding, need_weights=False)[0]
+
+
+JAGGED = Layers(JaggedBlock, JaggedTarget)
+PADDED = Layers(PaddedBlock, PaddedTarget)
+
+
 # --- the training
 
 
@@ -184,7 +236,7 @@ class Trainer:
             dim=args.dim,
             num_heads=args.heads,
             num_blocks=args.blocks,
-            attention=padded_attention if args.padded else jagged_attention,
+            attention=PADDED if args.padded else JAGGED,
         ).to(processes.device)
         self.summed_loss: nn.Module = SummedLoss(self.model, args.bf16)
         if processes.count > 1:

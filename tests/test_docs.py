@@ -143,22 +143,26 @@ def test_commands_name_what_exists() -> None:
 
 def documented() -> Iterator[object]:
     for module in generate.public_modules():
-        for name in generate.public_objects(module):
-            yield pytest.param(module, name, id=f"{module.__name__}.{name}")
+        for name in ("", *generate.public_objects(module)):
+            yield pytest.param(module, name, id=f"{module.__name__}{name and '.'}{name}")
 
 
 # Options of the process: an example of theirs would change it.
-WITHOUT_EXAMPLE = {"check_errors", "set_checks"}
+WITHOUT_EXAMPLE = {"", "check_errors", "set_checks"}
 
 
 @pytest.mark.parametrize(("module", "name"), list(documented()))
 def test_examples_of_docstrings_run(module: ModuleType, name: str) -> None:
-    value = getattr(module, name)
+    """Of a module (name is "") and of each public name; a small module may have one for all."""
+    value = getattr(module, name) if name else module
     names = {**vars(module), "torch": torch, "jagged_cuda": sys.modules["jagged_cuda"]}
-    tests = doctest.DocTestFinder(exclude_empty=True).find(value, name, globs=names)
-    assert value.__doc__, f"{name} has no docstring"
-    if name not in WITHOUT_EXAMPLE:
-        assert any(test.examples for test in tests), f"{name} has no example"
+    assert value.__doc__, f"{value} has no docstring"
+    if name:
+        tests = doctest.DocTestFinder().find(value, name, module=module, globs=names)
+        shown = any(test.examples for test in tests) or "\nExample:" in (module.__doc__ or "")
+        assert shown or name in WITHOUT_EXAMPLE, f"{name} has no example"
+    else:
+        tests = [doctest.DocTestParser().get_doctest(value.__doc__, names, str(value), None, 0)]
     torch.manual_seed(0)
     options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     runner = doctest.DocTestRunner(verbose=False, optionflags=options)
