@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -112,19 +113,22 @@ def losses_of(path: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def torchrun(folder: Path, *arguments: str, script: str = train_ranker.__file__) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", script, *TINY.split(), *arguments]
-    done = subprocess.run(
-        command,
+def finish(*processes: subprocess.Popen[str]) -> str:
+    """What they printed, once they have ended well."""
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "".join(printed)
+    return "".join(printed)
+
+
+def start(folder: Path, *command: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train_ranker.main([*sys.argv[1:], '--steps', '4', '--losses', 'parts.jsonl',"
         " '--checkpoint', 'four.pt'])\n"
     )
-    (folder / "printed").write_text(torchrun(folder, script=str(script)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    both = [start(folder, str(script), *TINY.split(), **meet, RANK=str(rank)) for rank in (0, 1)]
+    (folder / "printed").write_text(finish(*both))
     return folder
 
 
@@ -154,7 +163,10 @@ def test_two_processes_report(trained):
 
 
 def test_a_resumed_training_gives_the_same_losses(trained):
-    torchrun(trained, "--steps", "6", "--resume", "four.pt", "--losses", "parts.jsonl")
+    """By torchrun, in other processes than those that wrote the checkpoint."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    resume = ["--steps", "6", "--resume", "four.pt", "--losses", "parts.jsonl"]
+    finish(start(trained, *torchrun, train_ranker.__file__, *TINY.split(), *resume))
     whole = losses_of(trained / "whole.jsonl")
     assert losses_of(trained / "parts.jsonl") == whole  # bit for bit
     assert len(set(whole)) == 6
