@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 # Deterministic products on a GPU need it, before CUDA starts.
@@ -68,6 +69,7 @@ TOP = 10  # ranks that count in evaluation
 PROBED_STEPS = 3  # whose shares are timed, balanced and contiguous
 # What must be as it was when a training is resumed: all else may differ.
 FIXED = ("events", "users", "seed", "cap", "dim", "heads", "blocks", "negatives", "batch_size")
+FIXED += ("torchrec",)
 
 
 class Processes(NamedTuple):
@@ -96,15 +98,22 @@ class Processes(NamedTuple):
         return tensor.tolist()
 
 
-def join_processes(device_name: str) -> Processes:
-    """Meet the other processes, if torchrun started this one."""
+def join_processes(device_name: str, always: bool) -> Processes:
+    """Meet the other processes, if torchrun started this one.
+
+    Args:
+        always: form a process group of one process too.
+    """
     device = demo.choose_device(device_name)
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if count > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend)
+    elif always:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Processes(int(os.environ.get("RANK", "0")), count, device)
 
 
@@ -237,21 +246,34 @@ class Trainer:
             num_heads=args.heads,
             num_blocks=args.blocks,
             attention=PADDED if args.padded else JAGGED,
-        ).to(processes.device)
-        self.summed_loss: nn.Module = SummedLoss(self.model, args.bf16)
-        if processes.count > 1:
-            self.summed_loss = DistributedDataParallel(self.summed_loss)
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=args.learning_rate, eps=ADAM_EPS
         )
+        self.summed_loss: nn.Module = SummedLoss(self.model, args.bf16)
+        self.tables = import_tables() if args.torchrec else None
+        if self.tables:
+            table = self.tables.ItemTable(histories.num_items, args.dim)
+            self.model.item_embedding = table
+            rate = args.table_learning_rate
+            self.summed_loss = self.tables.spread(self.summed_loss, table, processes.device, rate)
+        elif processes.count > 1:
+            self.summed_loss = DistributedDataParallel(self.summed_loss.to(processes.device))
+        self.model.to(processes.device)
+        self.dense = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if not (self.tables and name.startswith("item_embedding."))
+        }
+        self.optimizer = torch.optim.Adam(self.dense.values(), lr=args.learning_rate, eps=ADAM_EPS)
         self.step = 0
 
     def warm_up(self) -> None:
         """One pass that changes nothing.
 
         Behind its first pass DistributedDataParallel arranges gradients anew, which may sum them in
-        another order: so that happens here, before new and resumed trainings alike.
+        another order: so that happens here, before new and resumed trainings alike. A table in
+        TorchRec would change: it goes without.
         """
+        if self.tables:
+            return
         self._backward(move(self.shares[0], self.processes.device), 0)
         self.optimizer.zero_grad()
         if self.processes.device.type == "cuda":
@@ -324,10 +346,11 @@ class Trainer:
             generator = torch.Generator().manual_seed(self.args.seed)
             candidates = torch.randperm(num_items, generator=generator)[: self.args.eval_items] + 1
         lengths = (self.histories.lengths - 1).clamp(max=self.args.cap)
-        users = balanced(lengths, count)[self.processes.rank]
-        hits, gain = 0.0, 0.0
+        users = lengths.argsort(stable=True)[self.processes.rank :: count]  # as many for each
         users_at_once = max(1, self.args.batch_size // count)
-        for some in users[lengths[users].argsort()].split(users_at_once):
+        hits, gain = 0.0, 0.0
+        # As many parts for each: where rows of a table are spread, all look them up together.
+        for some in users.tensor_split(math.ceil(len(lengths) / count / users_at_once)):
             batch = cut_batch(self.histories, some, self.args.cap, candidates)
             batch = move(pad(batch) if self.args.padded else batch, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
@@ -344,17 +367,18 @@ class Trainer:
     # -- checkpoints
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint, each file whole or not at all."""
         if self.processes.is_first:
-            part = path.with_name(f"{path.name}.part")
             state = {
                 "step": self.step,
-                "model": self.model.state_dict(),
+                "model": {name: parameter.detach() for name, parameter in self.dense.items()},
                 "optimizer": self.optimizer.state_dict(),
                 "arguments": {name: str(getattr(self.args, name)) for name in FIXED},
             }
-            torch.save(state, part)
-            part.replace(path)
+            write(state, path)
+        if self.tables:
+            rows = {"step": self.step, "rows": self.tables.own_rows(self.summed_loss)}
+            write(rows, self._path_of_rows(path))
         self.processes.total(0.0)  # all wait until it is there
 
     def load(self, path: Path) -> None:
@@ -363,10 +387,7 @@ class Trainer:
         Raises:
             DataError: the file cannot be read, or is of another training.
         """
-        try:
-            state = torch.load(path, map_location=self.processes.device, weights_only=True)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from None
+        state = read(path, self.processes.device)
         for name, value in state["arguments"].items():
             if value != str(getattr(self.args, name)):
                 option = name.replace("_", "-")
@@ -375,8 +396,21 @@ class Trainer:
                     f" got {getattr(self.args, name)}"
                 )
         self.step = state["step"]
-        self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        pairs = [(parameter, state["model"][name]) for name, parameter in self.dense.items()]
+        if self.tables:
+            rows = read(self._path_of_rows(path), self.processes.device)
+            if rows["step"] != self.step:
+                raise DataError(f"{path}: its table must be of step {self.step}")
+            own = self.tables.own_rows(self.summed_loss)
+            pairs += zip(own, rows["rows"], strict=True)
+        with torch.no_grad():
+            for tensor, value in pairs:
+                tensor.copy_(value)
+
+    def _path_of_rows(self, path: Path) -> Path:
+        """Where this process keeps its rows of a table in TorchRec."""
+        return path.with_name(f"{path.name}.{self.processes.rank}of{self.processes.count}")
 
     # -- memory
 
@@ -399,13 +433,34 @@ class Trainer:
         return peak
 
 
+def import_tables() -> ModuleType:
+    try:
+        import torchrec_table
+    except ImportError:
+        raise DataError("--torchrec needs TorchRec (docs/torchrec.md), got none") from None
+    return torchrec_table
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    part = path.with_name(f"{path.name}.part")
+    torch.save(state, part)
+    part.replace(path)
+
+
+def read(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+
+
 # --- the command
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        processes = join_processes(args.device)
+        processes = join_processes(args.device, always=args.torchrec)
     except RuntimeError as error:
         print(f"train_ranker.py: {error}", file=sys.stderr)
         return 2
@@ -516,13 +571,18 @@ def describe_balance(trainer: Trainer) -> str:
     (rows, pairs), (plain_rows, plain_pairs) = (
         skew(sampler, deal, steps) for deal in (balanced, contiguous)
     )
+    evenness = (
+        f"balance     the process with the most has {rows:.2f} times the mean of rows"
+        f" (contiguous: {plain_rows:.2f}), {pairs:.2f} of squared lengths"
+        f" (contiguous: {plain_pairs:.2f})"
+    )
+    if trainer.tables:  # its processes meet in each lookup: no share runs by itself
+        return evenness
     (_, waited), (slowest, plain_waited) = (
         trainer.waiting_seconds(deal) for deal in (balanced, contiguous)
     )
     return (
-        f"balance     the process with the most has {rows:.2f} times the mean of rows"
-        f" (contiguous: {plain_rows:.2f}), {pairs:.2f} of squared lengths"
-        f" (contiguous: {plain_pairs:.2f})\n"
+        f"{evenness}\n"
         f"            waiting for it takes {waited * 1e3:.1f} ms per step"
         f" (contiguous: {plain_waited * 1e3:.1f} of {slowest * 1e3:.1f} ms):"
         f" {(plain_waited - waited) * 1e3:.1f} ms saved"
@@ -539,6 +599,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=positive, default=2)
     parser.add_argument("--negatives", type=positive, default=128, help="beside each target")
     parser.add_argument("--learning-rate", type=float, help="Adam's")
+    parser.add_argument("--torchrec", action="store_true", help="spread the items' table by it")
+    parser.add_argument("--table-learning-rate", type=float, default=0.05, help="with --torchrec")
     parser.add_argument("--padded", action="store_true", help="plain PyTorch on padded batches")
     parser.add_argument("--contiguous", action="store_true", help="as many histories per process")
     parser.add_argument("--bf16", action="store_true", help="mixed precision")

@@ -131,24 +131,35 @@ def start(folder: Path, *command: str, **variables: str) -> subprocess.Popen[str
     )
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes: six steps at once, and four of them with a checkpoint."""
-    folder = tmp_path_factory.mktemp("trained")
-    script = folder / "twice.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(Path(train_ranker.__file__).parent)!r})\n"
-        "import train_ranker\n"
-        "train_ranker.main([*sys.argv[1:], '--steps', '6', '--losses', 'whole.jsonl'])\n"
-        "train_ranker.main([*sys.argv[1:], '--steps', '4', '--losses', 'parts.jsonl',"
-        " '--checkpoint', 'four.pt'])\n"
-    )
+def start_two(folder: Path, script: Path, *options: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    both = [start(folder, str(script), *TINY.split(), **meet, RANK=str(rank)) for rank in (0, 1)]
-    (folder / "printed").write_text(finish(*both))
+    command = [str(script), *TINY.split(), *options]
+    return [start(folder, *command, **meet, RANK=str(rank)) for rank in (0, 1)]
+
+
+def trainings(*arguments: list[str]) -> str:
+    """A script of several trainings in turn, which share the import of PyTorch."""
+    examples = str(Path(train_ranker.__file__).parent)
+    calls = (f"train_ranker.main([*sys.argv[1:], *{each!r}])\n" for each in arguments)
+    begin = f"import sys; sys.path.insert(0, {examples!r})\nimport train_ranker\n"
+    return begin + "".join(calls)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes: six steps at once, and four of them with a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    script = folder / "trainings.py"
+    script.write_text(
+        trainings(
+            ["--steps", "6", "--losses", "whole.jsonl"],
+            ["--steps", "4", "--losses", "parts.jsonl", "--checkpoint", "four.pt"],
+        )
+    )
+    (folder / "printed").write_text(finish(*start_two(folder, script)))
     return folder
 
 
@@ -187,3 +198,29 @@ def test_a_checkpoint_of_another_training_is_refused(trained, capsys):
     assert capsys.readouterr().err.endswith(sentence)
     assert train_ranker.main([*TINY.split(), "--resume", str(trained / "absent.pt")]) == 2
     assert capsys.readouterr().err.endswith("absent.pt: No such file or directory\n")
+
+
+@pytest.mark.torchrec
+def test_a_table_spread_by_torchrec(tmp_path):
+    """The losses of one process, and of a training that was resumed."""
+    whole, parts, one = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "one"))
+    six, checkpoint = ["--steps", "6", "--losses"], str(tmp_path / "four.pt")
+    script = tmp_path / "trainings.py"
+    script.write_text(
+        trainings(
+            [*six, str(whole)],
+            ["--steps", "4", "--losses", str(parts), "--checkpoint", checkpoint],
+            [*six, str(parts), "--resume", checkpoint],
+        )
+    )
+    finish(*start_two(tmp_path, script, "--torchrec"))
+    assert losses_of(parts) == losses_of(whole)
+    assert train_ranker.main([*TINY.split(), "--torchrec", *six, str(one)]) == 0
+    assert losses_of(one) == pytest.approx(losses_of(whole), rel=1e-5)
+
+
+def test_torchrec_is_asked_for(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "torchrec_table", raising=False)
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    assert train_ranker.main([*TINY.split(), "--torchrec"]) == 2
+    assert "--torchrec needs TorchRec" in capsys.readouterr().err
