@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -132,20 +133,30 @@ def start(folder: Path, *command: str, **variables: str) -> subprocess.Popen[str
 
 
 def start_two(folder: Path, script: Path, *options: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     command = [str(script), *TINY.split(), *options]
     return [start(folder, *command, **meet, RANK=str(rank)) for rank in (0, 1)]
 
 
+def free_ports(number: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in free:
+            each.bind(("127.0.0.1", 0))
+        return [str(each.getsockname()[1]) for each in free]
+
+
 def trainings(*arguments: list[str]) -> str:
-    """A script of several trainings in turn, which share the import of PyTorch."""
+    """A script of several trainings in turn, which share the import of PyTorch.
+
+    Each meets at a port of its own: at the same one a process could meet the training before.
+    """
     examples = str(Path(train_ranker.__file__).parent)
-    calls = (f"train_ranker.main([*sys.argv[1:], *{each!r}])\n" for each in arguments)
-    begin = f"import sys; sys.path.insert(0, {examples!r})\nimport train_ranker\n"
-    return begin + "".join(calls)
+    lines = [f"import os, sys; sys.path.insert(0, {examples!r})", "import train_ranker"]
+    for each, port in zip(arguments, free_ports(len(arguments)), strict=True):
+        lines.append(f"os.environ['MASTER_PORT'] = '{port}'")
+        lines.append(f"train_ranker.main([*sys.argv[1:], *{each!r}])")
+    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture(scope="module")
