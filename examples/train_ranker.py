@@ -291,9 +291,10 @@ class Trainer:
     def run(self, last: int, report: Callable[[Trainer, float, float], None]) -> None:
         """Train up to this step, and report the loss and the seconds of each."""
         device = self.processes.device
-        for batch in self.shares.from_step(self.step, last, device.type == "cuda"):
-            begin = time.perf_counter()
-            loss = self._backward(move(batch, device), self.step)
+        batches = self.shares.from_step(self.step, last, device.type == "cuda")
+        while self.step < last:
+            begin = time.perf_counter()  # so that a step's time includes that of its data
+            loss = self._backward(move(next(batches), device), self.step)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
