@@ -91,7 +91,7 @@ def benchmarks() -> str:
         content = results.load(path)
         lines += [f"## {results.machine(content)}", ""]
         for picture in sorted(RESULTS.glob(f"{path.stem}*.png")):
-            shown = PICTURES[picture.stem.removeprefix(path.stem)]
+            shown = PICTURES.get(picture.stem.removeprefix(path.stem), picture.stem)
             lines += [f"![{shown}]({LINK}/{picture.name})"]
         summary, speed = table.markdown(content).values()
         every = f"[Every figure](generated/figures_{path.stem}.md) of this run."
@@ -106,6 +106,8 @@ def every_figure(path: Path) -> str:
     lines += [f"`{content['command']}`, {content['date'][:10]}. Medians in microseconds."]
     for command, title in report.TITLES.items():
         rows = results.rows_of(content, command)
+        if not rows:
+            continue
         names = list(dict.fromkeys(name for row in rows for name in row["results"]))
         head = ["case", "precision", "pass", "floor", *(_label(content, name) for name in names)]
         lines += ["", f"## {title}", "", _line(head), _line(["---"] * len(head))]
