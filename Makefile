@@ -19,6 +19,7 @@ TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch==2.11.0,torch==2.13.0)
 TEST_TOOLS := 'numpy<2.4' pytest pytest-xdist hypothesis matplotlib \
   'setuptools>=77.0.3,<82' wheel ninja
 LINT_TOOLS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+# Python 3.11 or newer.
 DOCS_TOOLS := sphinx==9.0.4 myst-nb==1.4.0 myst-parser==5.2.0 furo==2025.12.19
 
 ifeq ($(strip $(VENV)),)

@@ -159,56 +159,50 @@ def trainings(*arguments: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes: six steps at once, and four of them with a checkpoint."""
-    folder = tmp_path_factory.mktemp("trained")
-    script = folder / "trainings.py"
+def test_trainings_agree(tmp_path, capsys):
+    """All in one test, so that one worker has the processes started, and once."""
+    script = tmp_path / "trainings.py"
     script.write_text(
         trainings(
             ["--steps", "6", "--losses", "whole.jsonl"],
             ["--steps", "4", "--losses", "parts.jsonl", "--checkpoint", "four.pt"],
         )
     )
-    (folder / "printed").write_text(finish(*start_two(folder, script)))
-    return folder
+    printed = finish(*start_two(tmp_path, script))
+    assert_report_is_whole(printed)
+    whole = losses_of(tmp_path / "whole.jsonl")
+    assert len(set(whole)) == 6
+
+    # Resumed by torchrun, in other processes than those that wrote the checkpoint: the same bits.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    resume = ["--steps", "6", "--resume", "four.pt", "--losses", "parts.jsonl"]
+    finish(start(tmp_path, *torchrun, train_ranker.__file__, *TINY.split(), *resume))
+    assert losses_of(tmp_path / "parts.jsonl") == whole
+
+    # One process, its padded twin, and plain shares: equal up to rounding.
+    for options in ([], ["--padded"], ["--contiguous"]):
+        path = tmp_path / "one.jsonl"
+        six = ["--steps", "6", "--losses", str(path)]
+        assert train_ranker.main([*TINY.split(), *six, *options]) == 0
+        assert losses_of(path) == pytest.approx(whole, rel=1e-5), options
+
+    # The checkpoint of another training, or none, is refused in one sentence.
+    checkpoint = str(tmp_path / "four.pt")
+    capsys.readouterr()
+    assert train_ranker.main([*TINY.split(), "--seed", "1", "--resume", checkpoint]) == 2
+    sentence = "--seed must be 0, as in this checkpoint's training, got 1\n"
+    assert capsys.readouterr().err.endswith(sentence)
+    assert train_ranker.main([*TINY.split(), "--resume", str(tmp_path / "absent.pt")]) == 2
+    assert capsys.readouterr().err.endswith("absent.pt: No such file or directory\n")
 
 
-def test_two_processes_report(trained):
-    printed = (trained / "printed").read_text()
+def assert_report_is_whole(printed: str) -> None:
     assert "2 processes on CPU" in printed
     assert re.search(r"balance +the process with the most has 1\.\d\d times .*contig", printed)
     assert re.search(r"waiting for it takes [\d.]+ ms per step \(contiguous: ", printed)
     assert re.search(r"evaluation  step 6: hit rate at 10 0\.\d{4}, NDCG at 10 0\.\d{4}", printed)
     assert re.search(r"time +[\d.]+ ms per step", printed)
     assert re.search(r"memory +[\d,]+ MiB", printed)
-
-
-def test_a_resumed_training_gives_the_same_losses(trained):
-    """By torchrun, in other processes than those that wrote the checkpoint."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    resume = ["--steps", "6", "--resume", "four.pt", "--losses", "parts.jsonl"]
-    finish(start(trained, *torchrun, train_ranker.__file__, *TINY.split(), *resume))
-    whole = losses_of(trained / "whole.jsonl")
-    assert losses_of(trained / "parts.jsonl") == whole  # bit for bit
-    assert len(set(whole)) == 6
-
-
-@pytest.mark.parametrize("options", ["", "--padded", "--contiguous"])
-def test_one_process_gives_the_same_losses(trained, tmp_path, options):
-    path = tmp_path / "losses.jsonl"
-    arguments = f"{TINY} --steps 6 --losses {path} {options}"
-    assert train_ranker.main(arguments.split()) == 0
-    assert losses_of(path) == pytest.approx(losses_of(trained / "whole.jsonl"), rel=1e-5)
-
-
-def test_a_checkpoint_of_another_training_is_refused(trained, capsys):
-    arguments = f"{TINY} --seed 1 --resume {trained / 'four.pt'}"
-    assert train_ranker.main(arguments.split()) == 2
-    sentence = "--seed must be 0, as in this checkpoint's training, got 1\n"
-    assert capsys.readouterr().err.endswith(sentence)
-    assert train_ranker.main([*TINY.split(), "--resume", str(trained / "absent.pt")]) == 2
-    assert capsys.readouterr().err.endswith("absent.pt: No such file or directory\n")
 
 
 @pytest.mark.torchrec
