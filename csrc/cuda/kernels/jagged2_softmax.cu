@@ -1,5 +1,8 @@
-// jagged2_softmax: choice of the element type (softmax/spans.cuh: mapping, shared memory, barriers).
-#include "cuda/kernels/softmax/spans.cuh"
+// jagged2_softmax: choice of the element type and of the direction. Over columns and over rows are
+// kernels of their own (softmax/over_columns.cuh, softmax/over_rows.cuh: mapping, shared memory,
+// barriers).
+#include "cuda/kernels/softmax/over_columns.cuh"
+#include "cuda/kernels/softmax/over_rows.cuh"
 
 namespace jagged_cuda {
 namespace {
@@ -7,7 +10,9 @@ namespace {
 template <typename Params>
 cudaError_t launch_any(const Params& params, cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
-    return softmax::launch_spans<decltype(element)>(params, stream);
+    using Element = decltype(element);
+    return params.over_rows ? softmax::launch_over_rows<Element>(params, stream)
+                            : softmax::launch_over_columns<Element>(params, stream);
   });
 }
 

@@ -180,16 +180,6 @@ __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   return result;
 }
 
-// The same value in a register of each thread, where a uniform one would be copied at every use.
-__device__ __forceinline__ int in_register(int value) {
-  asm("" : "+r"(value));
-  return value;
-}
-__device__ __forceinline__ int64_t in_register(int64_t value) {
-  asm("" : "+l"(value));
-  return value;
-}
-
 // max.NaN.f32: NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float result;

@@ -1,4 +1,5 @@
-// One line of a softmax, forward and backward, and the operands of both passes.
+// What both kernels of jagged2_softmax share: one line of a softmax, in pieces that a thread keeps,
+// forward and backward.
 //
 //   p_i  = exp(scale x_i - m) / sum_j exp(scale x_j - m)    with m = max_j scale x_j
 //   dx_i = scale p_i (dp_i - sum_j dp_j p_j)
@@ -12,6 +13,10 @@
 
 namespace jagged_cuda::softmax {
 
+__device__ __forceinline__ float exponential(float x) {
+  return ptx::ex2_approx(x * 1.44269504f);  // log2(e)
+}
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float largest(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double largest(double a, double b) { return fmax(a, b); }
 
@@ -26,6 +31,13 @@ template <typename S>
 __device__ __forceinline__ S finite(S maximum) {
   return maximum == minus_infinity<S>() ? S(0) : maximum;
 }
+
+// Running maximum and sum of a long line.
+template <typename S>
+struct Statistics {
+  S maximum = minus_infinity<S>();
+  S sum = S(0);
+};
 
 // The tile of elements that belongs to no matrix that fits.
 template <typename Element>
