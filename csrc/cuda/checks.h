@@ -17,6 +17,10 @@ namespace jagged_cuda {
 void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
                             int64_t total, std::optional<int64_t> max_len = std::nullopt);
 
+// index [N], int64, each the number of one of `num_seqs` sequences. Contiguous, as above.
+void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
+                          int64_t num_seqs);
+
 // Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
 // `argument` gives the `capacity`.
 void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,
