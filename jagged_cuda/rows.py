@@ -234,9 +234,7 @@ def _dense_offsets(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.arange(x.shape[0] + 1, device=x.device, dtype=dtype) * x.shape[1]
 
 
-def _join(
-    op: str, xs: list[Tensor], bounds: list[Tensor], total: int
-) -> tuple[Tensor, RowPlan]:
+def _join(op: str, xs: list[Tensor], bounds: list[Tensor], total: int) -> tuple[Tensor, RowPlan]:
     """A few jagged tensors joined: sequence b of tensor p is one of `[P (B + 1)]` sequences.
 
     Their offsets lie one after another, so that sequence p (B + 1) + B is what lies between two
@@ -252,7 +250,7 @@ def _join(
     chosen = number % num_parts * (num_seqs + 1) + number // num_parts
     plan = plan_index_select(op, torch.cat(shifted), chosen, first, total, unique=True)
     joined = take_of_several(xs, plan.index, True)
-    return joined, plan._replace(offsets=plan.offsets[::num_parts])
+    return joined, plan._replace(offsets=plan.offsets[::num_parts].contiguous())
 
 
 @overridable
@@ -306,7 +304,9 @@ def jagged_split(
     if left_offsets is not None:
         name = "left_offsets"
         _contract.check_offsets(op, left_offsets)
-        _contract.check_numbers(op, name, offsets, left_offsets[1:])
+        if left_offsets.shape != offsets.shape:
+            expected, actual = map(_contract.shape_text, (offsets.shape, left_offsets.shape))
+            _contract.fail_argument(op, name, expected, actual)
         n = left_offsets.diff()
     assert n is not None
     left_total, right_total = (rows, rows) if totals is None else totals

@@ -25,15 +25,16 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "Tensor": (_TENSORS, "a tensor"),
     "Tensor | None": (_TENSORS | {_NONE}, "a tensor or None"),
     "int": (frozenset((int,)), "an int"),
+    "int | Tensor": (_TENSORS | {int}, "an int or a tensor"),
+    "int | Tensor | None": (_TENSORS | {int, _NONE}, "an int or a tensor or None"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
     "bool": (frozenset((bool,)), "True or False"),
-    "int | Tensor": (_TENSORS | {int}, "an int or a tensor"),
-    "int | Tensor | None": (_TENSORS | {int, _NONE}, "an int, a tensor or None"),
     "Tensor | Sequence[Tensor]": (_TENSORS, "a tensor or a sequence of tensors"),
     "Sequence[Tensor]": (frozenset(), "a sequence of tensors"),
-    "Sequence[Tensor | None]": (frozenset(), "a sequence of tensors, each of which may be None"),
+    "Sequence[Tensor | None]": (frozenset(), "a sequence of tensors and Nones"),
+    "tuple[int, int] | None": (frozenset((_NONE,)), "two ints or None"),
     "tuple[int, int]": (frozenset(), "(left, right), two ints"),
 }
 _ADVICE = {
@@ -81,17 +82,13 @@ class Arguments:
 
 
 def _will_do(text: str, value: Any) -> bool:
-    if text.startswith("an int, a tensor"):
-        return value is None or _will_do("an int or a tensor", value)
-    if text == "an int or a tensor":
-        return _will_do("a tensor", value) or _will_do("an int", value)
+    if " or " in text and text not in _ADVICE:
+        return any(_will_do(each, value) for each in text.split(" or "))
     if text.startswith("a sequence of tensors"):
-        may_be_none = text.endswith("None")
+        may_be_none = text.endswith("Nones")
         return isinstance(value, (list, tuple)) and all(
             (may_be_none and each is None) or _will_do("a tensor", each) for each in value
         )
-    if text == "a tensor or a sequence of tensors":
-        return _will_do("a tensor", value) or _will_do("a sequence of tensors", value)
     if text == "a tensor":
         return isinstance(value, Tensor) and not value.is_nested
     if isinstance(value, Tensor):

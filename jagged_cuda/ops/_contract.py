@@ -24,8 +24,8 @@ from jagged_cuda import _load
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY}
-_CLASSES |= {"int64": (torch.int64,), "bool": (torch.bool,)}
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
+_CLASSES |= {"int32": (torch.int32,), "bool": (torch.bool,)}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -62,7 +62,7 @@ class _Rule:
         return self.dims[:-1] if self.dims[-1] == "..." else self.dims
 
     def dtype(self, arguments: Mapping[str, Any]) -> torch.dtype:
-        if self.like not in arguments:
+        if self.dtypes:
             return self.dtypes[0]
         like: torch.dtype = arguments[self.like].dtype
         sums = torch.float64 if like is torch.float64 else torch.float32

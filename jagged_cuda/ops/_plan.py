@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _contract, _matrices
@@ -66,6 +67,14 @@ def check_device(op: str, xs: Tensor | Sequence[Tensor], offsets: Tensor) -> Non
 def read_total(op: str, sizes: Tensor) -> int:
     """The last of sizes, the rows of a result whose `total` is not given: waits for the GPU."""
     return _matrices.read_size(op, "total", sizes)
+
+
+def read_totals(op: str, sizes: Tensor) -> list[int]:
+    """Several sizes `[2]` that are not given: waits for the GPU once."""
+    if torch.compiler.is_compiling():
+        return [_matrices.read_size(op, "totals", sizes[i : i + 1]) for i in range(2)]
+    _matrices.check_not_capturing(op, "totals", sizes)
+    return cast(list[int], sizes.tolist())
 
 
 def cut_to_size(op: str, plan: RowPlan) -> RowPlan:

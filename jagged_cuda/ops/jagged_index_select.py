@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _contract, _plan
+from jagged_cuda.ops import _plan
 from jagged_cuda.ops._dispatch import call, overridable, register
 from jagged_cuda.ops._plan import RowPlan
 
