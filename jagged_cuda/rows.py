@@ -164,8 +164,8 @@ def jagged_concat(
         (tensor([1., 2., 7., 3., 8.]), tensor([0, 3, 5]))
     """
     op = "jagged_concat"
-    flat, bounds = _as_parts(op, xs, offsets_list)
     refuse_transforms(op, xs)
+    flat, bounds = _as_parts(op, xs, offsets_list)
     while True:
         group, rest = flat[:_MOST_PARTS], flat[_MOST_PARTS:]
         group_bounds = bounds[:_MOST_PARTS]
@@ -319,5 +319,4 @@ def jagged_split(
             plan._replace(index=plan.index[:size])
             for plan, size in zip((left, right), sizes, strict=True)
         )
-    refuse_transforms(op, [x])
     return (left.take(x), left.offsets), (right.take(x), right.offsets)

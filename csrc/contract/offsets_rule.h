@@ -23,7 +23,7 @@ enum class Fault : int32_t {
   kTooLong,      // sequence `index` has `value` rows, more than max_len = reference
   kMatrixBegin,  // matrix_offsets[0] = value < 0
   kMatrixSum,    // matrix_offsets[index] = value, not that before it + rows * columns = reference
-  kOutOfRange,      // index[index] = value is none of `reference` sequences
+  kOutOfRange,   // index[index] = value is none of `reference` sequences
   kMatrixCapacity,  // the matrix of sequence `index` ends at `reference`, past the capacity `value`
 };
 

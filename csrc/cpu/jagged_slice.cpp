@@ -37,8 +37,7 @@ Plan jagged_slice(Tensor offsets, std::optional<Tensor> begin, std::optional<Ten
     Sequence& range = ranges[seq];
     const int64_t first =
         std::min(range.len, std::clamp<int64_t>(begins[seq], 0, rows) + std::min(skip, rows));
-    const int64_t len =
-        std::min({range.len - first, std::max<int64_t>(0, lengths[seq]), longest});
+    const int64_t len = std::min({range.len - first, std::max<int64_t>(0, lengths[seq]), longest});
     range = {range.begin + (from_end ? range.len - first - len : first), len};
   }
   record_kernel(kernel_table().name);

@@ -42,8 +42,8 @@ Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> y,
   int64_t total = 0;
   for (const Tensor& part : parts) {
     const int64_t stride = part.size(0) > 1 ? part.stride(0) * elem_bytes : row_bytes;
-    sources.push_back({static_cast<const char*>(part.const_data_ptr()), total,
-                       total + part.size(0), stride});
+    sources.push_back(
+        {static_cast<const char*>(part.const_data_ptr()), total, total + part.size(0), stride});
     total += part.size(0);
   }
 

@@ -27,8 +27,7 @@ inline Tensor planned_offsets(const char* op, const Tensor& offsets,
                               const std::vector<int64_t>& ends, int64_t capacity) {
   const int64_t size = static_cast<int64_t>(ends.size());
   if (check_mode() != CheckMode::kOff) {
-    enforce(op, kPlannedOffsets,
-            OffsetsRule<int64_t>{ends.data(), size - 1, capacity, kUnlimited});
+    enforce(op, kPlannedOffsets, OffsetsRule<int64_t>{ends.data(), size - 1, capacity, kUnlimited});
   }
   Tensor planned = allocate(op, offsets, {size});
   const auto store = [&](auto* out) {

@@ -33,7 +33,8 @@ struct PlanTensors {
 
   int64_t capacity;
   Tensor index, offsets;
-  std::optional<Tensor> uncut;  // offsets before they are cut to the capacity, where they are checked
+  std::optional<Tensor>
+      uncut;  // offsets before they are cut to the capacity, where they are checked
 };
 
 }  // namespace jagged_cuda

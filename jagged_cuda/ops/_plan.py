@@ -32,7 +32,7 @@ class RowPlan(NamedTuple):
         (tensor([7, 9]), tensor([0.1000, 0.3000]), tensor([0, 1, 2]))
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # instead of tuple's method
     offsets: Tensor
     unique: bool = False
 
@@ -44,6 +44,7 @@ class RowPlan(NamedTuple):
 def rows_of(op: str, xs: Tensor | Sequence[Tensor]) -> int:
     """T, the rows that all of xs have."""
     tensors = [xs] if isinstance(xs, Tensor) else xs
+    refuse_transforms(op, tensors)
     if not tensors:
         _contract.fail_argument(op, "xs", "a tensor or a sequence of tensors", "no tensor")
     for position, x in enumerate(tensors):
@@ -88,7 +89,6 @@ def move(
     """The results of a plan and their offsets, or the plan."""
     if return_plan:
         return plan
-    refuse_transforms(op, [xs] if isinstance(xs, Tensor) else xs)
     if isinstance(xs, Tensor):
         return plan.take(xs), plan.offsets
     return [plan.take(x) for x in xs], plan.offsets

@@ -95,4 +95,7 @@ def _size(op: str, offsets: Tensor, index: Tensor) -> int:
 
 
 # No gradient: numbers of sequences have none; that of the rows is jagged_take's.
-register("jagged_index_select", autocast="unchanged")
+register(
+    "jagged_index_select",
+    autocast="unchanged",
+)

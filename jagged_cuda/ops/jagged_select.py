@@ -64,11 +64,15 @@ def jagged_select(
     if keep.shape != (rows,):
         _contract.fail_argument(op, "keep", f"[{rows}]", _contract.shape_text(keep.shape))
     planner = torch.ops.jagged_cuda.jagged_select.default
-    plan = RowPlan(*call(planner, offsets, keep, rows if total is None else total), True)
+    index, planned = call(planner, offsets, keep, rows if total is None else total)
+    plan = RowPlan(index, planned, True)
     if total is None:
         plan = _plan.cut_to_size(op, plan)
     return _plan.move(op, xs, plan, return_plan)
 
 
 # No gradient: the mask and the offsets have none; that of the rows is jagged_take's.
-register("jagged_select", autocast="unchanged")
+register(
+    "jagged_select",
+    autocast="unchanged",
+)

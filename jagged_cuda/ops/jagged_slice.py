@@ -87,32 +87,33 @@ def plan_slice(
 
     from_end: begin counts from the sequence's end, backwards.
     """
-    begins = _numbers(op, "begin", begin, offsets)
-    lengths = None if length is None else _numbers(op, name, length, offsets)
-    function = _FUNCTIONS.index(op)
-    skip = 0 if isinstance(begins, Tensor) else begins
-    most = None if isinstance(lengths, Tensor) else lengths
+    begins, skip = _numbers(op, "begin", begin, offsets)
+    lengths, most = (None, None) if length is None else _numbers(op, name, length, offsets)
     planner = torch.ops.jagged_cuda.jagged_slice.default
-    begins = begins if isinstance(begins, Tensor) else None
-    lengths = lengths if isinstance(lengths, Tensor) else None
+    function = _FUNCTIONS.index(op)
     index, planned = call(
-        planner, offsets, begins, lengths, rows, total, skip, most, from_end, function
+        planner, offsets, begins, lengths, rows, total, skip or 0, most, from_end, function
     )
     return RowPlan(index, planned, True)
 
 
-def _numbers(op: str, name: str, given: int | Tensor, offsets: Tensor) -> int | Tensor:
-    """Numbers of rows, none negative: an int, or `[B]` in the dtype of offsets."""
+def _numbers(
+    op: str, name: str, given: int | Tensor, offsets: Tensor
+) -> tuple[Tensor | None, int | None]:
+    """Numbers of rows, none negative: `[B]` in the dtype of offsets, or one for all."""
     if not isinstance(given, Tensor):
         if given < 0:
             _contract.fail_argument(op, name, ">= 0", given)
-        return given
+        return None, given
     _contract.check_numbers(op, name, offsets, given)
     if _contract.may_read(given) and bool((given < 0).any()):
         position = int((given < 0).nonzero()[0])
         _contract.fail_argument(op, f"{name}[{position}]", ">= 0", int(given[position]))
-    return given.to(offsets.dtype)
+    return given.to(offsets.dtype), None
 
 
 # No gradient: numbers of rows have none; that of the rows is jagged_take's.
-register("jagged_slice", autocast="unchanged")
+register(
+    "jagged_slice",
+    autocast="unchanged",
+)

@@ -69,16 +69,17 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         bounds = torch.searchsorted(taken, numbers)
     gradients: list[Tensor | None] = []
     begin = 0
-    for position, rows in enumerate(ctx.rows):
-        wanted = ctx.needs_input_grad[0 if position == 0 else position + 2]
-        if rows is None or not wanted:
-            gradients.append(None)
-        elif bounds is None:
-            gradients.append(_take(grad_out, source[begin : begin + rows]))
-        else:
-            of_rows = bounds[begin : begin + rows + 1]
-            sums = torch.ops.jagged_cuda.jagged_sum.default
-            gradients.append(call(sums, _take(grad_out, source), of_rows))
+    # Arguments that were left out have no place in needs_input_grad.
+    for place, rows in zip((0, 3, 4, 5), ctx.rows, strict=True):
+        gradient = None
+        if rows is not None and ctx.needs_input_grad[place]:
+            if bounds is None:
+                gradient = _take(grad_out, source[begin : begin + rows])
+            else:
+                of_rows = bounds[begin : begin + rows + 1]
+                sums = torch.ops.jagged_cuda.jagged_sum.default
+                gradient = call(sums, _take(grad_out, source), of_rows)
+        gradients.append(gradient)
         begin += rows or 0
     return gradients[0], None, None, *gradients[1:]
 

@@ -191,7 +191,7 @@ def draw_sample(
 
 
 def draw_cotangents(
-    outputs: Mapping[str, Tensor], spec: Spec, rows: Mapping[str, str]
+    outputs: Mapping[str, Tensor], spec: Spec, rows: Mapping[str, Rows]
 ) -> dict[str, Tensor]:
     """A gradient for each output; NaN at rows outside every sequence, which must not leak."""
     cotangents = {}

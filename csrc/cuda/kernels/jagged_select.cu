@@ -64,18 +64,18 @@ __global__ __launch_bounds__(kScanThreads) void count_kept_kernel(const JaggedSe
 
 // The first of offsets that is not below `row`; all lanes of a warp together.
 __device__ __forceinline__ int64_t first_offset_from(const OffsetsView& offsets, int64_t row) {
-  return find_segment(offsets, [&](int64_t bound, int64_t index) {
-           return index == 0 || bound < row;
-         }).index;
+  return find_segment(offsets,
+                      [&](int64_t bound, int64_t index) { return index == 0 || bound < row; })
+      .index;
 }
 
 struct SelectStorage {
   ScanStorage<int> scan;
   ScanStorage<int64_t> before, all;
-  uint16_t kept_rows[kSelectRows];        // one after another
-  uint16_t bits[kScanThreads];            // of each thread's rows
+  uint16_t kept_rows[kSelectRows];         // one after another
+  uint16_t bits[kScanThreads];             // of each thread's rows
   uint16_t kept_before[kScanThreads + 1];  // each thread's rows
-  int64_t first_offset, end_offset;       // of those in these rows
+  int64_t first_offset, end_offset;        // of those in these rows
 };
 
 __device__ __forceinline__ void store_offset(const JaggedSelectParams& params, int64_t seq,
@@ -114,8 +114,9 @@ __global__ __launch_bounds__(kScanThreads) void select_kernel(const JaggedSelect
   }
   if (threadIdx.x < 32) {
     const int64_t first = first_offset_from(params.offsets, first_row);
-    const int64_t end = tile + 1 < tiles ? first_offset_from(params.offsets, first_row + kSelectRows)
-                                         : params.offsets.num_seqs + 1;
+    const int64_t end = tile + 1 < tiles
+                            ? first_offset_from(params.offsets, first_row + kSelectRows)
+                            : params.offsets.num_seqs + 1;
     if (threadIdx.x == 0) {
       storage.first_offset = first;
       storage.end_offset = end;

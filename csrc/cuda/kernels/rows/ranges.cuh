@@ -52,8 +52,8 @@ static __global__ __launch_bounds__(kScanThreads) void sum_ranges_kernel(
   int64_t own = 0, sum = 0;
 #pragma unroll
   for (int i = 0; i < kThreadRanges; ++i) {
-    own += source_range(params, blockIdx.x * int64_t{kRangeTile} + i * kScanThreads + threadIdx.x)
-               .len;
+    own +=
+        source_range(params, blockIdx.x * int64_t{kRangeTile} + i * kScanThreads + threadIdx.x).len;
   }
   sum_before(own, sScan, sum);
   if (threadIdx.x == 0) params.tile_sums[blockIdx.x] = sum;
@@ -99,9 +99,8 @@ static __global__ __launch_bounds__(kScanThreads) void fill_index_kernel(
   const int64_t end = begin + kFillRows < params.total ? begin + kFillRows : params.total;
   const OffsetsView planned{params.planned, params.num_ranges, params.total, params.offsets.wide};
   const auto segment_of = [&](int64_t row) {
-    return find_segment(planned, [&](int64_t bound, int64_t index) {
-      return index == 0 || bound <= row;
-    });
+    return find_segment(planned,
+                        [&](int64_t bound, int64_t index) { return index == 0 || bound <= row; });
   };
   const Segment head = segment_of(begin), tail = segment_of(end - 1);
   for (int64_t row = begin + threadIdx.x % 32; row < end; row += 32) {
@@ -133,8 +132,8 @@ inline cudaError_t launch_ranges(const RangesParams& params, cudaStream_t stream
       launch<scan_ranges_kernel>(params, tiles, kScanThreads, 0, stream, path);
   if (error != cudaSuccess || params.total == 0) return error;
   constexpr int64_t kCtaRows = int64_t{kScanWarps} * kFillRows;
-  return launch<fill_index_kernel>(params, {(params.total + kCtaRows - 1) / kCtaRows},
-                                   kScanThreads, 0, stream, path);
+  return launch<fill_index_kernel>(params, {(params.total + kCtaRows - 1) / kCtaRows}, kScanThreads,
+                                   0, stream, path);
 }
 
 }  // namespace jagged_cuda::rows
