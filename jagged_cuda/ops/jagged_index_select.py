@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _plan
+from jagged_cuda.ops import _contract, _plan
 from jagged_cuda.ops._dispatch import call, overridable, register
 from jagged_cuda.ops._plan import RowPlan
 
@@ -77,6 +77,8 @@ def plan_index_select(
     op: str, offsets: Tensor, index: Tensor, rows: int, total: int, *, unique: bool
 ) -> RowPlan:
     """The plan of whole sequences, for the function `op`."""
+    if total < 0:
+        _contract.fail_argument(op, "total", ">= 0", total)
     planner = torch.ops.jagged_cuda.jagged_index_select.default
     taken, planned = call(planner, offsets, index, rows, total, _FUNCTIONS.index(op))
     return RowPlan(taken, planned, unique)
