@@ -13,7 +13,7 @@ Tensor jagged_take(const Tensor& x, const Tensor& index, bool unique,
                    const std::optional<Tensor>& w) {
   constexpr const char* op = "jagged_take";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({x, index, unique, y, z, w});
+  const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.N}));
   if (sizes.N == 0 || sizes.rest == 0) return out;
