@@ -151,6 +151,7 @@ FUNCTIONS = (
             x, b.offsets, b.picked, total=b.picked_rows
         )[0],
         indexing=_index_by_repeating,
+        launches=(4, 4),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
     ),
     RowFunction(
@@ -194,7 +195,10 @@ class Check:
         leaves = [t.detach().requires_grad_() for t in function.inputs(batch)]
         out = function.indexing(batch, *leaves)
         self.out = out.detach()
-        self.grad_out = torch.randn_like(self.out)
+        # A peer that cannot be captured into a graph leaves the GPU's own generator unusable.
+        generator = torch.Generator().manual_seed(shapes.SEED)
+        drawn = torch.randn(self.out.shape, generator=generator)
+        self.grad_out = drawn.to(self.out.device, self.out.dtype)
         gradients = torch.autograd.grad(out.double(), leaves, self.grad_out.double())
         self.gradients = gradients
 

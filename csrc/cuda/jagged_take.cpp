@@ -10,7 +10,8 @@ namespace {
 // x [T, ...], index [N], y, z, w [.., ...] -> [N, ...]
 Tensor jagged_take(const Tensor& x, const Tensor& index, bool unique,
                    const std::optional<Tensor>& y, const std::optional<Tensor>& z,
-                   const std::optional<Tensor>& w) {
+                   const std::optional<Tensor>& w, const std::optional<Tensor>& chosen,
+                   const std::optional<Tensor>& source, const std::optional<Tensor>& taken) {
   constexpr const char* op = "jagged_take";
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
