@@ -151,7 +151,7 @@ FUNCTIONS = (
             x, b.offsets, b.picked, total=b.picked_rows
         )[0],
         indexing=_index_by_repeating,
-        launches=(4, 4),
+        launches=(3, 8),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
     ),
     RowFunction(
@@ -161,7 +161,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + dense.shape[0] * dense.shape[1]
         )[0],
         indexing=_joined_by_sorting,
-        launches=(8, 4),
+        launches=(10, 4),
     ),
     RowFunction(
         name="concat_numbers",
@@ -170,7 +170,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + len(dense)
         )[0],
         indexing=_joined_by_sorting,
-        launches=(8, 4),
+        launches=(10, 4),
         sll=_cat_of_fbgemm,
     ),
     # Both parts are made; the gradient is that of the first.
@@ -195,7 +195,6 @@ class Check:
         leaves = [t.detach().requires_grad_() for t in function.inputs(batch)]
         out = function.indexing(batch, *leaves)
         self.out = out.detach()
-        # A peer that cannot be captured into a graph leaves the GPU's own generator unusable.
         generator = torch.Generator().manual_seed(shapes.SEED)
         drawn = torch.randn(self.out.shape, generator=generator)
         self.grad_out = drawn.to(self.out.device, self.out.dtype)
