@@ -95,8 +95,16 @@ class RowFunction:
     ours: Callable[..., Tensor]
     indexing: Callable[..., Tensor]
     bytes_beside: Callable[[Batch], int] = field(default=lambda b: 8 * len(b.offsets))
-    launches: tuple[int, int] = (3, 3)
+    launches: tuple[int, int] = (4, 3)
     sll: Callable[..., Tensor] | None = None
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Where a mask is True, as indexing by it finds out: it waits for the GPU."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        # In time: what fails inside a capture leaves PyTorch's generator unusable.
+        raise RuntimeError("a mask's size cannot be read while a graph is captured")
+    return mask.nonzero().squeeze(1)
 
 
 def _index_by_repeating(b: Batch, x: Tensor) -> Tensor:
@@ -129,20 +137,21 @@ FUNCTIONS = (
         name="select",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_select(x, b.offsets, b.keep, total=b.kept_rows)[0],
-        indexing=lambda b, x: x[b.keep],
+        indexing=lambda b, x: x[_places(b.keep)],
         bytes_beside=lambda b: 8 * len(b.offsets) + len(b.x),
+        launches=(3, 3),
     ),
     RowFunction(
         name="first",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_first(x, b.offsets, KEPT, total=b.truncated_rows)[0],
-        indexing=lambda b, x: x[b.place < KEPT],
+        indexing=lambda b, x: x[_places(b.place < KEPT)],
     ),
     RowFunction(
         name="last",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_last(x, b.offsets, KEPT, total=b.truncated_rows)[0],
-        indexing=lambda b, x: x[b.place >= b.lengths[b.seq] - KEPT],
+        indexing=lambda b, x: x[_places(b.place >= b.lengths[b.seq] - KEPT)],
     ),
     RowFunction(
         name="index_select",
@@ -151,7 +160,7 @@ FUNCTIONS = (
             x, b.offsets, b.picked, total=b.picked_rows
         )[0],
         indexing=_index_by_repeating,
-        launches=(3, 8),
+        launches=(4, 8),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
     ),
     RowFunction(
@@ -161,7 +170,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + dense.shape[0] * dense.shape[1]
         )[0],
         indexing=_joined_by_sorting,
-        launches=(10, 4),
+        launches=(11, 4),
     ),
     RowFunction(
         name="concat_numbers",
@@ -170,7 +179,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + len(dense)
         )[0],
         indexing=_joined_by_sorting,
-        launches=(10, 4),
+        launches=(11, 4),
         sll=_cat_of_fbgemm,
     ),
     # Both parts are made; the gradient is that of the first.
@@ -180,9 +189,9 @@ FUNCTIONS = (
         ours=lambda b, x: jagged_cuda.jagged_split(
             x, b.offsets, n=KEPT, totals=(b.truncated_rows, len(x) - b.truncated_rows)
         )[0][0],
-        indexing=lambda b, x: (x[b.place < KEPT], x[b.place >= KEPT])[0],
+        indexing=lambda b, x: (x[_places(b.place < KEPT)], x[_places(b.place >= KEPT)])[0],
         bytes_beside=lambda b: 8 * len(b.offsets) + 2 * b.x[b.truncated_rows :].nbytes,
-        launches=(6, 3),
+        launches=(8, 3),
     ),
 )
 

@@ -175,11 +175,6 @@ class CudaTimer(Timer):
             if isinstance(error, torch.OutOfMemoryError):  # what a graph holds, it holds beside
                 del graph
                 torch.cuda.empty_cache()
-            # A capture that fails leaves PyTorch's generator as if it went on; one that succeeds
-            # sets it right.
-            empty = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream)
-            with contextlib.suppress(RuntimeError), empty:
-                torch.cuda._sleep(0)
             return None
         return graph
 

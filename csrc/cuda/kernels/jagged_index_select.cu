@@ -2,7 +2,7 @@
 //
 // Its gradient: dx_b[i] = sum over the copies k of sequence b, in the order of k, of dz_k[i].
 //
-// Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh). Lanes are beside each
+// Grid: x, a warp for each virtual tile of kRows rows of dx (prim/jagged.cuh). Lanes are beside each
 // other along a row, in vectors of 16 bytes (or elements, where alignment forbids more); what they
 // leave over of the warp takes the next rows. Each lane looks up one copy of the tile's sequence, 32
 // at a time, and all add the rows of one copy after another: sums run in f32 (f64 of f64), in an
@@ -17,11 +17,9 @@ namespace jagged_cuda {
 namespace {
 
 using rows::kItems;
+using rows::kRows;
 using rows::kThreads;
 using rows::kWarps;
-
-constexpr int kCopyRows = 128;  // of a tile: what it looks up first is waited for less often
-constexpr int kMinCtas = 6;     // per SM, that the registers must leave room for
 
 struct SumCopiesLaunch {
   SumCopiesParams params;
@@ -39,17 +37,17 @@ __device__ __forceinline__ RowRange load_copy(const SumCopiesParams& params, int
 }
 
 template <typename Element, int kVector>
-__global__ __launch_bounds__(kThreads, kMinCtas) void sum_copies_kernel(
+__global__ __launch_bounds__(kThreads) void sum_copies_kernel(
     const __grid_constant__ SumCopiesLaunch launch) {
   using S = Sum<Element>;
   using Loaded = Vector<Element, kVector>;
   const SumCopiesParams& params = launch.params;
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index >= launch.tiles) return;
-  const JaggedTile tile = find_tile<kCopyRows>(params.offsets, index);
+  const JaggedTile tile = find_tile<kRows>(params.offsets, index);
   if (tile.row >= tile.rows.len) return;
   const int64_t left = tile.rows.len - tile.row;
-  const int rows = left < kCopyRows ? static_cast<int>(left) : kCopyRows;
+  const int rows = left < kRows ? static_cast<int>(left) : kRows;
   int64_t group = 0, group_end = 0;
   if (tile.seq >= 0) {
     const int64_t num_copies = params.taken.num_seqs;
@@ -117,7 +115,7 @@ __global__ __launch_bounds__(kThreads, kMinCtas) void sum_copies_kernel(
 template <typename Element, int kVector>
 cudaError_t launch_sum_copies(const SumCopiesParams& params, cudaStream_t stream) {
   const int64_t vectors = (params.columns + kVector - 1) / kVector;
-  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kCopyRows);
+  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kRows);
   const SumCopiesLaunch arguments{params, rows::lanes_log2(vectors), tiles};
   return launch<sum_copies_kernel<Element, kVector>>(arguments, {(tiles + kWarps - 1) / kWarps},
                                                      kThreads, 0, stream,

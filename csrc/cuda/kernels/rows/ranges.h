@@ -9,7 +9,7 @@
 
 namespace jagged_cuda {
 
-constexpr int kRangeTile = 4096;  // ranges of a CTA
+constexpr int kRangeTile = 1024;  // ranges of a CTA
 
 // Range i is rows first to first + len of sequence chosen[i], where first = begin[i] + skip and
 // len = min(length[i], most), both cut to what the sequence has. No pointer may be null unless it
