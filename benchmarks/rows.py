@@ -95,7 +95,7 @@ class RowFunction:
     ours: Callable[..., Tensor]
     indexing: Callable[..., Tensor]
     bytes_beside: Callable[[Batch], int] = field(default=lambda b: 8 * len(b.offsets))
-    launches: tuple[int, int] = (4, 3)
+    launches: tuple[int, int] = (3, 3)
     sll: Callable[..., Tensor] | None = None
 
 
@@ -139,19 +139,20 @@ FUNCTIONS = (
         ours=lambda b, x: jagged_cuda.jagged_select(x, b.offsets, b.keep, total=b.kept_rows)[0],
         indexing=lambda b, x: x[_places(b.keep)],
         bytes_beside=lambda b: 8 * len(b.offsets) + len(b.x),
-        launches=(3, 3),
     ),
     RowFunction(
         name="first",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_first(x, b.offsets, KEPT, total=b.truncated_rows)[0],
         indexing=lambda b, x: x[_places(b.place < KEPT)],
+        launches=(4, 3),
     ),
     RowFunction(
         name="last",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_last(x, b.offsets, KEPT, total=b.truncated_rows)[0],
         indexing=lambda b, x: x[_places(b.place >= b.lengths[b.seq] - KEPT)],
+        launches=(4, 3),
     ),
     RowFunction(
         name="index_select",
