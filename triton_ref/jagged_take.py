@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import check, launch, load_block, store_block, tile_of
-from .jagged_sum import JaggedSum
+from .common import accumulator_type, check, launch, load_block, store_block, tile_of
 
 
 @triton.jit(do_not_specialize=["num_rows", "total"])
@@ -57,9 +56,10 @@ class JaggedTake(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_z):
         (index,) = ctx.saved_tensors
-        taken, order = index.sort(stable=True)
-        bounds = torch.searchsorted(taken, torch.arange(ctx.total + 1, device=index.device))
-        return JaggedSum.apply(JaggedTake.apply(grad_z, order), bounds, False), None
+        # What took no row is added to one row too many.
+        places = index.where((index >= 0) & (index < ctx.total), ctx.total)
+        sums = grad_z.new_zeros(ctx.total + 1, grad_z.shape[1], dtype=accumulator_type(grad_z))
+        return sums.index_add(0, places, grad_z.to(sums.dtype))[:-1].to(grad_z.dtype), None
 
 
 def jagged_take(x: torch.Tensor, index: torch.Tensor, *, unique: bool = False) -> torch.Tensor:
