@@ -20,6 +20,7 @@ from benchmarks import (
     peers,
     plot,
     report,
+    rows,
     shapes,
     stamp,
     sweep,
@@ -33,6 +34,7 @@ from jagged_cuda import _load
 COMMANDS: dict[str, Command] = {
     "table1": table1.COMMAND,
     **attention.COMMANDS,
+    "rows": rows.COMMAND,
     "sweep": sweep.COMMAND,
     "host": host.COMMAND,
     "modules": modules.COMMAND,

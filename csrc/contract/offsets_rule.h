@@ -23,6 +23,7 @@ enum class Fault : int32_t {
   kTooLong,      // sequence `index` has `value` rows, more than max_len = reference
   kMatrixBegin,  // matrix_offsets[0] = value < 0
   kMatrixSum,    // matrix_offsets[index] = value, not that before it + rows * columns = reference
+  kOutOfRange,   // index[index] = value is none of `reference` sequences
   kMatrixCapacity,  // the matrix of sequence `index` ends at `reference`, past the capacity `value`
 };
 
@@ -59,6 +60,18 @@ struct OffsetsRule {
     if (value > total) return {Fault::kPastTheEnd, index, value, total};
     if (value - before > max_len) return {Fault::kTooLong, index - 1, value - before, max_len};
     return {};
+  }
+};
+
+// index [num_seqs], each the number of one of num_chosen sequences.
+struct IndexRule {
+  const int64_t* index;
+  int64_t num_seqs;  // of the result
+  int64_t num_chosen;
+
+  JAGGED_CUDA_HOST_DEVICE Finding at(int64_t entry) const {
+    if (entry >= num_seqs || (index[entry] >= 0 && index[entry] < num_chosen)) return {};
+    return {Fault::kOutOfRange, entry, index[entry], num_chosen};
   }
 };
 

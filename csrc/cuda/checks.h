@@ -19,6 +19,10 @@ void maybe_validate_offsets(const char* op, const char* argument, const Tensor& 
                             int64_t total, std::optional<int64_t> max_len = std::nullopt,
                             bool is_first = true);
 
+// index [N], int64, each the number of one of `num_seqs` sequences. Contiguous, as above.
+void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
+                          int64_t num_seqs);
+
 // Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
 // `argument` gives the `capacity`.
 void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,

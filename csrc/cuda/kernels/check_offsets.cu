@@ -45,6 +45,11 @@ __global__ __launch_bounds__(kThreads) void check_offsets(const CheckOffsetsPara
   check(rule, params.op, params.argument, params.error);
 }
 
+__global__ __launch_bounds__(kThreads) void check_index(const CheckIndexParams params) {
+  check(IndexRule{params.index, params.size, params.num_seqs}, params.op, params.argument,
+        params.error);
+}
+
 template <typename Offset>
 __global__ __launch_bounds__(kThreads) void check_matrix_offsets(
     const CheckMatrixOffsetsParams params) {
@@ -62,6 +67,11 @@ cudaError_t launch_check_offsets(const CheckOffsetsParams& params, cudaStream_t 
   } else {
     check_offsets<int32_t><<<1, kThreads, 0, stream>>>(params);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_check_index(const CheckIndexParams& params, cudaStream_t stream) {
+  check_index<<<1, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
