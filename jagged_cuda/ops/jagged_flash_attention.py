@@ -103,6 +103,7 @@ def jagged_flash_attention(
         scale,
         max_len,
         allow_tf32(q.dtype),
+        torch.are_deterministic_algorithms_enabled(),
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)

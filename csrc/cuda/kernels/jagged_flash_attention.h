@@ -93,6 +93,10 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
   return (long_unit<kLongMinRows, kLongGroupRows>(queries) + 2) * heads * kLongGroupRows * dim;
 }
 
+// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and
+// sums in any order are allowed.
+bool takes_long_backward(const AttentionBackwardParams& params);
+
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
                                                    cudaStream_t stream);

@@ -284,7 +284,7 @@ __device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& p
 
 // Takes items from the plan, one ahead; one warp.
 template <typename Config>
-__device__ __forceinline__ void schedule(const LongBackwardParams& params,
+__device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
                                          LongBackwardStorage<Config>& shared) {
   const AttentionParams& attention = params.attention;
   RingPosition<LongBackwardStorage<Config>::kItems> place;
@@ -330,7 +330,7 @@ __device__ __forceinline__ void schedule(const LongBackwardParams& params,
 
 // Copies what the items need, in the order of its use; one thread.
 template <typename Config>
-__device__ __forceinline__ void copy_operands(const LongBackwardParams& params,
+__device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
                                               LongBackwardStorage<Config>& shared) {
   using Storage = LongBackwardStorage<Config>;
   using Workspace = LongWorkspace<Config>;
@@ -658,8 +658,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) schedule<Config>(params, shared);
-    if (threadIdx.x == 32) copy_operands<Config>(params, shared);
+    if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
+    if (threadIdx.x == 32) copy_steps<Config>(params, shared);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
