@@ -372,8 +372,15 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
     step = "" if dim == 128 else ".step64"
-    backward = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    in_fixed_order = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    backward = f"long.d{dim}" if wgmma and dim > 32 else in_fixed_order
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
+    torch.use_deterministic_algorithms(True)
+    try:
+        judge(case, spec, dtype, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert last_kernel("cuda") == f"cuda.attention.backward.{in_fixed_order}"
 
 
 # Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.

@@ -58,11 +58,19 @@ struct AttentionParams {
   // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
   // there are none, or no such kernel.
   void* long_plan;
+  void* long_counters;  // [long_counter_words(B, G)] int: workspace of the same kernel's backward
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
 constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
+
+// Counters of a plan of keys: tickets of two kinds, the number of tiles of queries, and two for each
+// sequence and kv head.
+constexpr int kQueryTilesCounter = 2, kFirstPairCounter = 4;
+constexpr int64_t long_counter_words(int64_t num_sequences, int64_t kv_heads) {
+  return kFirstPairCounter + 2 * num_sequences * kv_heads;
+}
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
