@@ -63,9 +63,8 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
                                                   bool allow_tf32, bool deterministic) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
-  const Sizes sizes = contract.check(
-      {q, k, v, offsets, kv_offsets, window_left, window_right, scale, max_len, allow_tf32,
-       deterministic});
+  const Sizes sizes = contract.check({q, k, v, offsets, kv_offsets, window_left, window_right,
+                                      scale, max_len, allow_tf32, deterministic});
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);
@@ -92,9 +91,9 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     bool deterministic) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets,
-                                      window_left, window_right, scale, max_len, allow_tf32,
-                                      deterministic});
+  const Sizes sizes =
+      contract.check({grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets, window_left,
+                      window_right, scale, max_len, allow_tf32, deterministic});
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);

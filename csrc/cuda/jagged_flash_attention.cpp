@@ -129,7 +129,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     long_plan = allocate_long_plan(op, params, q);
     const int64_t counters = long_counter_words(sizes.B, sizes.G),
                   statistics = long_statistics_floats(sizes.Tq, sizes.H),
-                  sums = long_grad_q_floats(sizes.Tq, sizes.H, sizes.D <= 64 && sizes.Dv <= 64 ? 64 : 128);
+                  sums = long_grad_q_floats(sizes.Tq, sizes.H,
+                                            sizes.D <= 64 && sizes.Dv <= 64 ? 64 : 128);
     long_counters = allocate(op, q, {counters}, ScalarType::Int);
     long_statistics = allocate(op, q, {statistics}, ScalarType::Float);
     long_grad_q = allocate(op, q, {sums}, ScalarType::Float);

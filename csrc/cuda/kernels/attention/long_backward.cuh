@@ -97,8 +97,7 @@ struct LongWorkspace {
   }
   __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
                                                   int64_t begin, int row, int head) {
-    const int64_t group =
-        long_unit<kLongMinRows, kLongGroupRows>(begin) + row / kLongGroupRows;
+    const int64_t group = long_unit<kLongMinRows, kLongGroupRows>(begin) + row / kLongGroupRows;
     return params.long_grad_q + (group * params.heads + head) * (kChunks * kChunk);
   }
 };
@@ -134,10 +133,9 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     const int row = own_row + i * kRowStep;
     const bool valid = has_chunk && row < rows;
     const int64_t global_row = tile.rows.begin + first_row + (valid ? row : 0);
-    out[i] =
-        ptx::ld_global_nc_16(row_of<Element>(params.out, global_row, head) + chunk * 8, valid);
-    grad_out[i] = ptx::ld_global_nc_16(
-        row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
+    out[i] = ptx::ld_global_nc_16(row_of<Element>(params.out, global_row, head) + chunk * 8, valid);
+    grad_out[i] =
+        ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -215,7 +213,7 @@ struct LongBackwardStorage {
   QueryRows sQ[Config::kStages], sGradOut[Config::kStages];
   ScoreRows sGradScores[Config::kScoreStages];
   float sGradQ[Config::kWarpgroups * 4][kLongGroupRows * 64];  // a chunk of each warp
-  float sStatistics[Config::kStages][2][Config::kStep];      // lse and delta
+  float sStatistics[Config::kStages][2][Config::kStep];        // lse and delta
   LongStep steps[Config::kSteps];
   KeyItem item[kItems];
   Ring<kItems> items;
@@ -283,11 +281,12 @@ class SumTiles {
             __ldcg(static_cast<const int*>(params_.long_counters) + kQueryTilesCounter)) *
         params_.heads;
     if (taken >= count) return false;
-    const PlannedSequence sequence = find_planned<&PlannedSequence::begin>(
-        plan_, num_sequences_, params_.heads, taken, rank_);
+    const PlannedSequence sequence =
+        find_planned<&PlannedSequence::begin>(plan_, num_sequences_, params_.heads, taken, rank_);
     const int tiles = (sequence.num_queries + kSumRows - 1) / kSumRows,
               group = params_.heads / params_.kv_heads;
-    const int index = static_cast<int>(taken - static_cast<int64_t>(sequence.begin) * params_.heads);
+    const int index =
+        static_cast<int>(taken - static_cast<int64_t>(sequence.begin) * params_.heads);
     const int num_keys = keys_of(params_, sequence.seq, sequence.num_queries);
     const int key_tiles = (num_keys + tile_keys - 1) / tile_keys;
     tile.begin = sequence_rows(params_.q_offsets, sequence.seq).begin;
@@ -349,7 +348,8 @@ __device__ __forceinline__ void finish_sums(const AttentionBackwardParams& param
     wait_for_count(counters, tile.zeroed);
     wait_for_count(counters + 1, tile.added);
     for (int row = 0; row < tile.rows; row += kLongGroupRows) {
-      const float* sums = Workspace::grad_q(params, tile.begin, tile.row + row, tile.head) + lane * 4;
+      const float* sums =
+          Workspace::grad_q(params, tile.begin, tile.row + row, tile.head) + lane * 4;
       const int own_row = row + lane / 4;
       Element* out = row_of<Element>(params.grad_q, tile.begin + tile.row + own_row, tile.head);
 #pragma unroll 1
@@ -374,7 +374,7 @@ __device__ __forceinline__ void finish_sums(const AttentionBackwardParams& param
 // Takes items from the plan, one ahead; one warp.
 template <typename Config>
 __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
-                                         LongBackwardStorage<Config>& shared) {
+                                              LongBackwardStorage<Config>& shared) {
   const AttentionParams& attention = params.attention;
   RingPosition<LongBackwardStorage<Config>::kItems> place;
   const auto publish = [&](const KeyItem& item) {
@@ -403,8 +403,7 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     const int tile = static_cast<int>(index % tiles);
     KeyItem item;
     item.key = (descending ? tiles - 1 - tile : tile) * Config::kTileN;
-    item.query_begin =
-        static_cast<int>(sequence_rows(attention.q_offsets, sequence.seq).begin);
+    item.query_begin = static_cast<int>(sequence_rows(attention.q_offsets, sequence.seq).begin);
     item.pair = items.rank() * attention.kv_heads + static_cast<int>(index / tiles);
     item.key_begin = static_cast<int>(kv.begin) + item.key;
     item.keys = min(Config::kTileN, num_keys - item.key);
@@ -422,7 +421,7 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
 // Copies what the items need, in the order of its use; one thread.
 template <typename Config>
 __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
-                                              LongBackwardStorage<Config>& shared) {
+                                           LongBackwardStorage<Config>& shared) {
   using Storage = LongBackwardStorage<Config>;
   using Workspace = LongWorkspace<Config>;
   const AttentionBackwardParams& attention = params.attention;
@@ -453,13 +452,12 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
         const int stage = slot.advance();
         int cuts = 0;
         for (int w = 0; w < Config::kWarpgroups; ++w) {
-          if (item.keys < (w + 1) * 64 || window.cuts_tile(item.key + w * 64, 64, query,
-                                                            Config::kStep, query + Config::kStep))
+          if (item.keys < (w + 1) * 64 ||
+              window.cuts_tile(item.key + w * 64, 64, query, Config::kStep, query + Config::kStep))
             cuts |= 1 << w;
         }
         shared.steps[count++ % Config::kSteps] = {
-            item.num_queries - query, cuts, query,
-            member + 1 == group && i + 1 == range.count,
+            item.num_queries - query, cuts, query, member + 1 == group && i + 1 == range.count,
             Workspace::grad_q(attention, item.query_begin, query, head)};
         uint64_t& full = shared.ring.full[stage];
         ptx::mbarrier_arrive_expect_tx(
@@ -585,12 +583,12 @@ struct LongBackwardConsumer {
   // Adds dQ to its sums.
   __device__ __forceinline__ void add_grad_q(const Accumulator<1, 8>& dq, int index) {
     const LongStep& step = shared.steps[index % kSteps];
-    constexpr int kChunk = LongWorkspace<Config>::kChunk,
-                  kChunks = LongWorkspace<Config>::kChunks;
+    constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
     const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
-    float* sums = step.grad_q +
-                  static_cast<int64_t>(row / kLongGroupRows) * attention.heads * (kChunks * kChunk) +
-                  (Config::kDim == 128 ? warpgroup * kChunk : 0);
+    float* sums =
+        step.grad_q +
+        static_cast<int64_t>(row / kLongGroupRows) * attention.heads * (kChunks * kChunk) +
+        (Config::kDim == 128 ? warpgroup * kChunk : 0);
     float* staged = shared.sGradQ[warpgroup * 4 + warp];
     if (lane == 0) ptx::cp_async_bulk_wait_read();
     __syncwarp();
@@ -634,7 +632,9 @@ struct LongBackwardConsumer {
   }
 
   // P^T and dS^T, to registers and shared memory.
-  __device__ __forceinline__ void finish_scores(const KeyItem& item, Accumulator<1, kScoreBlocks>& s, Accumulator<1, kScoreBlocks>& dp) {
+  __device__ __forceinline__ void finish_scores(const KeyItem& item,
+                                                Accumulator<1, kScoreBlocks>& s,
+                                                Accumulator<1, kScoreBlocks>& dp) {
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
 #pragma unroll
@@ -643,8 +643,8 @@ struct LongBackwardConsumer {
           &shared.sStatistics[stage][0][block * 8 + 2 * (lane % 4)]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[0][block][i] = ptx::ex2_approx(
-            __fmaf_rn(s[0][block][i], scale_log2, i % 2 == 0 ? -lse.x : -lse.y));
+        s[0][block][i] =
+            ptx::ex2_approx(__fmaf_rn(s[0][block][i], scale_log2, i % 2 == 0 ? -lse.x : -lse.y));
       }
     }
     const LongStep& own = shared.steps[count % kSteps];

@@ -120,14 +120,12 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     }
   }
   // Puts into each sequence the sum of tiles of all before, and returns the sum of all.
-  const auto sum_tiles = [&](int PlannedSequence::*first_tile, auto rows_of_sequence) {
+  const auto sum_tiles = [&](int PlannedSequence::* first_tile, auto rows_of_sequence) {
     int tiles_before = 0;
     for (int first = 0; first < num_sequences; first += kPlanThreads) {
       const int rank = first + static_cast<int>(threadIdx.x);
       const int tiles =
-          rank < num_sequences
-              ? (rows_of_sequence(plan.sequences[rank]) + kTile - 1) / kTile
-              : 0;
+          rank < num_sequences ? (rows_of_sequence(plan.sequences[rank]) + kTile - 1) / kTile : 0;
       int sum = tiles;
       for (int step = 1; step < 32; step *= 2) {
         const int before = __shfl_up_sync(0xffffffffu, sum, step);
@@ -206,7 +204,8 @@ class PlannedItems {
     if (lane == 0) taken = atomicAdd(&plan_.next_item, 1ull);
     const int64_t item = static_cast<int64_t>(__shfl_sync(0xffffffffu, taken, 0));
     if (item >= num_items_) return false;
-    sequence = find_planned<&PlannedSequence::first_tile>(plan_, num_sequences_, heads_, item, rank_);
+    sequence =
+        find_planned<&PlannedSequence::first_tile>(plan_, num_sequences_, heads_, item, rank_);
     item_in_sequence = item - static_cast<int64_t>(sequence.first_tile) * heads_;
     return true;
   }

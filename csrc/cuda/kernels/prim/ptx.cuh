@@ -138,10 +138,10 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SharedAddres
 // compute capability 9.0, else nothing: lane i names row i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4(SharedAddress shared, const uint32_t (&r)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
-                   shared.value),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
 #endif
 }
 

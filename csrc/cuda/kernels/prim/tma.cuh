@@ -89,9 +89,9 @@ __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, 
 // thread's bulk group ("cp.reduce.async.bulk").
 __device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, const void* shared,
                                                          int bytes) {
-  JAGGED_CUDA_TMA("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(
-                      global),
-                  "r"(shared_address(shared)), "r"(bytes) : "memory");
+  JAGGED_CUDA_TMA(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(global),
+      "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
 
 // cp.async.bulk.commit_group
