@@ -465,6 +465,28 @@ def test_long_among_shorter_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
+# The same for the backward pass, where those of 1,024 queries and more are long.
+LONG_BACKWARD = Layout((1023, 1025, 0, 1024, 64, 1153, 1, 1300), base=5, tail=70)
+LONG_BACKWARD_KEYS = Layout((300, 129, 3, 1200, 64, 0, 7, 1), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_long_among_shorter_sequences_backward(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+        spec = spec_of(LONG_BACKWARD, dims=dims, heads=heads, **options)
+        spec = dataclasses.replace(spec, kv_layout=LONG_BACKWARD_KEYS if cross else None)
+        judge(case, spec, dtype, CUDA)
+        if HOPPER:
+            bucket = 64 if max(dims) <= 64 else 128
+            assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
     """A long sequence alone gives the bits that it gives among others."""

@@ -124,17 +124,14 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
-  Tensor long_plan, long_counters, long_statistics, long_grad_q;
+  Tensor long_plan, long_statistics, long_grad_q;
   if (!deterministic && takes_long_backward(params)) {
     long_plan = allocate_long_plan(op, params, q);
-    const int64_t counters = long_counter_words(sizes.B, sizes.G),
-                  statistics = long_statistics_floats(sizes.Tq, sizes.H),
-                  sums = long_grad_q_floats(sizes.Tq, sizes.H,
-                                            sizes.D <= 64 && sizes.Dv <= 64 ? 64 : 128);
-    long_counters = allocate(op, q, {counters}, ScalarType::Int);
-    long_statistics = allocate(op, q, {statistics}, ScalarType::Float);
-    long_grad_q = allocate(op, q, {sums}, ScalarType::Float);
-    params.long_counters = long_counters.mutable_data_ptr();
+    const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+    long_statistics =
+        allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H)}, ScalarType::Float);
+    long_grad_q = allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, dim <= 64 ? 64 : 128)},
+                           ScalarType::Float);
     params.long_statistics = long_statistics.mutable_data_ptr<float>();
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }

@@ -63,8 +63,8 @@ def jagged_flash_attention(
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
-        sequences of more than 256 queries (128 with D or Dv above 64) add to it in no fixed order,
-        in float32. Under ``torch.use_deterministic_algorithms(True)`` it is deterministic, too, by
+        sequences of 1,024 queries and more, with D or Dv from 33 to 128, add to it in no fixed
+        order, in float32. Under ``torch.use_deterministic_algorithms(True)`` it is deterministic, too, by
         a slower kernel. No double backward. q, k and v are read in place if
         their last dimension is contiguous (slices of a fused projection included), fastest if
         rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of

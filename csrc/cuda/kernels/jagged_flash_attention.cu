@@ -41,7 +41,8 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
 }
 
 // Whether the kernels for long sequences take these operands, which the wgmma kernels take.
-bool takes_long(const AttentionParams& params) {
+template <typename Params>
+bool takes_long(const Params& params) {
   const int dim = attention::dim_bucket(params);
   return (dim == 64 || dim == 128) && params.q_offsets.total > long_rows(params) &&
          (params.max_len == 0 || params.max_len > long_rows(params));

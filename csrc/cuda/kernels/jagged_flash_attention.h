@@ -58,19 +58,11 @@ struct AttentionParams {
   // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
   // there are none, or no such kernel.
   void* long_plan;
-  void* long_counters;  // [long_counter_words(B, G)] int: workspace of the same kernel's backward
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
 constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
-
-// Counters of a plan of keys: tickets of two kinds, the number of tiles of queries, and two for each
-// sequence and kv head.
-constexpr int kQueryTilesCounter = 2, kFirstPairCounter = 4;
-constexpr int64_t long_counter_words(int64_t num_sequences, int64_t kv_heads) {
-  return kFirstPairCounter + 2 * num_sequences * kv_heads;
-}
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
@@ -84,17 +76,22 @@ struct AttentionBackwardParams : AttentionParams {
   float* long_grad_q;      // [long_grad_q_floats]
 };
 
+// The backward kernel for long sequences takes those of more queries than this: shorter ones end
+// before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it.
+constexpr int kLongBackwardRows = 1023;
+constexpr int long_rows(const AttentionBackwardParams&) { return kLongBackwardRows; }
+
 // Workspace rows for the queries of long sequences, in whole units: of a sequence that begins at row
-// `begin` from long_unit(begin, unit) on. Sequences have more than kMinRows rows, so that each gets
+// `begin` from long_unit(begin, unit) on. Sequences have at least kMinRows rows, so that each gets
 // as many units as it needs without a search.
 template <int kMinRows, int kUnit>
 constexpr int64_t long_unit(int64_t begin) {
   return begin * (kMinRows + kUnit) / (int64_t{kMinRows} * kUnit);
 }
-constexpr int kLongMinRows = 128, kLongGroupRows = 16, kLongTileRows = 64;
-// For each tile of queries and head lse and delta.
+constexpr int kLongMinRows = kLongBackwardRows + 1, kLongGroupRows = 16, kLongTileRows = 128;
+// For each tile of queries, of at most kLongTileRows, and head lse and delta.
 constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads) {
-  return (long_unit<kLongMinRows, kLongTileRows>(queries) + 4) * heads * 2 * kLongTileRows;
+  return (long_unit<kLongMinRows, kLongTileRows>(queries) + 2) * heads * 2 * kLongTileRows;
 }
 // For each group of queries and head the sums of dq.
 constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim) {

@@ -15,9 +15,10 @@
 //     for each item:           for each item:                   for each item:
 //       take it, publish it      K, V                             for each step:
 //                                for each step (head of             S^T = K Q^T, dP^T = V dO^T
-//                                the group, kStep queries):         P^T = exp2(...), start dV += P^T dO
+//                                the group, kStep queries):         P^T = exp2(...)
 //                                  Q, dO, lse, delta                dS^T = P^T * (dP^T - delta)
-//                                                                   dS^T to shared memory, meet
+//                                                                   dS^T to shared memory
+//                                                                   start dV += P^T dO, meet
 //                                                                   start dQ = dS K, dK += dS^T Q
 //                                                                   add dQ to its sums
 //                                                                 store dK, dV
@@ -64,9 +65,10 @@ struct LongBackwardConfig {
   static constexpr int kTileN = 128;
   // S and dP of a step take together 64 registers at 128 dims, 128 at 64.
   static constexpr int kStep = kDim == 64 ? 128 : 64;
-  static constexpr int kStages = kDim == 64 ? 2 : 3;
+  static constexpr int kStages = kDim == 64 ? 2 : 3;  // as many as there is room for
   static constexpr int kScoreStages = 2;
-  static constexpr int kSteps = 8;  // whose facts are known at once, those that lag behind included
+  // dK of a step is waited for in the next one. At 64 dims there are no registers for that.
+  static constexpr bool kFinishesLate = kDim == 128;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
@@ -92,7 +94,7 @@ struct LongWorkspace {
   // `row` of a sequence that begins at `begin`.
   __device__ __forceinline__ static float* statistics(const AttentionBackwardParams& params,
                                                       int64_t begin, int row, int head) {
-    const int64_t tile = long_unit<2 * Config::kStep, Config::kStep>(begin) + row / Config::kStep;
+    const int64_t tile = long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep;
     return params.long_statistics + (tile * params.heads + head) * (2 * Config::kStep);
   }
   __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
@@ -109,7 +111,7 @@ constexpr int kPreparedRows = 128, kPrepareThreads = 256;
 template <typename Config>
 __device__ __forceinline__ bool find_prepared(const AttentionBackwardParams& params,
                                               JaggedTile& tile) {
-  tile = find_longer_tile<kPreparedRows, kLongMinRows>(params.q_offsets, blockIdx.x);
+  tile = find_longer_tile<kPreparedRows, kPreparedRows>(params.q_offsets, blockIdx.x);
   return tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len);
 }
 
@@ -136,6 +138,15 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     out[i] = ptx::ld_global_nc_16(row_of<Element>(params.out, global_row, head) + chunk * 8, valid);
     grad_out[i] =
         ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
+  }
+  const int groups = (rows + kLongGroupRows - 1) / kLongGroupRows;
+  constexpr int kGroupFloats = Workspace::kChunks * Workspace::kChunk;
+  for (int index = threadIdx.x; index < groups * (kGroupFloats / 4); index += kPrepareThreads) {
+    const int group = index / (kGroupFloats / 4), place = index % (kGroupFloats / 4);
+    ptx::st_global_16(
+        Workspace::grad_q(params, tile.rows.begin, first_row + group * kLongGroupRows, head) +
+            place * 4,
+        make_uint4(0, 0, 0, 0));
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -165,6 +176,41 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
   }
 }
 
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void finish_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  using Workspace = LongWorkspace<Config>;
+  ptx::griddepcontrol_wait();
+  JaggedTile tile;
+  if (!find_prepared<Config>(params, tile)) return;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
+  constexpr int kUnits = kPreparedRows / kLongGroupRows * Workspace::kChunks;
+#pragma unroll
+  for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
+    const int row = unit / Workspace::kChunks * kLongGroupRows, column = unit % Workspace::kChunks;
+    if (row >= rows) continue;
+    const float* source = Workspace::grad_q(params, tile.rows.begin, first_row + row, head) +
+                          column * Workspace::kChunk + lane * 4;
+    Accumulator<1, 8> dq;
+#pragma unroll
+    for (int block = 0; block < 8; ++block) {
+      const float4 sums = __ldcs(reinterpret_cast<const float4*>(source + block * 128));
+      dq[0][block][0] = sums.x;
+      dq[0][block][1] = sums.y;
+      dq[0][block][2] = sums.z;
+      dq[0][block][3] = sums.w;
+    }
+    store_quads(dq, scales,
+                row_of<Element>(params.grad_q, tile.rows.begin + first_row + row + lane / 4, head) +
+                    column * 64,
+                params.grad_q.row_stride, rows - row - lane / 4, params.dim_qk - column * 64, lane);
+  }
+}
+
 // --- the kernel
 
 struct KeyItem {
@@ -175,7 +221,6 @@ struct KeyItem {
   int num_queries;
   int num_keys;
   int kv_head;
-  int pair;    // of sequence and kv head, in the order of the plan
   int is_end;  // there are no more
 };
 
@@ -184,8 +229,8 @@ struct LongStep {
   int rows;
   int cuts;  // bit w: warpgroup w has a query that does not see a key
   int query;
-  int is_last;
-  float* grad_q;  // of the step's first row
+  bool is_last;   // of the item
+  float* grad_q;  // the sums of its first row
 };
 
 // Steps of an item: for each head of the group all queries, from some of the first on, so that the
@@ -214,7 +259,7 @@ struct LongBackwardStorage {
   ScoreRows sGradScores[Config::kScoreStages];
   float sGradQ[Config::kWarpgroups * 4][kLongGroupRows * 64];  // a chunk of each warp
   float sStatistics[Config::kStages][2][Config::kStep];        // lse and delta
-  LongStep steps[Config::kSteps];
+  LongStep steps[Config::kStages];
   KeyItem item[kItems];
   Ring<kItems> items;
   Ring<Config::kStages> ring;
@@ -228,147 +273,6 @@ __device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& p
   return WindowOf<int>{item.num_keys - item.num_queries, window_rows32(params.window_left),
                        window_rows32(params.window_right)}
       .transposed();
-}
-
-// How many tiles of queries of a sequence and kv head have zeros for sums, and how many warps have
-// added to them for good.
-__device__ __forceinline__ int* pair_counters(const AttentionParams& params, int pair) {
-  return static_cast<int*>(params.long_counters) + kFirstPairCounter + 2 * pair;
-}
-
-__device__ __forceinline__ void wait_for_count(const int* counter, int count) {
-  int found;
-  for (;;) {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(found) : "l"(counter) : "memory");
-    if (found >= count) return;
-    __nanosleep(200);
-  }
-}
-
-constexpr int kSumRows = 128;  // queries of a head whose sums a warp prepares or finishes at a time
-
-template <typename Config>
-__device__ __forceinline__ void wait_for_zeros(const AttentionParams& params, const KeyItem& item,
-                                               int group) {
-  wait_for_count(pair_counters(params, item.pair),
-                 (item.num_queries + kSumRows - 1) / kSumRows * group);
-  asm volatile("fence.proxy.async;\n" ::: "memory");
-}
-
-// Sums of kSumRows queries of one head, in the order in which items add to them.
-struct SumTile {
-  int64_t begin;  // the sequence's first row in q
-  int row, rows, head;
-  int pair;
-  int64_t first_item;  // that adds to them
-  int zeroed, added;   // what the pair's counters reach
-};
-
-class SumTiles {
- public:
-  __device__ __forceinline__ SumTiles(const AttentionParams& params, int ticket)
-      : params_(params),
-        plan_(*static_cast<const LongPlan*>(params.long_plan)),
-        ticket_(static_cast<int*>(params.long_counters) + ticket),
-        num_sequences_(__ldcg(&plan_.num_sequences)) {}
-
-  __device__ __forceinline__ bool next(int tile_keys, int adders, SumTile& tile) {
-    int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(ticket_, 1);
-    taken = __shfl_sync(0xffffffffu, taken, 0);
-    const int64_t count =
-        static_cast<int64_t>(
-            __ldcg(static_cast<const int*>(params_.long_counters) + kQueryTilesCounter)) *
-        params_.heads;
-    if (taken >= count) return false;
-    const PlannedSequence sequence =
-        find_planned<&PlannedSequence::begin>(plan_, num_sequences_, params_.heads, taken, rank_);
-    const int tiles = (sequence.num_queries + kSumRows - 1) / kSumRows,
-              group = params_.heads / params_.kv_heads;
-    const int index =
-        static_cast<int>(taken - static_cast<int64_t>(sequence.begin) * params_.heads);
-    const int num_keys = keys_of(params_, sequence.seq, sequence.num_queries);
-    const int key_tiles = (num_keys + tile_keys - 1) / tile_keys;
-    tile.begin = sequence_rows(params_.q_offsets, sequence.seq).begin;
-    tile.row = index % tiles * kSumRows;
-    tile.rows = min(kSumRows, sequence.num_queries - tile.row);
-    tile.head = index / tiles;
-    const int kv_head = tile.head / group;
-    tile.pair = rank_ * params_.kv_heads + kv_head;
-    tile.first_item = static_cast<int64_t>(sequence.first_tile) * params_.kv_heads +
-                      static_cast<int64_t>(kv_head) * key_tiles;
-    tile.zeroed = tiles * group;
-    tile.added = key_tiles * adders;
-    return true;
-  }
-
- private:
-  const AttentionParams& params_;
-  const LongPlan& plan_;
-  int* const ticket_;
-  const int num_sequences_;
-  int rank_ = 0;
-};
-
-// Zeros for the sums, a little before they are added to, so that they are still in L2 then.
-template <typename Config>
-__device__ __forceinline__ void zero_sums(const AttentionBackwardParams& params) {
-  using Workspace = LongWorkspace<Config>;
-  constexpr int kGroupFloats = Workspace::kChunks * Workspace::kChunk;
-  const int lane = threadIdx.x % 32;
-  const int64_t ahead = 2 * static_cast<int64_t>(gridDim.x);
-  SumTiles tiles(params, 0);
-  SumTile tile;
-  while (tiles.next(Config::kTileN, Config::kWarpgroups * 4, tile)) {
-    const auto* next_item = &static_cast<const LongPlan*>(params.long_plan)->next_item;
-    while (static_cast<int64_t>(__ldcg(next_item)) + ahead < tile.first_item) __nanosleep(1000);
-    for (int row = 0; row < tile.rows; row += kLongGroupRows) {
-      float* sums = Workspace::grad_q(params, tile.begin, tile.row + row, tile.head) + lane * 4;
-#pragma unroll
-      for (int i = 0; i < kGroupFloats; i += 128)
-        ptx::st_global_16(sums + i, make_uint4(0, 0, 0, 0));
-    }
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) atomicAdd(pair_counters(params, tile.pair), 1);
-  }
-}
-
-// The sums, rounded, to dQ, when all have been added to them.
-template <typename Config>
-__device__ __forceinline__ void finish_sums(const AttentionBackwardParams& params) {
-  using Element = typename Config::Element;
-  using Workspace = LongWorkspace<Config>;
-  const int lane = threadIdx.x % 32;
-  const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
-  SumTiles tiles(params, 1);
-  SumTile tile;
-  while (tiles.next(Config::kTileN, Config::kWarpgroups * 4, tile)) {
-    const int* counters = pair_counters(params, tile.pair);
-    wait_for_count(counters, tile.zeroed);
-    wait_for_count(counters + 1, tile.added);
-    for (int row = 0; row < tile.rows; row += kLongGroupRows) {
-      const float* sums =
-          Workspace::grad_q(params, tile.begin, tile.row + row, tile.head) + lane * 4;
-      const int own_row = row + lane / 4;
-      Element* out = row_of<Element>(params.grad_q, tile.begin + tile.row + own_row, tile.head);
-#pragma unroll 1
-      for (int column = 0; column < Config::kDim; column += 32) {
-        Accumulator<1, 4> dq;
-#pragma unroll
-        for (int block = 0; block < 4; ++block) {
-          const float4 part =
-              __ldcg(reinterpret_cast<const float4*>(sums + column * 16 + block * 128));
-          dq[0][block][0] = part.x;
-          dq[0][block][1] = part.y;
-          dq[0][block][2] = part.z;
-          dq[0][block][3] = part.w;
-        }
-        store_quads(dq, scales, out + column, params.grad_q.row_stride, tile.rows - own_row,
-                    params.dim_qk - column, lane);
-      }
-    }
-  }
 }
 
 // Takes items from the plan, one ahead; one warp.
@@ -394,7 +298,7 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
   int64_t index;
   while (items.next(sequence, index)) {
     const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
-                            ? sequence_rows(attention.q_offsets, sequence.seq)
+                            ? RowRange{sequence.begin, sequence.num_queries}
                             : sequence_rows(attention.kv_offsets, sequence.seq);
     const int num_keys = static_cast<int>(kv.len);
     const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
@@ -403,8 +307,7 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     const int tile = static_cast<int>(index % tiles);
     KeyItem item;
     item.key = (descending ? tiles - 1 - tile : tile) * Config::kTileN;
-    item.query_begin = static_cast<int>(sequence_rows(attention.q_offsets, sequence.seq).begin);
-    item.pair = items.rank() * attention.kv_heads + static_cast<int>(index / tiles);
+    item.query_begin = sequence.begin;
     item.key_begin = static_cast<int>(kv.begin) + item.key;
     item.keys = min(Config::kTileN, num_keys - item.key);
     item.num_queries = sequence.num_queries;
@@ -428,7 +331,7 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
   const int group = attention.heads / attention.kv_heads;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kStages> slot;
-  int keys_parity = 1, count = 0;
+  int keys_parity = 1;
   for (;;) {
     shared.items.wait(place);
     const KeyItem item = shared.item[place.stage];
@@ -439,7 +342,6 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
     if (range.count == 0) continue;
     const bool rotates = attention.window_left >= AttentionParams::kUnbounded &&
                          attention.window_right >= AttentionParams::kUnbounded;
-    wait_for_zeros<Config>(attention, item, group);
     const int start =
         rotates ? static_cast<int>(static_cast<int64_t>(item.key) * range.count / item.num_keys)
                 : 0;
@@ -456,9 +358,9 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
               window.cuts_tile(item.key + w * 64, 64, query, Config::kStep, query + Config::kStep))
             cuts |= 1 << w;
         }
-        shared.steps[count++ % Config::kSteps] = {
-            item.num_queries - query, cuts, query, member + 1 == group && i + 1 == range.count,
-            Workspace::grad_q(attention, item.query_begin, query, head)};
+        shared.steps[stage] = {item.num_queries - query, cuts, query,
+                               member + 1 == group && i + 1 == range.count,
+                               Workspace::grad_q(attention, item.query_begin, query, head)};
         uint64_t& full = shared.ring.full[stage];
         ptx::mbarrier_arrive_expect_tx(
             full, 2 * sizeof(shared.sQ[0].data) + sizeof(shared.sStatistics[0]));
@@ -487,7 +389,7 @@ struct LongBackwardConsumer {
   using Storage = LongBackwardStorage<Config>;
   static constexpr int kStep = Config::kStep, kScoreBlocks = kStep / 8,
                        kOutBlocks = Config::kDim / 8;
-  static constexpr int kTurnBarrier = 1, kZeroedBarrier = 3, kSteps = Config::kSteps;
+  static constexpr int kScoresBarrier = 1, kZeroedBarrier = 2;
 
   const AttentionBackwardParams& attention;
   Storage& shared;
@@ -495,10 +397,8 @@ struct LongBackwardConsumer {
   const float scale_log2;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kStages> slot;
-  int keys_parity = 0;
-  int count = 0, stage = 0;  // of the step whose scores were started last
+  int score_stage = 0, keys_parity = 0, stage = 0;
   Accumulator<1, kOutBlocks> dk, dv;
-  PackedRows<Element, kScoreBlocks> p, ds;
 
   __device__ __forceinline__ LongBackwardConsumer(const AttentionBackwardParams& params,
                                                   Storage& storage, int own_warpgroup)
@@ -508,6 +408,10 @@ struct LongBackwardConsumer {
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % 128 / 32, 0)),
         scale_log2(static_cast<float>(params.scale) * kLog2E) {}
+
+  __device__ __forceinline__ void release_step(int done) {
+    if (lane == 0) shared.ring.release(done);
+  }
 
   // Rows of a tile from `rows` up to `last` become zeros; the caller fences.
   template <typename Tile>
@@ -549,8 +453,8 @@ struct LongBackwardConsumer {
   }
 
   // dS^T to shared memory, [keys, queries].
-  __device__ __forceinline__ void write_scores(const PackedRows<Element, kScoreBlocks>& ds) {
-    auto& tile = shared.sGradScores[count % 2];
+  __device__ __forceinline__ void write_grad_scores(const PackedRows<Element, kScoreBlocks>& ds) {
+    auto& tile = shared.sGradScores[score_stage];
     const int row = warpgroup * 64 + warp * 16 + lane % 16;
     const uint32_t base = ptx::shared_address(tile.data) + row * 128;
     const int swizzle = row & 7;
@@ -565,11 +469,11 @@ struct LongBackwardConsumer {
   }
 
   // dQ of this warpgroup's part of the step.
-  __device__ __forceinline__ void start_grad_q(Accumulator<1, 8>& dq, int step) {
+  __device__ __forceinline__ void start_grad_q(Accumulator<1, 8>& dq) {
     using Product = ptx::Wgmma<Element, true, true>;
     const int own_columns = Config::kDim == 128 ? warpgroup : 0,
               own_queries = Config::kDim == 64 ? warpgroup : 0;
-    const ptx::MatrixDescriptor scores = shared.sGradScores[step & 1].descriptor() +
+    const ptx::MatrixDescriptor scores = shared.sGradScores[score_stage].descriptor() +
                                          own_queries * Storage::ScoreRows::kGroupBytes,
                                 keys = shared.sK.descriptor() +
                                        own_columns * Storage::KeyRows::kGroupBytes;
@@ -577,12 +481,10 @@ struct LongBackwardConsumer {
     for (int k = 0; k < Config::kTileN; k += 16)
       Product::run(dq[0], scores + Storage::ScoreRows::row_step_bytes(k),
                    keys + Storage::KeyRows::row_step_bytes(k), k > 0);
-    ptx::wgmma_commit_group();
   }
 
   // Adds dQ to its sums.
-  __device__ __forceinline__ void add_grad_q(const Accumulator<1, 8>& dq, int index) {
-    const LongStep& step = shared.steps[index % kSteps];
+  __device__ __forceinline__ void add_grad_q(const Accumulator<1, 8>& dq, const LongStep& step) {
     constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
     const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
     float* sums =
@@ -603,39 +505,32 @@ struct LongBackwardConsumer {
     }
   }
 
-  __device__ __forceinline__ void take_turn() const {
-    ptx::bar_sync(kTurnBarrier + warpgroup, 256);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    ptx::bar_arrive(kTurnBarrier + (warpgroup ^ 1), 256);
-  }
-
-  // S^T of the next step.
-  __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s) {
+  __device__ __forceinline__ void wait_for_step() {
     shared.ring.wait(slot);
     stage = slot.advance();
-    const int rows = shared.steps[count % kSteps].rows;
+    const int rows = shared.steps[stage].rows;
     if (rows < kStep) {
       zero_rows(shared.sQ[stage], rows, kStep);
       zero_rows(shared.sGradOut[stage], rows, kStep);
       finish_zeros();
     }
+  }
+  // S^T = K Q^T
+  __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s) {
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
     ptx::wgmma_commit_group();
   }
-  // Its dP^T.
+  // dP^T = V dO^T
   __device__ __forceinline__ void start_grad_probs(Accumulator<1, kScoreBlocks>& dp) {
     ptx::wgmma_fence();
     wgmma_rows_by_rows(dp, shared.sV, warpgroup * 64, shared.sGradOut[stage]);
     ptx::wgmma_commit_group();
   }
-
-  // P^T and dS^T, to registers and shared memory.
-  __device__ __forceinline__ void finish_scores(const KeyItem& item,
-                                                Accumulator<1, kScoreBlocks>& s,
-                                                Accumulator<1, kScoreBlocks>& dp) {
-    ptx::wgmma_wait_group<1>();
+  // P^T = exp2(...)
+  __device__ __forceinline__ void finish_scores(Accumulator<1, kScoreBlocks>& s,
+                                                Accumulator<1, kScoreBlocks>& probs,
+                                                const KeyItem& item) const {
     ptx::fence_operands(s[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
@@ -643,14 +538,16 @@ struct LongBackwardConsumer {
           &shared.sStatistics[stage][0][block * 8 + 2 * (lane % 4)]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[0][block][i] =
+        probs[0][block][i] =
             ptx::ex2_approx(__fmaf_rn(s[0][block][i], scale_log2, i % 2 == 0 ? -lse.x : -lse.y));
       }
     }
-    const LongStep& own = shared.steps[count % kSteps];
-    if (own.cuts >> warpgroup & 1) zero_unseen(s, item, own.query);
-    p = PackedRows<Element, kScoreBlocks>(s);
-    ptx::wgmma_wait_group<0>();
+    const LongStep& own = shared.steps[stage];
+    if (own.cuts >> warpgroup & 1) zero_unseen(probs, item, own.query);
+  }
+  // dS^T = P^T * (dP^T - delta), to s.
+  __device__ __forceinline__ void finish_grad_probs(Accumulator<1, kScoreBlocks>& s,
+                                                    Accumulator<1, kScoreBlocks>& dp) const {
     ptx::fence_operands(dp[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
@@ -660,73 +557,57 @@ struct LongBackwardConsumer {
       for (int i = 0; i < 4; ++i)
         s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
     }
-    ds = PackedRows<Element, kScoreBlocks>(s);
-    write_scores(ds);
-  }
-
-  // dV and dK of the step before.
-  __device__ __forceinline__ void start_grad_keys() {
-    ptx::fence_operands(dv[0]);
-    ptx::fence_operands(dk[0]);
-    ptx::wgmma_fence();
-    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
-    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
-    ptx::wgmma_commit_group();
   }
 
   // All steps of an item.
   __device__ __forceinline__ void run_steps(const KeyItem& item) {
-    const int lag = 2 - warpgroup, first = count;
-    {
-      Accumulator<1, kScoreBlocks> s, dp;
-      take_turn();
+    int last = -1;  // the stage of the step whose dK is still being computed
+    bool is_last;
+    do {
+      wait_for_step();
+      Accumulator<1, kScoreBlocks> s, dp, probs;
       start_scores(s);
       start_grad_probs(dp);
-      pass_turn();
-      finish_scores(item, s, dp);
-    }
-    while (!shared.steps[count % kSteps].is_last) {
-      Accumulator<1, 8> dq;
-      Accumulator<1, kScoreBlocks> s, dp;
-      take_turn();
-      start_grad_keys();
-      start_grad_q(dq, count + 1 - lag);
       ptx::wgmma_wait_group<1>();
+      if constexpr (Config::kFinishesLate) {
+        ptx::fence_operands(dk[0]);
+        if (last >= 0) release_step(last);
+        last = stage;
+      }
+      finish_scores(s, probs, item);
+      const PackedRows<Element, kScoreBlocks> p(probs);
+      ptx::wgmma_wait_group<0>();
+      finish_grad_probs(probs, dp);
+      const PackedRows<Element, kScoreBlocks> ds(probs);
+      write_grad_scores(ds);
       ptx::fence_operands(dv[0]);
-      ptx::fence_operands(dk[0]);
-      if (lane == 0) shared.ring.release(stage);
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(dq[0]);
-      ++count;
-      start_scores(s);
-      if (count - lag >= first) add_grad_q(dq, count - lag);
-      start_grad_probs(dp);
-      pass_turn();
-      finish_scores(item, s, dp);
-    }
-    Accumulator<1, 8> dq;
-    take_turn();
-    start_grad_keys();
-    start_grad_q(dq, count + 1 - lag);
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(dv[0]);
-    ptx::fence_operands(dk[0]);
-    ptx::fence_operands(dq[0]);
-    if (lane == 0) shared.ring.release(stage);
-    ++count;
-    pass_turn();
-    if (count - lag >= first) add_grad_q(dq, count - lag);
-    take_turn();
-    if (warpgroup == 0) {
-      Accumulator<1, 8> dq_last;
       ptx::wgmma_fence();
-      start_grad_q(dq_last, count - 1);
+      wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+      ptx::wgmma_commit_group();
+      ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128);
+      Accumulator<1, 8> dq;
+      ptx::fence_operands(dk[0]);
+      ptx::wgmma_fence();
+      start_grad_q(dq);
+      ptx::wgmma_commit_group();
+      wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+      ptx::wgmma_commit_group();
+      score_stage ^= 1;
+      ptx::wgmma_wait_group<1>();
+      ptx::fence_operands(dq[0]);
+      ptx::fence_operands(dv[0]);
+      add_grad_q(dq, shared.steps[stage]);
+      is_last = shared.steps[stage].is_last;
+      if constexpr (!Config::kFinishesLate) {
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(dk[0]);
+        release_step(stage);
+      }
+    } while (!is_last);
+    if constexpr (Config::kFinishesLate) {
       ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(dq_last[0]);
-      pass_turn();
-      add_grad_q(dq_last, count - 1);
-    } else {
-      pass_turn();
+      ptx::fence_operands(dk[0]);
+      release_step(stage);
     }
   }
 
@@ -742,7 +623,6 @@ struct LongBackwardConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == 1) pass_turn();
     for (;;) {
       shared.items.wait(place);
       const int stage = place.advance();
@@ -763,12 +643,7 @@ struct LongBackwardConsumer {
         if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
       }
       store_item(item);
-      if (lane == 0) {
-        ptx::cp_async_bulk_wait();
-        __threadfence();
-        atomicAdd(pair_counters(attention, item.pair) + 1, 1);
-        shared.items.release(stage);
-      }
+      if (lane == 0) shared.items.release(stage);
     }
     if (lane == 0) ptx::cp_async_bulk_wait();
   }
@@ -799,11 +674,6 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
     if (threadIdx.x == 32) copy_steps<Config>(params, shared);
-    if (threadIdx.x >= 64) {
-      const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-      if (warp == 2) zero_sums<Config>(params.attention);
-      finish_sums<Config>(params.attention);
-    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
@@ -831,17 +701,19 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
-  const Grid rows{num_longer_tiles(queries, kLongMinRows), attention.heads};
-  cudaError_t error = launch_dependent<plan_long<Config::kTileN, true>>(
-      static_cast<const AttentionParams&>(attention), Grid{1}, kPlanThreads, 0, stream);
+  const Grid rows{num_longer_tiles(queries, kPreparedRows), attention.heads};
+  cudaError_t error = launch_dependent<plan_long<Config::kTileN, AttentionBackwardParams>>(
+      attention, Grid{1}, kPlanThreads, 0, stream);
   if (error != cudaSuccess) return error;
   error = launch_dependent<prepare_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(keys, attention.kv_offsets.num_seqs, Config::kTileN) * attention.kv_heads;
-  return launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                 Config::kThreads, sizeof(Storage), stream,
-                                                 Config::kName);
+  error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
+                                                  Config::kThreads, sizeof(Storage), stream,
+                                                  Config::kName);
+  if (error != cudaSuccess) return error;
+  return launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
 }
 
 template <typename Element>

@@ -9,11 +9,13 @@
 #include "cuda/kernels/prim/jagged.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
+#include <type_traits>
+
 namespace jagged_cuda::attention {
 
 struct PlannedSequence {
   int first_tile;  // tiles of all that come before in the plan
-  int begin;       // its rows in q; in a plan of keys, tiles of queries of all that come before
+  int begin;       // its rows in q
   int num_queries;
   int seq;
 };
@@ -52,19 +54,18 @@ __device__ __forceinline__ int take_place(int* counts, int bin) {
   return __shfl_sync(peers, first, leader) + __popc(peers & ((1u << lane) - 1));
 }
 
-// Items are tiles of kTile queries, or of keys.
-template <int kTile, bool kOfKeys = false>
+// Items are tiles of kTile queries, in the backward pass of keys.
+template <int kTile, typename Params>
 __global__ __launch_bounds__(kPlanThreads) void plan_long(
-    const __grid_constant__ AttentionParams attention) {
+    const __grid_constant__ Params attention) {
+  constexpr bool kOfKeys = std::is_same_v<Params, AttentionBackwardParams>;
   __shared__ int counts[kPlanBins];
   __shared__ int warp_tiles[32];
-  __shared__ unsigned long long sum_queries, sum_keys;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t num_seqs = attention.q_offsets.num_seqs;
   LongPlan& plan = *static_cast<LongPlan*>(attention.long_plan);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < kPlanBins) counts[threadIdx.x] = 0;
-  if (threadIdx.x == 0) sum_queries = sum_keys = 0;
   __syncthreads();
 
   // The place of a long sequence's bin, -1 for others.
@@ -97,95 +98,49 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     if (lane == 31) plan.num_sequences = sum;
   }
   __syncthreads();
-  int num_sequences = plan.num_sequences;
+  const int num_sequences = plan.num_sequences;
   for (int64_t seq = threadIdx.x; seq < num_seqs && num_sequences > 0; seq += kPlanThreads) {
     const int bin = bin_of(seq);
     if (bin < 0) continue;
     const RowRange rows = sequence_rows(attention.q_offsets, seq);
     plan.sequences[take_place(counts, bin)] = {0, static_cast<int>(rows.begin),
                                                static_cast<int>(rows.len), static_cast<int>(seq)};
-    if constexpr (kOfKeys) {
-      atomicAdd(&sum_queries, static_cast<unsigned long long>(rows.len));
-      atomicAdd(&sum_keys, static_cast<unsigned long long>(keys_of(attention, seq, rows.len)));
-    }
   }
   __syncthreads();
-  if constexpr (kOfKeys) {
-    // Sequences of wrong offsets may overlap, and their numbers of tiles overflow: no results are
-    // promised then, but an end is.
-    if (sum_queries > static_cast<unsigned long long>(attention.q_offsets.total) ||
-        sum_keys > static_cast<unsigned long long>(attention.kv_offsets.total)) {
-      num_sequences = 0;
-      if (threadIdx.x == 0) plan.num_sequences = 0;
+  int tiles_before = 0;
+  for (int first = 0; first < num_sequences; first += kPlanThreads) {
+    const int rank = first + static_cast<int>(threadIdx.x);
+    int tiles = 0;
+    if (rank < num_sequences) {
+      const PlannedSequence& sequence = plan.sequences[rank];
+      const int rows =
+          kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries) : sequence.num_queries;
+      tiles = (rows + kTile - 1) / kTile;
     }
-  }
-  // Puts into each sequence the sum of tiles of all before, and returns the sum of all.
-  const auto sum_tiles = [&](int PlannedSequence::* first_tile, auto rows_of_sequence) {
-    int tiles_before = 0;
-    for (int first = 0; first < num_sequences; first += kPlanThreads) {
-      const int rank = first + static_cast<int>(threadIdx.x);
-      const int tiles =
-          rank < num_sequences ? (rows_of_sequence(plan.sequences[rank]) + kTile - 1) / kTile : 0;
-      int sum = tiles;
-      for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += before;
-      }
-      if (lane == 31) warp_tiles[warp] = sum;
-      __syncthreads();
-      int warps_sum = warp_tiles[lane];
-      for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(0xffffffffu, warps_sum, step);
-        if (lane >= step) warps_sum += before;
-      }
-      const int warps_before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps_sum, warp - 1);
-      if (rank < num_sequences)
-        plan.sequences[rank].*first_tile = tiles_before + warps_before + sum - tiles;
-      tiles_before += __shfl_sync(0xffffffffu, warps_sum, 31);
-      __syncthreads();
+    int sum = tiles;
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += before;
     }
-    return tiles_before;
-  };
-  const auto queries_of = [](const PlannedSequence& sequence) { return sequence.num_queries; };
-  int num_tiles;
-  if constexpr (kOfKeys) {
-    const int query_tiles = sum_tiles(&PlannedSequence::begin, queries_of);
-    num_tiles = sum_tiles(&PlannedSequence::first_tile, [&](const PlannedSequence& sequence) {
-      return keys_of(attention, sequence.seq, sequence.num_queries);
-    });
-    int* counters = static_cast<int*>(attention.long_counters);
-    const int64_t words = long_counter_words(num_sequences, attention.kv_heads);
-    for (int64_t i = threadIdx.x; i < words; i += kPlanThreads)
-      counters[i] = i == kQueryTilesCounter ? query_tiles : 0;
-  } else {
-    num_tiles = sum_tiles(&PlannedSequence::first_tile, queries_of);
+    if (lane == 31) warp_tiles[warp] = sum;
+    __syncthreads();
+    int warps_sum = warp_tiles[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, warps_sum, step);
+      if (lane >= step) warps_sum += before;
+    }
+    const int warps_before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps_sum, warp - 1);
+    if (rank < num_sequences)
+      plan.sequences[rank].first_tile = tiles_before + warps_before + sum - tiles;
+    tiles_before += __shfl_sync(0xffffffffu, warps_sum, 31);
+    __syncthreads();
   }
   if (threadIdx.x == 0) {
-    plan.num_tiles = num_tiles;
+    plan.num_tiles = tiles_before;
     plan.next_item = 0;
   }
   // So that this kernel does not end before that which it runs beside.
   ptx::griddepcontrol_wait();
-}
-
-// The sequence that holds `item`, of `heads` items per tile, and its rank. Items only rise, so the
-// search starts at the last sequence's rank; next ones are likely near. One warp.
-template <auto kFirstTile>
-__device__ __forceinline__ PlannedSequence find_planned(const LongPlan& plan, int num_sequences,
-                                                        int heads, int64_t item, int& rank) {
-  const int lane = threadIdx.x % 32;
-  int high = num_sequences;
-  for (int step = 1; high - rank > 1; step = (high - rank + 32) / 33) {
-    const int probe = rank + step * (lane + 1);
-    const bool before =
-        probe < high &&
-        static_cast<int64_t>(__ldcg(&(plan.sequences[probe].*kFirstTile))) * heads <= item;
-    const int passed = __popc(__ballot_sync(0xffffffffu, before));
-    rank += step * passed;
-    if (passed < 32) high = min(high, rank + step);
-  }
-  const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan.sequences[rank]));
-  return {found.x, found.y, found.z, found.w};
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.
@@ -204,13 +159,22 @@ class PlannedItems {
     if (lane == 0) taken = atomicAdd(&plan_.next_item, 1ull);
     const int64_t item = static_cast<int64_t>(__shfl_sync(0xffffffffu, taken, 0));
     if (item >= num_items_) return false;
-    sequence =
-        find_planned<&PlannedSequence::first_tile>(plan_, num_sequences_, heads_, item, rank_);
-    item_in_sequence = item - static_cast<int64_t>(sequence.first_tile) * heads_;
+    // Items only rise, so the search starts at the last sequence; next ones are likely near.
+    int high = num_sequences_;
+    for (int step = 1; high - rank_ > 1; step = (high - rank_ + 32) / 33) {
+      const int probe = rank_ + step * (lane + 1);
+      const bool before =
+          probe < high &&
+          static_cast<int64_t>(__ldcg(&plan_.sequences[probe].first_tile)) * heads_ <= item;
+      const int passed = __popc(__ballot_sync(0xffffffffu, before));
+      rank_ += step * passed;
+      if (passed < 32) high = min(high, rank_ + step);
+    }
+    const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_.sequences[rank_]));
+    sequence = {found.x, found.y, found.z, found.w};
+    item_in_sequence = item - static_cast<int64_t>(found.x) * heads_;
     return true;
   }
-  // Of the last sequence in the plan.
-  __device__ __forceinline__ int rank() const { return rank_; }
 
  private:
   LongPlan& plan_;
