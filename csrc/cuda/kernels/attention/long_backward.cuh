@@ -108,23 +108,27 @@ struct LongWorkspace {
 
 constexpr int kPreparedRows = 128, kPrepareThreads = 256;
 
-template <typename Config>
-__device__ __forceinline__ bool find_prepared(const AttentionBackwardParams& params,
-                                              JaggedTile& tile) {
-  tile = find_longer_tile<kPreparedRows, kPreparedRows>(params.q_offsets, blockIdx.x);
-  return tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len);
+// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th; at
+// once done where there are none.
+template <typename Visit>
+__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
+  ptx::griddepcontrol_wait();
+  if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
+  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const JaggedTile tile = find_longer_tile<kPreparedRows, kPreparedRows>(params.q_offsets, index);
+    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
+      visit(tile);
+  }
 }
 
 template <typename Config>
-__global__ __launch_bounds__(kPrepareThreads) void prepare_long(
-    const __grid_constant__ AttentionBackwardParams params) {
+__device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
+                                             const JaggedTile& tile) {
   using Element = typename Config::Element;
   using Workspace = LongWorkspace<Config>;
   constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks,
                 kRows = kPreparedRows / kRowStep;
-  ptx::griddepcontrol_wait();
-  JaggedTile tile;
-  if (!find_prepared<Config>(params, tile)) return;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
   const int chunk = threadIdx.x % kChunks, own_row = static_cast<int>(threadIdx.x) / kChunks;
@@ -177,13 +181,10 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
 }
 
 template <typename Config>
-__global__ __launch_bounds__(kPrepareThreads) void finish_long(
-    const __grid_constant__ AttentionBackwardParams params) {
+__device__ __forceinline__ void finish_tile(const AttentionBackwardParams& params,
+                                            const JaggedTile& tile) {
   using Element = typename Config::Element;
   using Workspace = LongWorkspace<Config>;
-  ptx::griddepcontrol_wait();
-  JaggedTile tile;
-  if (!find_prepared<Config>(params, tile)) return;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -209,6 +210,18 @@ __global__ __launch_bounds__(kPrepareThreads) void finish_long(
                     column * 64,
                 params.grad_q.row_stride, rows - row - lane / 4, params.dim_qk - column * 64, lane);
   }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void prepare_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void finish_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
 }
 
 // --- the kernel
@@ -701,7 +714,10 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
-  const Grid rows{num_longer_tiles(queries, kPreparedRows), attention.heads};
+  // Several CTAs per SM, but no more, since often there is nothing to do.
+  const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
+                slots = 8 * num_sms / attention.heads + 1;
+  const Grid rows{tiles < slots ? tiles : slots, attention.heads};
   cudaError_t error = launch_dependent<plan_long<Config::kTileN, AttentionBackwardParams>>(
       attention, Grid{1}, kPlanThreads, 0, stream);
   if (error != cudaSuccess) return error;
