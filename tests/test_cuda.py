@@ -398,8 +398,15 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
     step = "" if dim == 128 else ".step64"
-    backward = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    in_fixed_order = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    backward = f"long.d{dim}" if wgmma and dim > 32 else in_fixed_order
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
+    torch.use_deterministic_algorithms(True)
+    try:
+        judge(case, spec, dtype, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert last_kernel("cuda") == f"cuda.attention.backward.{in_fixed_order}"
 
 
 # Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.
@@ -482,6 +489,28 @@ def test_long_among_shorter_sequences(
         spec = spec_of(LONG_MIXED, dims=dims, heads=heads, **options)
         spec = dataclasses.replace(spec, kv_layout=LONG_MIXED_KEYS if cross else None)
         judge(case, spec, torch.bfloat16, CUDA)
+
+
+# The same for the backward pass, where those of 1,024 queries and more are long.
+LONG_BACKWARD = Layout((1023, 1025, 0, 1024, 64, 1153, 1, 1300), base=5, tail=70)
+LONG_BACKWARD_KEYS = Layout((300, 129, 3, 1200, 64, 0, 7, 1), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_long_among_shorter_sequences_backward(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+        spec = spec_of(LONG_BACKWARD, dims=dims, heads=heads, **options)
+        spec = dataclasses.replace(spec, kv_layout=LONG_BACKWARD_KEYS if cross else None)
+        judge(case, spec, dtype, CUDA)
+        if HOPPER:
+            bucket = 64 if max(dims) <= 64 else 128
+            assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -115,11 +115,12 @@ constexpr Operator kOperators[] = {
 
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
-   " int window_right, float scale, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor)",
+   " int window_right, float scale, int? max_len=None, bool allow_tf32=False, bool deterministic=False)"
+   " -> (Tensor, Tensor)",
    FLASH "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
   {"jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
    " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
-   " int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)",
+   " int? max_len=None, bool allow_tf32=False, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
    FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H]; "
    FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
 

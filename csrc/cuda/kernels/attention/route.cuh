@@ -19,7 +19,8 @@ __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int6
 }
 
 // Whether another kernel leaves a sequence to that for long ones.
-__device__ __forceinline__ bool left_to_long(const AttentionParams& params, int64_t queries) {
+template <typename Params>
+__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries) {
   return params.long_plan != nullptr && queries > long_rows(params);
 }
 

@@ -55,6 +55,13 @@ __device__ __forceinline__ void st_shared_4(SharedAddress shared, uint32_t value
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");
 }
 
+// st.shared.v4.b32
+__device__ __forceinline__ void st_shared_16(SharedAddress shared, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value), "f"(value[0]),
+               "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+}
+
 // ld.shared.v4.b32
 __device__ __forceinline__ uint4 ld_shared_16(SharedAddress shared) {
   uint4 value;
@@ -125,6 +132,17 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SharedAddres
                : "=r"(r[0]), "=r"(r[1])
                : "r"(shared.value)
                : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16 ("Warp-level matrix store instruction: stmatrix"), of
+// compute capability 9.0, else nothing: lane i names row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4(SharedAddress shared, const uint32_t (&r)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+#endif
 }
 
 // movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix of which lane l holds columns 2 (l % 4) + {0,
