@@ -110,6 +110,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_sum", "jagged_broadcast"),
             ("jagged_mean", "jagged_broadcast"),
             ("jagged_broadcast", "jagged_sum"),
+            ("jagged_dense_add", "jagged_to_padded"),
+            ("jagged_dense_mul", "jagged_dense_mul_backward"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),

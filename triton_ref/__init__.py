@@ -8,7 +8,9 @@ CPU tensors in fp32, fp16 and fp64.
 from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
+from .jagged_dense_add import jagged_dense_add
 from .jagged_dense_bmm import jagged_dense_bmm
+from .jagged_dense_mul import jagged_dense_mul
 from .jagged_flash_attention import jagged_flash_attention
 from .jagged_jagged_bmm import jagged_jagged_bmm
 from .jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
@@ -23,7 +25,9 @@ __all__ = [
     "array_jagged_bmm_jagged_out",
     "jagged2_softmax",
     "jagged_broadcast",
+    "jagged_dense_add",
     "jagged_dense_bmm",
+    "jagged_dense_mul",
     "jagged_flash_attention",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",

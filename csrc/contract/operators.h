@@ -85,6 +85,14 @@ constexpr Operator kOperators[] = {
   {"jagged_broadcast(Tensor x, Tensor offsets, SymInt total) -> Tensor",
    "x: any [B, ...], offsets: index [B + 1]; total >= 0 -> x [total, ...]"},
 
+  {"jagged_dense_add(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+   "x: any [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
+  {"jagged_dense_mul(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+   "x: float [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
+  // -> the gradient of y
+  {"jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor offsets, SymInt max_len) -> Tensor",
+   "x: float [T, ...], offsets: index [B + 1], grad_out: x [T, ...]; max_len >= 0 -> x [B, max_len, ...]"},
+
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
    " int window_right, float scale, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor)",
