@@ -116,6 +116,11 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
+        (name, dtype, False, {}, *(f"cuda.{name}",) * 2)
+        for name in ("jagged_positions", "jagged_sessionize", "jagged_topk")
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    *(
         (
             "jagged_flash_attention",
             dtype,

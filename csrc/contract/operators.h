@@ -93,6 +93,19 @@ constexpr Operator kOperators[] = {
   {"jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor offsets, SymInt max_len) -> Tensor",
    "x: float [T, ...], offsets: index [B + 1], grad_out: x [T, ...]; max_len >= 0 -> x [B, max_len, ...]"},
 
+  // targets: of each sequence, or else same_targets of all
+  {"jagged_positions(Tensor offsets, Tensor? targets, SymInt total, bool from_end=False, SymInt same_targets=0)"
+   " -> Tensor",
+   "offsets: index [B + 1], targets: index? [B]; total >= 0; same_targets >= 0 -> int32 [total]"},
+
+  // k: of each sequence, or else same_k of all
+  {"jagged_topk(Tensor score, Tensor offsets, Tensor? k, SymInt same_k=0) -> Tensor",
+   "score: any [T], offsets: index [B + 1], k: index? [B]; same_k >= 0 -> bool [T]"},
+
+  // -> session_offsets, first_session
+  {"jagged_sessionize(Tensor time, Tensor offsets, float gap, SymInt sessions) -> (Tensor, Tensor)",
+   "time: any [T], offsets: index [B + 1]; sessions >= 0 -> offsets [sessions + 1], offsets [B + 1]"},
+
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
    " int window_right, float scale, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor)",

@@ -17,6 +17,14 @@ namespace jagged_cuda {
 void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
                             int64_t total, std::optional<int64_t> max_len = std::nullopt);
 
+// counts [B], numbers of rows. Contiguous, and alive until the stream has passed.
+void maybe_validate_counts(const char* op, const char* argument, const Tensor& counts);
+
+// needed [1] int64: how many elements there are, of which a result holds `capacity`; `argument`
+// gives it.
+void maybe_validate_capacity(const char* op, const char* argument, const Tensor& needed,
+                             int64_t capacity);
+
 // Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
 // `argument` gives the `capacity`.
 void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,

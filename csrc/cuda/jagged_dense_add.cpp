@@ -1,5 +1,6 @@
 #include "cuda/combine_glue.h"
 #include "cuda/kernels/jagged_dense_add.h"
+#include "cuda/row_type.h"
 
 #include <torch/csrc/stable/library.h>
 

@@ -10,10 +10,13 @@ from jagged_cuda.ops.jagged_flash_attention import jagged_flash_attention
 from jagged_cuda.ops.jagged_jagged_bmm import jagged_jagged_bmm
 from jagged_cuda.ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 from jagged_cuda.ops.jagged_mean import jagged_mean
+from jagged_cuda.ops.jagged_positions import jagged_positions
+from jagged_cuda.ops.jagged_sessionize import jagged_sessionize
 from jagged_cuda.ops.jagged_softmax import jagged_softmax
 from jagged_cuda.ops.jagged_sum import jagged_sum
 from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
 from jagged_cuda.ops.jagged_to_padded import jagged_to_padded
+from jagged_cuda.ops.jagged_topk import jagged_topk
 from jagged_cuda.ops.padded_to_jagged import padded_to_jagged
 
 __all__ = [
@@ -27,9 +30,12 @@ __all__ = [
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
     "jagged_mean",
+    "jagged_positions",
+    "jagged_sessionize",
     "jagged_softmax",
     "jagged_sum",
     "jagged_target_attention",
     "jagged_to_padded",
+    "jagged_topk",
     "padded_to_jagged",
 ]

@@ -25,6 +25,8 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "Tensor": (_TENSORS, "a tensor"),
     "Tensor | None": (_TENSORS | {_NONE}, "a tensor or None"),
     "int": (frozenset((int,)), "an int"),
+    "int | Tensor": (_TENSORS | {int}, "an int or a tensor"),
+    "int | Tensor | None": (_TENSORS | {int, _NONE}, "an int, a tensor or None"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
@@ -75,6 +77,10 @@ class Arguments:
 
 
 def _will_do(text: str, value: Any) -> bool:
+    if text.startswith("an int, a tensor"):
+        return value is None or _will_do("an int or a tensor", value)
+    if text == "an int or a tensor":
+        return _will_do("a tensor", value) or _will_do("an int", value)
     if text == "a tensor":
         return isinstance(value, Tensor) and not value.is_nested
     if isinstance(value, Tensor):

@@ -23,7 +23,8 @@ from jagged_cuda import _load
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY}
+_CLASSES |= {"int64": (torch.int64,), "int32": (torch.int32,), "bool": (torch.bool,)}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -60,6 +61,8 @@ class _Rule:
         return self.dims[:-1] if self.dims[-1] == "..." else self.dims
 
     def dtype(self, arguments: Mapping[str, Any]) -> torch.dtype:
+        if self.like not in arguments:
+            return self.dtypes[0]
         like: torch.dtype = arguments[self.like].dtype
         sums = torch.float64 if like is torch.float64 else torch.float32
         return sums if self.accumulates else like
@@ -161,9 +164,9 @@ class Contract:
     def results_of(self, op: str, arguments: Mapping[str, Any]) -> Any:
         """Describe what a call returns, without values."""
         known = {**arguments, **self.check(op, arguments)}
+        first = arguments[self.rules[0].name]
         results = tuple(
-            arguments[rule.like].new_empty(rule.shape(known), dtype=rule.dtype(arguments))
-            for rule in self.results
+            first.new_empty(rule.shape(known), dtype=rule.dtype(arguments)) for rule in self.results
         )
         return results if len(results) > 1 else results[0]
 
