@@ -117,7 +117,11 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     ),
     *(
         (name, dtype, False, {}, *(f"cuda.{name}",) * 2)
-        for name in ("jagged_positions", "jagged_sessionize", "jagged_topk")
+        for name in (
+            "jagged_positions",
+            "jagged_sessionize",
+            "jagged_topk",
+        )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
