@@ -55,7 +55,7 @@ def test_targets_are_checked(device: torch.device, monkeypatch: pytest.MonkeyPat
     text = sentence(jagged_positions, offsets, total=6, targets=-3)
     assert text == f"{name} must be >= 0, got -3"
     text = sentence(jagged_positions, offsets, total=6, targets=1.5)
-    assert text == f"{name} must be an int, a tensor or None, got a float"
+    assert text == f"{name} must be an int or a tensor or None, got a float"
 
 
 @pytest.mark.cuda

@@ -264,6 +264,8 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         *(triton_ref.jagged2_softmax(matrices, offsets, dim=dim, **begins) for dim in (-1, -2)),
         triton_ref.jagged_to_padded(x, offsets, 70),
         triton_ref.jagged_sum(x, offsets),
+        triton_ref.jagged_select(x, offsets, offsets.new_empty(100, dtype=bool), total=100)[0],
+        triton_ref.jagged_first(x, offsets, 7, total=14)[0],
         *triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True),
     ]
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])

@@ -24,6 +24,7 @@ enum class Fault : int32_t {
   kCapacity,     // the capacity `value` is less than the `reference` that are needed
   kMatrixBegin,  // matrix_offsets[0] = value < 0
   kMatrixSum,    // matrix_offsets[index] = value, not that before it + rows * columns = reference
+  kOutOfRange,   // index[index] = value is none of `reference` sequences
   kMatrixCapacity,  // the matrix of sequence `index` ends at `reference`, past the capacity `value`
 };
 
@@ -84,6 +85,18 @@ struct CapacityRule {
   JAGGED_CUDA_HOST_DEVICE Finding at(int64_t index) const {
     const int64_t value = needed[index];
     return value > capacity ? Finding{Fault::kCapacity, index, capacity, value} : Finding{};
+  }
+};
+
+// index [num_seqs], each the number of one of num_chosen sequences.
+struct IndexRule {
+  const int64_t* index;
+  int64_t num_seqs;  // of the result
+  int64_t num_chosen;
+
+  JAGGED_CUDA_HOST_DEVICE Finding at(int64_t entry) const {
+    if (entry >= num_seqs || (index[entry] >= 0 && index[entry] < num_chosen)) return {};
+    return {Fault::kOutOfRange, entry, index[entry], num_chosen};
   }
 };
 

@@ -8,7 +8,7 @@
 //   line      arguments; relations -> results
 //   argument  name: class [dims]
 //   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these,
-//             int16, int8, uint8, bool), a dtype, the name of an earlier argument (its dtype),
+//             int16, int8, uint8, bool), a dtype (int64, bool), the name of an earlier argument (its dtype),
 //             acc(argument) (its dtype of sums: float64 for float64, else float32); ?: may be None
 //   dims      sizes, size + 1, and last ..., any further dimensions. A size's first occurrence
 //             sets it, each other one must agree; all tensors are on the first one's device
@@ -105,6 +105,25 @@ constexpr Operator kOperators[] = {
   // -> session_offsets, first_session
   {"jagged_sessionize(Tensor time, Tensor offsets, float gap, SymInt sessions) -> (Tensor, Tensor)",
    "time: any [T], offsets: index [B + 1]; sessions >= 0 -> offsets [sessions + 1], offsets [B + 1]"},
+
+  // Rows of x, y, z and w one after another, by number; the backward says where each row went
+  {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? y=None, Tensor? z=None, Tensor? w=None) -> Tensor",
+   "x: any [T, ...], index: int64 [N], y: x? [Tq, ...], z: x? [Tk, ...], w: x? [Tx, ...] -> x [N, ...]"},
+  {"jagged_take_backward(Tensor index, SymInt total) -> Tensor",
+   "index: int64 [N]; total >= 0 -> int64 [total]"},
+
+  // -> index, offsets: which row each of total rows takes (-1: none), and the sequences of these.
+  // function, the public function that asks, is one of contract/plan.h
+  {"jagged_select(Tensor offsets, Tensor keep, SymInt total) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], keep: bool [T]; total >= 0 -> int64 [total], offsets [B + 1]"},
+  // rows skip + begin[b] to skip + begin[b] + min(length[b], most) of each sequence of `rows` rows
+  {"jagged_slice(Tensor offsets, Tensor? begin, Tensor? length, SymInt rows, SymInt total, SymInt skip=0,"
+   " SymInt? most=None, bool from_end=False, int function=0) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], begin: offsets? [B], length: offsets? [B]; rows >= 0; total >= 0; skip >= 0; most >= 0;"
+   " 0 <= function <= 3 -> int64 [total], offsets [B + 1]"},
+  {"jagged_index_select(Tensor offsets, Tensor index, SymInt rows, SymInt total, int function=0) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], index: int64 [N]; rows >= 0; total >= 0; 0 <= function <= 1"
+   " -> int64 [total], offsets [N + 1]"},
 
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"

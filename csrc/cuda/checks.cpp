@@ -139,6 +139,23 @@ void maybe_validate_capacity(const char* op, const char* argument, const Tensor&
   }
 }
 
+void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
+                          int64_t num_seqs) {
+  const CheckMode mode = check_mode();
+  if (mode == CheckMode::kOff) return;
+  const cudaStream_t stream = current_stream(index);
+  if (mode == CheckMode::kAsync) {
+    if (ErrorWord* error = find_error_word(op, stream)) {
+      check_cuda(op, launch_check_index({index.const_data_ptr<int64_t>(), index.size(0), num_seqs,
+                                         op, argument, error},
+                                        stream));
+    }
+  } else if (!is_capturing(op, stream)) {
+    const auto host = copy_to_host<int64_t>(op, index, stream);
+    enforce(op, argument, IndexRule{host.data(), index.size(0), num_seqs});
+  }
+}
+
 void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,
                              const Tensor& columns, bool has_y_offsets,
                              const Tensor& matrix_offsets, int64_t total_rows,

@@ -25,6 +25,10 @@ void maybe_validate_counts(const char* op, const char* argument, const Tensor& c
 void maybe_validate_capacity(const char* op, const char* argument, const Tensor& needed,
                              int64_t capacity);
 
+// index [N], int64, each the number of one of `num_seqs` sequences. Contiguous, as above.
+void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
+                          int64_t num_seqs);
+
 // Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
 // `argument` gives the `capacity`.
 void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,

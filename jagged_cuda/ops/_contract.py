@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from jagged_cuda import _load
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY}
-_CLASSES |= {"int64": (torch.int64,), "int32": (torch.int32,), "bool": (torch.bool,)}
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
+_CLASSES |= {"int32": (torch.int32,), "bool": (torch.bool,)}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -61,7 +62,7 @@ class _Rule:
         return self.dims[:-1] if self.dims[-1] == "..." else self.dims
 
     def dtype(self, arguments: Mapping[str, Any]) -> torch.dtype:
-        if self.like not in arguments:
+        if self.dtypes:
             return self.dtypes[0]
         like: torch.dtype = arguments[self.like].dtype
         sums = torch.float64 if like is torch.float64 else torch.float32
@@ -228,6 +229,27 @@ _LENGTHS = Contract.parse("lengths: index [B]")
 
 def check_offsets(op: str, offsets: Tensor, y_offsets: Tensor | None = None) -> None:
     _OFFSETS.check(op, {"offsets": offsets, "y_offsets": y_offsets})
+
+
+def check_numbers(op: str, name: str, offsets: Tensor, numbers: Tensor) -> None:
+    """One number for each sequence: `[B]` int32 or int64, on the device of offsets."""
+    if numbers.dtype not in _INDEX:
+        fail_argument(op, name, "int32 or int64", dtype_name(numbers.dtype))
+    if numbers.device != offsets.device:
+        fail_argument(op, name, f"on {offsets.device}", f"on {numbers.device}")
+    if numbers.shape != (offsets.shape[0] - 1,):
+        fail_argument(op, name, f"[{offsets.shape[0] - 1}]", shape_text(numbers.shape))
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether its values are there, and reading them costs nothing or was asked for."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    if tensor.is_cpu:
+        return True
+    # A stream that is being captured into a graph cannot be waited for.
+    asked = os.environ.get("JAGGED_CUDA_CHECK") == "1"
+    return asked and not torch.cuda.is_current_stream_capturing()
 
 
 def check_lengths(op: str, lengths: Tensor) -> None:

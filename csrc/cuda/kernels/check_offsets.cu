@@ -55,6 +55,11 @@ __global__ __launch_bounds__(kThreads) void check_capacity(const CheckCapacityPa
   check(CapacityRule{params.needed, 0, params.capacity}, params.op, params.argument, params.error);
 }
 
+__global__ __launch_bounds__(kThreads) void check_index(const CheckIndexParams params) {
+  check(IndexRule{params.index, params.size, params.num_seqs}, params.op, params.argument,
+        params.error);
+}
+
 template <typename Offset>
 __global__ __launch_bounds__(kThreads) void check_matrix_offsets(
     const CheckMatrixOffsetsParams params) {
@@ -86,6 +91,11 @@ cudaError_t launch_check_counts(const CheckCountsParams& params, cudaStream_t st
 
 cudaError_t launch_check_capacity(const CheckCapacityParams& params, cudaStream_t stream) {
   check_capacity<<<1, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_check_index(const CheckIndexParams& params, cudaStream_t stream) {
+  check_index<<<1, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

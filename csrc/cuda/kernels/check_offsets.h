@@ -64,9 +64,20 @@ struct CheckMatrixOffsetsParams {
   ErrorWord* error;
 };
 
+// index [size], each the number of one of num_seqs sequences.
+struct CheckIndexParams {
+  const int64_t* index;
+  int64_t size;
+  int64_t num_seqs;
+  const char* op;
+  const char* argument;
+  ErrorWord* error;
+};
+
 cudaError_t launch_check_offsets(const CheckOffsetsParams& params, cudaStream_t stream);
 cudaError_t launch_check_counts(const CheckCountsParams& params, cudaStream_t stream);
 cudaError_t launch_check_capacity(const CheckCapacityParams& params, cudaStream_t stream);
+cudaError_t launch_check_index(const CheckIndexParams& params, cudaStream_t stream);
 cudaError_t launch_check_matrix_offsets(const CheckMatrixOffsetsParams& params,
                                         cudaStream_t stream);
 
