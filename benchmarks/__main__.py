@@ -19,6 +19,7 @@ from benchmarks import (
     peers,
     plot,
     report,
+    rows,
     shapes,
     stamp,
     sweep,
@@ -32,6 +33,7 @@ from jagged_cuda import _load
 COMMANDS: dict[str, Command] = {
     "table1": table1.COMMAND,
     **attention.COMMANDS,
+    "rows": rows.COMMAND,
     "sweep": sweep.COMMAND,
     "host": host.COMMAND,
     "build": build.COMMAND,

@@ -245,9 +245,8 @@ def _join(op: str, xs: list[Tensor], bounds: list[Tensor], total: int) -> tuple[
     for x, offsets in zip(xs[1:], bounds[1:], strict=True):
         shifted.append(offsets + first)
         first = first + x.shape[0]
-    device = bounds[0].device
-    number = torch.arange(num_seqs * num_parts, device=device)
-    chosen = number % num_parts * (num_seqs + 1) + number // num_parts
+    numbers = torch.arange(num_parts * (num_seqs + 1), device=bounds[0].device)
+    chosen = numbers.view(num_parts, num_seqs + 1)[:, :num_seqs].t().reshape(-1)
     plan = plan_index_select(op, torch.cat(shifted), chosen, first, total, unique=True)
     joined = take_of_several(xs, plan.index, True)
     return joined, plan._replace(offsets=plan.offsets[::num_parts].contiguous())

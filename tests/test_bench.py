@@ -22,6 +22,7 @@ from benchmarks import (
     implementations,
     peers,
     report,
+    rows,
     shapes,
     sweep,
     table1,
@@ -112,6 +113,17 @@ def test_target_beside_padded_attention(tmp_path: Path, capsys: pytest.CaptureFi
         assert timed == {OURS, HINTED, "sdpa"}
         assert results["varlen"] == {"absent": "varlen needs a GPU"}
     assert "Target attention" in capsys.readouterr().out
+
+
+def test_rows_beside_plain_indexing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "rows", "--cases", "*_128")
+    assert {row["case"].removesuffix("_128") for row in found["rows"]} == {
+        function.name for function in rows.FUNCTIONS
+    }
+    for row in found["rows"]:
+        assert all(row["results"][name]["median_us"] > 0 for name in (OURS, "indexing"))
+        assert row["shape"]["row_bytes"] == (4 if "numbers" in row["case"] else 128)
+    assert "Moving rows" in capsys.readouterr().out
 
 
 def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:

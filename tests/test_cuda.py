@@ -131,7 +131,11 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for name, choices, gradient in (
             ("jagged_select", {}, "jagged_take"),
             ("jagged_slice", {}, "jagged_take"),
-            ("jagged_index_select", {"function": "jagged_index_select"}, "jagged_sum"),
+            (
+                "jagged_index_select",
+                {"function": "jagged_index_select"},
+                "jagged_index_select_backward",
+            ),
             ("jagged_index_select", {"function": "jagged_concat"}, "jagged_take"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)

@@ -106,9 +106,12 @@ constexpr Operator kOperators[] = {
   {"jagged_sessionize(Tensor time, Tensor offsets, float gap, SymInt sessions) -> (Tensor, Tensor)",
    "time: any [T], offsets: index [B + 1]; sessions >= 0 -> offsets [sessions + 1], offsets [B + 1]"},
 
-  // Rows of x, y, z and w one after another, by number; the backward says where each row went
-  {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? y=None, Tensor? z=None, Tensor? w=None) -> Tensor",
-   "x: any [T, ...], index: int64 [N], y: x? [Tq, ...], z: x? [Tk, ...], w: x? [Tx, ...] -> x [N, ...]"},
+  // Rows of x, y, z and w one after another, by number; the backward says where each row went. Where
+  // whole sequences `chosen` of offsets `source` are taken to offsets `taken`, the gradient uses that
+  {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? y=None, Tensor? z=None, Tensor? w=None,"
+   " Tensor? chosen=None, Tensor? source=None, Tensor? taken=None) -> Tensor",
+   "x: any [T, ...], index: int64 [N], y: x? [Tq, ...], z: x? [Tk, ...], w: x? [Tx, ...], chosen: int64? [M],"
+   " source: index? [B + 1], taken: index? [M + 1] -> x [N, ...]"},
   {"jagged_take_backward(Tensor index, SymInt total) -> Tensor",
    "index: int64 [N]; total >= 0 -> int64 [total]"},
 
@@ -124,6 +127,12 @@ constexpr Operator kOperators[] = {
   {"jagged_index_select(Tensor offsets, Tensor index, SymInt rows, SymInt total, int function=0) -> (Tensor, Tensor)",
    "offsets: index [B + 1], index: int64 [N]; rows >= 0; total >= 0; 0 <= function <= 1"
    " -> int64 [total], offsets [N + 1]"},
+  // Sums the copies of each row of `total`: sequence b is sequences order[groups[b]], ..., order[groups[b + 1] - 1]
+  // of offsets `taken`
+  {"jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken, Tensor order,"
+   " Tensor groups, SymInt total) -> Tensor",
+   "grad_out: float [N, ...], index: int64 [N], offsets: index [B + 1], taken: offsets [M + 1], order: int64 [M],"
+   " groups: int64 [B + 1]; total >= 0 -> grad_out [total, ...]"},
 
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"

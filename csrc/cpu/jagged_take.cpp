@@ -24,10 +24,11 @@ struct Source {
 };
 
 Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> y,
-                   std::optional<Tensor> z, std::optional<Tensor> w) {
+                   std::optional<Tensor> z, std::optional<Tensor> w, std::optional<Tensor> chosen,
+                   std::optional<Tensor> source, std::optional<Tensor> taken) {
   constexpr const char* op = "jagged_take";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({x, index, unique, y, z, w});
+  const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
   const Tensor dense = as_contiguous(op, index);
   const int64_t* rows = dense.const_data_ptr<int64_t>();
   Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.N}));

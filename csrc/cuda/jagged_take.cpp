@@ -10,10 +10,11 @@ namespace {
 // x [T, ...], index [N], y, z, w [.., ...] -> [N, ...]
 Tensor jagged_take(const Tensor& x, const Tensor& index, bool unique,
                    const std::optional<Tensor>& y, const std::optional<Tensor>& z,
-                   const std::optional<Tensor>& w) {
+                   const std::optional<Tensor>& w, const std::optional<Tensor>& chosen,
+                   const std::optional<Tensor>& source, const std::optional<Tensor>& taken) {
   constexpr const char* op = "jagged_take";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({x, index, unique, y, z, w});
+  const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.N}));
   if (sizes.N == 0 || sizes.rest == 0) return out;

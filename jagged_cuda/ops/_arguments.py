@@ -126,5 +126,7 @@ def _describe(name: str, text: str, value: Any) -> str:
     if kind == "ndarray":
         return "a numpy array: pass torch.from_numpy(...) of it"
     if "tensor" in text:
-        return f"a {kind}" + (": pass torch.tensor(...) of it" if kind == "list" else "")
+        return f"a {kind}" + (
+            ": pass torch.tensor(...) of it" if kind == "list" and "sequence" not in text else ""
+        )
     return f"{value!r}" if isinstance(value, (int, float, str, tuple)) else f"a {kind}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jagged_cuda.ops import _contract, _matrices
 from jagged_cuda.ops._dispatch import refuse_transforms
-from jagged_cuda.ops.jagged_take import jagged_take
+from jagged_cuda.ops.jagged_take import jagged_take, take_sequences
 
 
 class RowPlan(NamedTuple):
@@ -23,6 +23,8 @@ class RowPlan(NamedTuple):
             result.
         unique: no row is taken twice. The gradient is then a copy; otherwise rows that are taken
             several times sum theirs, after a sort of the index.
+        chosen, source: if whole sequences are taken, their numbers `[B]` among those of the offsets
+            `source`; then these numbers are sorted in place of the index.
 
     Example:
         >>> ids, times = torch.tensor([7, 8, 9]), torch.tensor([[0.1], [0.2], [0.3]])
@@ -35,10 +37,14 @@ class RowPlan(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # instead of tuple's method
     offsets: Tensor
     unique: bool = False
+    chosen: Tensor | None = None
+    source: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
         """``z[i] = x[index[i]]``: jagged_take of x `[T, ...]`, with as many rows as planned for."""
-        return jagged_take(x, self.index, unique=self.unique)
+        if self.chosen is None or self.source is None:
+            return jagged_take(x, self.index, unique=self.unique)
+        return take_sequences(x, self.index, self.chosen, self.source, self.offsets)
 
 
 def rows_of(op: str, xs: Tensor | Sequence[Tensor]) -> int:

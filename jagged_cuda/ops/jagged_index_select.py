@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _plan
+from jagged_cuda.ops import _contract, _plan
 from jagged_cuda.ops._dispatch import call, overridable, register
 from jagged_cuda.ops._plan import RowPlan
 
@@ -70,6 +71,7 @@ def jagged_index_select(
     if total is None:
         total = _size(op, offsets, index)
     plan = plan_index_select(op, offsets, index, rows, total, unique=False)
+    plan = plan._replace(chosen=index, source=offsets)
     return _plan.move(op, xs, plan, return_plan)
 
 
@@ -77,6 +79,8 @@ def plan_index_select(
     op: str, offsets: Tensor, index: Tensor, rows: int, total: int, *, unique: bool
 ) -> RowPlan:
     """The plan of whole sequences, for the function `op`."""
+    if total < 0:
+        _contract.fail_argument(op, "total", ">= 0", total)
     planner = torch.ops.jagged_cuda.jagged_index_select.default
     taken, planned = call(planner, offsets, index, rows, total, _FUNCTIONS.index(op))
     return RowPlan(taken, planned, unique)
@@ -98,4 +102,21 @@ def _size(op: str, offsets: Tensor, index: Tensor) -> int:
 register(
     "jagged_index_select",
     autocast="unchanged",
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (index,) = ctx.saved_tensors
+    taken = call(torch.ops.jagged_cuda.jagged_take.default, grad, index, False)
+    return taken, *(None,) * 6
+
+
+register(
+    "jagged_index_select_backward",
+    setup_context=_setup_context,
+    backward=_backward,
 )

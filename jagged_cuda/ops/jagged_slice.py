@@ -87,6 +87,8 @@ def plan_slice(
 
     from_end: begin counts from the sequence's end, backwards.
     """
+    if total < 0:
+        _contract.fail_argument(op, "total", ">= 0", total)
     begins, skip = _numbers(op, "begin", begin, offsets)
     lengths, most = (None, None) if length is None else _numbers(op, name, length, offsets)
     planner = torch.ops.jagged_cuda.jagged_slice.default

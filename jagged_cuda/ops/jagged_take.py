@@ -50,14 +50,30 @@ def take_of_several(xs: list[Tensor], index: Tensor, unique: bool) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_take.default, xs[0], index, unique, *xs[1:])
 
 
+def take_sequences(
+    x: Tensor, index: Tensor, chosen: Tensor, source: Tensor, taken: Tensor
+) -> Tensor:
+    """Rows of whole sequences `chosen` of offsets `source`, which are those of offsets `taken`."""
+    op = torch.ops.jagged_cuda.jagged_take.default
+    return call(op, x, index, False, None, None, None, chosen, source, taken)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, index, ctx.unique, *others = inputs
-    ctx.rows = [None if part is None else part.shape[0] for part in (x, *others)]
-    ctx.save_for_backward(index)
+    x, index, ctx.unique, y, z, w, *sequences = inputs
+    ctx.rows = [None if part is None else part.shape[0] for part in (x, y, z, w)]
+    ctx.save_for_backward(index, *sequences)
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    (index,) = ctx.saved_tensors
+    index, chosen, source, taken = ctx.saved_tensors
+    if chosen is not None:
+        # The copies of each sequence, one after another, in their own order.
+        numbers, order = chosen.sort(stable=True)
+        seqs = torch.arange(source.shape[0], device=source.device)
+        groups = torch.searchsorted(numbers, seqs)
+        op = torch.ops.jagged_cuda.jagged_index_select_backward.default
+        arguments = (grad_out, index, source, taken, order, groups, ctx.rows[0])
+        return call(op, *arguments), *(None,) * 8
     total = sum(rows for rows in ctx.rows if rows is not None)
     if ctx.unique:
         op = torch.ops.jagged_cuda.jagged_take_backward.default
@@ -81,7 +97,7 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
                 gradient = call(sums, _take(grad_out, source), of_rows)
         gradients.append(gradient)
         begin += rows or 0
-    return gradients[0], None, None, *gradients[1:]
+    return gradients[0], None, None, *gradients[1:], None, None, None
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -33,7 +33,20 @@ def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None
 
 def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     index, total = index_of(sample.offsets), layout_of(sample.spec).total
-    return {"jagged_index_select": (sample.offsets, index, sample.spec.layout.total, total)}
+    planning = (sample.offsets, index, sample.spec.layout.total, total)
+    rows, taken = torch.ops.jagged_cuda.jagged_index_select(*planning)
+    x = sample.tensors["x"]
+    copies = torch.ones((total, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    groups = 2 * torch.arange(sample.offsets.shape[0], device=x.device)
+    order = torch.arange(len(index), device=x.device)
+    return {
+        "jagged_index_select": planning,
+        "jagged_index_select_backward": (
+            copies.requires_grad_(),
+            *(rows, sample.offsets, taken, order, groups),
+            sample.spec.layout.total,
+        ),
+    }
 
 
 def reference(spec: Spec, t: Tensors) -> Tensors:
