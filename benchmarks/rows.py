@@ -1,4 +1,4 @@
-"""Moving and combining rows: each function beside plain PyTorch indexing and FBGEMM's Triton kernels.
+"""Moving and combining rows: each function beside PyTorch indexing and FBGEMM's Triton kernels.
 
 Rows of 128 bytes and of 512, in histories U[1, 1000]; the result of each function is compared
 element by element with that of plain PyTorch before it is timed.
