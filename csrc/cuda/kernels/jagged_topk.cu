@@ -31,11 +31,11 @@
 namespace jagged_cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kItems = 8;           // keys of a lane
 constexpr int kSlab = 32 * kItems;  // rows that a warp can hold
-constexpr int kLoads = 8;           // scores that a thread of a CTA has in flight
+constexpr int kLoads = 4;           // scores that a thread of a CTA has in flight
 constexpr int kBins = 256;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -118,7 +118,7 @@ template <typename Element, typename BinOf>
 __device__ __forceinline__ void find_bin(const Element* gScore, int64_t len, unsigned wanted,
                                          SharedStorage& storage, BinOf bin_of) {
   const int lane = threadIdx.x % 32;
-  if (threadIdx.x < kBins) storage.counts[threadIdx.x] = 0;
+  storage.counts[threadIdx.x] = 0;
   __syncthreads();  // all counts are cleared
   for (int64_t first = 0; first < len; first += kLoads * kThreads) {
     Element rScore[kLoads];
@@ -129,7 +129,6 @@ __device__ __forceinline__ void find_bin(const Element* gScore, int64_t len, uns
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (first + i * kThreads >= len) break;
       const int64_t row = first + i * kThreads + threadIdx.x;
       const int bin = row < len ? bin_of(row, rScore[i]) : -1;
       // Many scores have the same sign and exponent: one lane adds for all that share a bin.
@@ -220,9 +219,8 @@ __device__ __forceinline__ void keep_best_of_slab(const JaggedTopkParams& params
   const int64_t begin = slab * kSlab, total = params.offsets.total;
   const int64_t end = begin + kSlab < total ? begin + kSlab : total;
   const int64_t row = begin + threadIdx.x;
-  if (threadIdx.x < kSlab && row < end &&
-      (row < clamped_offset(params.offsets, 0) ||
-       row >= clamped_offset(params.offsets, params.offsets.num_seqs))) {
+  if (row < end && (row < clamped_offset(params.offsets, 0) ||
+                    row >= clamped_offset(params.offsets, params.offsets.num_seqs))) {
     params.keep[row] = 0;
   }
   // A sequence of more than kSlab rows that begins here has the last of these rows.
@@ -242,7 +240,7 @@ __device__ __forceinline__ void keep_best_of_slab(const JaggedTopkParams& params
 
 template <typename Element>
 __global__ __launch_bounds__(kThreads) void topk_kernel(const __grid_constant__ TopkLaunch launch) {
-  static_assert(kThreads >= kBins && kThreads >= kSlab, "a thread for each bin and row of a slab");
+  static_assert(kThreads == kBins && kThreads >= kSlab, "a thread for each bin and row of a slab");
   __shared__ SharedStorage storage;
   const JaggedTopkParams& params = launch.params;
   if (blockIdx.x < launch.slabs) {
