@@ -9,13 +9,15 @@ from plain import sentence
 from jagged_cuda import jagged_positions
 from jagged_cuda.testing.lengths import Layout
 
-LAYOUT = Layout((3, 0, 1000, 1, 257), base=2, tail=3)
+# Up to a hundred empty sequences between two rows, and up to 32 sequences within 32 rows.
+MANY = (*(0,) * 100, 1, *(0,) * 40, 2, 1, *(0,) * 31, 3, *(0,) * 33, 5, *(1, 0) * 50, 40)
+LAYOUT = Layout((3, 0, 1000, 1, 257, *MANY), base=2, tail=3)
 IDS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 
 
 @IDS
 @pytest.mark.parametrize("from_end", [False, True])
-@pytest.mark.parametrize("targets", [None, 0, 2, 300, (2, 5, 0, 1, 300)])
+@pytest.mark.parametrize("targets", [None, 0, 2, 300, (2, 5, 0, 1, 300, *(1,) * len(MANY))])
 def test_positions(
     targets: int | tuple[int, ...] | None,
     from_end: bool,
