@@ -107,6 +107,14 @@ class RowFunction:
     sll: Callable[..., Tensor] | None = None
 
 
+def _places(mask: Tensor) -> Tensor:
+    """Where a mask is True, as indexing by it finds out: it waits for the GPU."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        # In time: what fails inside a capture leaves PyTorch's generator unusable.
+        raise RuntimeError("a mask's size cannot be read while a graph is captured")
+    return mask.nonzero().squeeze(1)
+
+
 def _index_by_repeating(b: Batch, x: Tensor) -> Tensor:
     """The rows of whole sequences in plain PyTorch, which reads how many there are."""
     lengths = b.lengths[b.picked]
@@ -137,20 +145,22 @@ FUNCTIONS = (
         name="select",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_select(x, b.offsets, b.keep, total=b.kept_rows)[0],
-        indexing=lambda b, x: x[b.keep],
+        indexing=lambda b, x: x[_places(b.keep)],
         bytes_beside=lambda b: 8 * len(b.offsets) + len(b.x),
     ),
     RowFunction(
         name="first",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_first(x, b.offsets, KEPT, total=b.truncated_rows)[0],
-        indexing=lambda b, x: x[b.place < KEPT],
+        indexing=lambda b, x: x[_places(b.place < KEPT)],
+        launches=(4, 3),
     ),
     RowFunction(
         name="last",
         inputs=lambda b: (b.x,),
         ours=lambda b, x: jagged_cuda.jagged_last(x, b.offsets, KEPT, total=b.truncated_rows)[0],
-        indexing=lambda b, x: x[b.place >= b.lengths[b.seq] - KEPT],
+        indexing=lambda b, x: x[_places(b.place >= b.lengths[b.seq] - KEPT)],
+        launches=(4, 3),
     ),
     RowFunction(
         name="index_select",
@@ -159,7 +169,7 @@ FUNCTIONS = (
             x, b.offsets, b.picked, total=b.picked_rows
         )[0],
         indexing=_index_by_repeating,
-        launches=(4, 4),
+        launches=(4, 8),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
     ),
     RowFunction(
@@ -169,7 +179,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + dense.shape[0] * dense.shape[1]
         )[0],
         indexing=_joined_by_sorting,
-        launches=(8, 4),
+        launches=(11, 4),
     ),
     RowFunction(
         name="concat_numbers",
@@ -178,7 +188,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + len(dense)
         )[0],
         indexing=_joined_by_sorting,
-        launches=(8, 4),
+        launches=(11, 4),
         sll=_cat_of_fbgemm,
     ),
     # Both parts are made; the gradient is that of the first.
@@ -188,9 +198,9 @@ FUNCTIONS = (
         ours=lambda b, x: jagged_cuda.jagged_split(
             x, b.offsets, n=KEPT, totals=(b.truncated_rows, len(x) - b.truncated_rows)
         )[0][0],
-        indexing=lambda b, x: (x[b.place < KEPT], x[b.place >= KEPT])[0],
+        indexing=lambda b, x: (x[_places(b.place < KEPT)], x[_places(b.place >= KEPT)])[0],
         bytes_beside=lambda b: 8 * len(b.offsets) + 2 * b.x[b.truncated_rows :].nbytes,
-        launches=(6, 3),
+        launches=(8, 3),
     ),
     # With a padded row for each row; the gradient of the padded ones is two kernels' with x's.
     RowFunction(
@@ -221,7 +231,6 @@ class Check:
         leaves = [t.detach().requires_grad_() for t in function.inputs(batch)]
         out = function.indexing(batch, *leaves)
         self.out = out.detach()
-        # A peer that cannot be captured into a graph leaves the GPU's own generator unusable.
         generator = torch.Generator().manual_seed(shapes.SEED)
         drawn = torch.randn(self.out.shape, generator=generator)
         self.grad_out = drawn.to(self.out.device, self.out.dtype)

@@ -141,6 +141,14 @@ FAULTS = (
     Fault(
         "tail mask off by one",
         "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "replace_behind(s, -INFINITY, window, row, key, tile.num_keys, lane)",
+        "replace_behind(s, -INFINITY, window, row, key, tile.num_keys + 1, lane)",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
+        "tail mask off by one",
+        "cuda",
         "cuda/kernels/attention/tiny_forward.cuh",
         "lane % 4 * 2 + i % 2 >= keys)",
         "lane % 4 * 2 + i % 2 > keys)",

@@ -145,7 +145,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             "jagged_flash_attention",
             dtype,
             False,
-            {"dims": dims},
+            {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
             f"cuda.attention.forward.{path}",
             f"cuda.attention.backward.{path}",
         )
@@ -393,7 +393,9 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
     spec = spec_of(layout, dims=(dim, dim), causal=causal)
     wgmma = HOPPER and path == "best"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-    forward = f"wgmma.d{dim}" if wgmma else f"mma_sync.d{dim}.rows128"
+    forward = f"mma_sync.d{dim}.rows128"
+    if wgmma:
+        forward = "wgmma.d32" if dim == 32 else f"long.d{dim}"
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
     step = "" if dim == 128 else ".step64"
@@ -463,6 +465,38 @@ def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
             spec = spec_of(Layout((end - begin,)), max_len=max_len)
             found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
+# Beside the longest sequences that are not long, 128 and 256 queries, and edges of larger tiles.
+LONG_MIXED = Layout((255, 257, 0, 256, 900, 64, 1, 385, 40, 577, 128, 129), base=5, tail=70)
+LONG_MIXED_KEYS = Layout((300, 129, 3, 700, 128, 64, 0, 0, 257, 800, 40, 130), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+def test_long_among_shorter_sequences(
+    dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+        spec = spec_of(LONG_MIXED, dims=dims, heads=heads, **options)
+        spec = dataclasses.replace(spec, kv_layout=LONG_MIXED_KEYS if cross else None)
+        judge(case, spec, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
+    """A long sequence alone gives the bits that it gives among others."""
+    case = CASES["jagged_flash_attention"]
+    sample = case.sample(spec_of(LONG_MIXED, dims=(dim, dim)), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    for begin, end in itertools.pairwise(LONG_MIXED.offsets().tolist()):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        spec = spec_of(Layout((end - begin,)), dims=(dim, dim))
+        found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
+        assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
 @pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])

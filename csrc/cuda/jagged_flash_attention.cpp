@@ -41,7 +41,9 @@ void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, co
 void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
               const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
   maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
-  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len);
+  if (kv_offsets) {
+    maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len, /*is_first=*/false);
+  }
 }
 
 std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
@@ -67,6 +69,12 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
               scale, max_len);
+  Tensor long_plan;
+  if (sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type)) {
+    constexpr int64_t kWordBytes = 4;
+    long_plan = allocate(op, q, {long_plan_bytes(sizes.B) / kWordBytes}, ScalarType::Int);
+    params.long_plan = long_plan.mutable_data_ptr();
+  }
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }

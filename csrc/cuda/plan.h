@@ -28,7 +28,8 @@ struct PlanTensors {
 
   // As JAGGED_CUDA_CHECK asks for it: that all rows fit. After the kernels are enqueued.
   void maybe_validate(const char* op) const {
-    if (uncut) maybe_validate_offsets(op, kPlannedOffsets, *uncut, capacity);
+    if (!uncut) return;
+    maybe_validate_offsets(op, kPlannedOffsets, *uncut, capacity, std::nullopt, /*is_first=*/false);
   }
 
   int64_t capacity;

@@ -67,9 +67,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     index, chosen, source, taken = ctx.saved_tensors
     if chosen is not None:
-        # The copies of each sequence, one after another, in their own order.
-        numbers, order = chosen.sort(stable=True)
-        seqs = torch.arange(source.shape[0], device=source.device)
+        # The copies of each sequence, one after another, in their own order. As int32, which takes
+        # half the passes: a number that does not fit is none of a sequence, and its copy is empty.
+        numbers, order = chosen.to(torch.int32).sort(stable=True)
+        seqs = torch.arange(source.shape[0], device=source.device, dtype=torch.int32)
         groups = torch.searchsorted(numbers, seqs)
         op = torch.ops.jagged_cuda.jagged_index_select_backward.default
         arguments = (grad_out, index, source, taken, order, groups, ctx.rows[0])

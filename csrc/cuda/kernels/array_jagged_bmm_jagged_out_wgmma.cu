@@ -29,6 +29,7 @@
 // sequence, and its stores are predicated by row. A copy of y may reach into the next sequence:
 // its rows there become zeros, since 0 times NaN is NaN.
 #include "cuda/kernels/array_jagged_bmm_jagged_out.h"
+#include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/shifted.cuh"
 #include "cuda/kernels/prim/element.cuh"
@@ -183,11 +184,11 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 
   const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
   const float scale[2] = {1.0f, 1.0f};
-  store_quads(sum, scale,
-              static_cast<Element*>(params.out) +
-                  (tile.rows.begin + tile.row + own_row) * params.columns + column,
-              params.columns, rows - own_row,
-              static_cast<int>(min(params.columns - column, int64_t{kTileN})), lane);
+  attention::store_quads(sum, scale,
+                         static_cast<Element*>(params.out) +
+                             (tile.rows.begin + tile.row + own_row) * params.columns + column,
+                         params.columns, rows - own_row,
+                         static_cast<int>(min(params.columns - column, int64_t{kTileN})), lane);
 }
 
 template <typename Config>

@@ -39,6 +39,14 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
          narrow(grad_out, params.heads);
 }
 
+// Whether the kernel for long sequences takes these operands, which the wgmma kernels take.
+bool takes_long(const AttentionParams& params) {
+  const int dim = attention::dim_bucket(params);
+  return params.long_plan != nullptr && (dim == 64 || dim == 128) &&
+         params.q_offsets.total > long_rows(params) &&
+         (params.max_len == 0 || params.max_len > long_rows(params));
+}
+
 // Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.
 bool all_tiny(const AttentionParams& params) {
   return (params.max_len > 0 && params.max_len <= kTinyRows) ||
@@ -70,11 +78,15 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
-      const auto launch_longer = [&](const AttentionParams& longer) {
+      const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer)) {
-          const cudaError_t error = attention::launch_forward_wgmma<Element>(longer, stream);
+          if (!takes_long(longer)) longer.long_plan = nullptr;
+          cudaError_t error = attention::launch_forward_wgmma<Element>(longer, stream);
+          if (error == cudaSuccess && longer.long_plan != nullptr)
+            error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
+        longer.long_plan = nullptr;
         return attention::launch_forward_mma_sync<Element>(longer, stream);
       };
       return launch_by_length(params, params.out, stream, launch_longer,

@@ -12,6 +12,13 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
+// Sequences of more queries than this have a forward kernel of their own where
+// AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
+// tiles empty.
+template <typename Params>
+constexpr int long_rows(const Params& params) {
+  return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
+}
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
 struct HeadsView {
@@ -48,9 +55,14 @@ struct AttentionParams {
   // True where the former looks for its tiles in slabs of kTinyRows rows, whose number does not grow
   // with that of sequences; self-attention only.
   bool longer_in_slabs;
+  // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
+  // there are none, or no such kernel.
+  void* long_plan;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
+
+constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]

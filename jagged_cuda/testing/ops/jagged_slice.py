@@ -16,7 +16,7 @@ FUNCTIONS = ("jagged_slice", "jagged_first", "jagged_last", "jagged_split")
 
 def kept_rows(length: int, spec: Spec) -> range:
     """Of a sequence."""
-    n = length * 2 // 3 if spec.choices["each"] else 5
+    n = length - length // 3 if spec.choices["each"] else 5
     begin = n // 2
     return {
         "jagged_slice": range(length)[begin : begin + n],
@@ -32,7 +32,8 @@ def layout_of(spec: Spec) -> Layout:
 
 def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
     x, total = t["x"], layout_of(spec).total
-    n = offsets.diff().clamp(min=0) * 2 // 3 if spec.choices["each"] else 5
+    lengths = offsets.diff().clamp(min=0)
+    n = lengths - lengths // 3 if spec.choices["each"] else 5
     name = spec.choices["function"]
     if name == "jagged_split":
         rows = x.shape[0]
@@ -65,7 +66,7 @@ CASE = Case(
         "jagged_slice": (
             s.offsets,
             None,
-            s.offsets.diff() * 2 // 3,
+            s.offsets.diff() // 2,
             s.spec.layout.total,
             layout_of(s.spec).total,
             2,

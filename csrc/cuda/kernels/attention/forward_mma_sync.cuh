@@ -27,18 +27,14 @@
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
-#include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/attention/epilogue.cuh"
+#include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/route.cuh"
-#include "cuda/kernels/attention/window.cuh"
+#include "cuda/kernels/attention/scores.cuh"
 
 #include <cmath>
 
 namespace jagged_cuda::attention {
-
-template <typename Element>
-__device__ __forceinline__ Element* row_of(const HeadsView& view, int64_t row, int head) {
-  return static_cast<Element*>(view.data) + row * view.row_stride + head * view.head_stride;
-}
 
 template <typename Element_, int kDim_, int kRowBlocks_>
 struct ForwardConfig {
@@ -74,99 +70,6 @@ struct ForwardStorage {
   SharedTile<Element, Config::kTileN, Config::kDim> sK[Config::kStages];
   SharedTile<Element, Config::kTileN, Config::kDim> sV[Config::kStages];
 };
-
-// Running maximum and sum of the rows that a lane shares with the three others of its quad, [row
-// block][half].
-template <int kRowBlocks>
-struct OnlineSoftmax {
-  float row_max[kRowBlocks][2];
-  float row_sum[kRowBlocks][2];  // of this lane's columns only, until finish()
-
-  __device__ __forceinline__ OnlineSoftmax() {
-#pragma unroll
-    for (int row = 0; row < kRowBlocks * 2; ++row) {
-      row_max[row / 2][row % 2] = -INFINITY;
-      row_sum[row / 2][row % 2] = 0.0f;
-    }
-  }
-
-  // Turns scores into probabilities relative to the new maximum; what was summed so far is to be
-  // multiplied by `rescale`.
-  template <int kBlocks>
-  __device__ __forceinline__ void update(Accumulator<kRowBlocks, kBlocks>& s,
-                                         float (&rescale)[kRowBlocks][2], float scale_log2) {
-#pragma unroll
-    for (int row = 0; row < kRowBlocks * 2; ++row) {
-      const int r = row / 2, half = row % 2;
-      float tile_max = -INFINITY;
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        tile_max = fmaxf(tile_max, fmaxf(s[r][block][2 * half], s[r][block][2 * half + 1]));
-      }
-      const float new_max = fmaxf(row_max[r][half], quad_max(tile_max));
-      // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
-      // instead.
-      const float finite_max = new_max == -INFINITY ? 0.0f : new_max;
-      const float shift = finite_max * scale_log2;
-      // 1 to the last bit while the maximum stays: how many tiles a row is in of which it sees
-      // nothing depends on the tiles' size, and so on the batch.
-      rescale[r][half] = ptx::ex2_approx((row_max[r][half] - finite_max) * scale_log2);
-      row_max[r][half] = new_max;
-      float sum = 0.0f;
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          // Explicit, since whether the compiler fuses must not depend on the tile.
-          s[r][block][i] = ptx::ex2_approx(__fmaf_rn(s[r][block][i], scale_log2, -shift));
-          sum += s[r][block][i];
-        }
-      }
-      row_sum[r][half] = __fmaf_rn(row_sum[r][half], rescale[r][half], sum);
-    }
-  }
-
-  __device__ __forceinline__ void finish() {
-#pragma unroll
-    for (int row = 0; row < kRowBlocks * 2; ++row)
-      row_sum[row / 2][row % 2] = quad_sum(row_sum[row / 2][row % 2]);
-  }
-};
-
-template <int kRowBlocks, int kBlocks>
-__device__ __forceinline__ void rescale_rows(Accumulator<kRowBlocks, kBlocks>& o,
-                                             const float (&rescale)[kRowBlocks][2]) {
-#pragma unroll
-  for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[r][block][i] *= rescale[r][i / 2];
-    }
-  }
-}
-
-// Elements whose column their row does not see become `value`. `row` is this lane's first.
-template <int kRowBlocks, int kBlocks, typename Index>
-__device__ __forceinline__ void replace_unseen(Accumulator<kRowBlocks, kBlocks>& s, float value,
-                                               const WindowOf<Index>& window, Index row,
-                                               Index column, Index num_columns, int lane) {
-#pragma unroll
-  for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const VisibleColumns visible(window, row + 16 * r + 8 * half, column, kBlocks * 8,
-                                   num_columns);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (!visible.contains(block * 8 + 2 * (lane % 4) + i)) s[r][block][2 * half + i] = value;
-        }
-      }
-    }
-  }
-}
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mma_sync(

@@ -32,8 +32,8 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
+#include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
-#include "cuda/kernels/prim/tma.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -62,16 +62,6 @@ struct ForwardWgmmaParams {
   int heads_per_cta;  // divides H
 };
 
-// Queries [row, row + rows) of one sequence.
-struct QueryTile {
-  int64_t global_row;  // in q
-  int64_t key_begin;   // in k and v
-  int row;
-  int rows;  // 0: none
-  int num_queries;
-  int num_keys;
-};
-
 template <typename Config>
 struct ForwardWgmmaStorage {
   using Tile = WarpgroupTile<typename Config::Element, 64, Config::kDim>;
@@ -81,49 +71,6 @@ struct ForwardWgmmaStorage {
   uint64_t q_full, q_empty, full[Config::kSlots], empty[Config::kSlots];
   QueryTile tile;
 };
-
-// A place in the ring of slots; `parity` is that of the barriers' phase.
-template <int kSlots>
-struct SlotCounter {
-  int slot = 0;
-  int parity = 0;
-  // Moves on to the next slot; returns the one before.
-  __device__ __forceinline__ int advance() {
-    const int last = slot;
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-    return last;
-  }
-};
-
-// Keys that a tile walks over, from a multiple of kTileN on.
-struct KeyRange {
-  int first;
-  int last;
-  __device__ __forceinline__ KeyRange(const QueryTile& tile, const WindowOf<int>& window, int step)
-      : first(window.first_column(tile.row) / step * step),
-        last(window.last_column(tile.row, tile.rows, tile.num_keys)) {}
-};
-
-__device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params,
-                                                   const QueryTile& tile) {
-  return {tile.num_keys - tile.num_queries, window_rows32(params.window_left),
-          window_rows32(params.window_right)};
-}
-
-// A tile of 64 rows of one head, column block by column block.
-template <typename Tile>
-__device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
-                                          uint64_t& full) {
-  const int first = static_cast<int>(min(row, int64_t{kMaxRows32}));  // rows past the end are zeros
-  ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
-#pragma unroll
-  for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
-    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full);
-  }
-}
 
 // The tile of this CTA; all lanes of a warp.
 template <int kTileM>
@@ -139,8 +86,11 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   tile.num_queries = static_cast<int>(found.rows.len);
   tile.rows = min(kTileM, tile.num_queries - tile.row);
   tile.num_keys = static_cast<int>(kv.len);
-  if (found.seq < 0 ? params.split_by_length : left_to_tiny(params, found.rows.len, kv.len))
+  if (found.seq < 0
+          ? params.split_by_length
+          : left_to_tiny(params, found.rows.len, kv.len) || left_to_long(params, found.rows.len)) {
     tile.rows = 0;
+  }
   return tile;
 }
 
@@ -160,13 +110,13 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
   }
   const int group = attention.heads / attention.kv_heads,
             first_head = blockIdx.y * params.heads_per_cta;
-  SlotCounter<Config::kSlots> ring;
+  RingPosition<Config::kSlots> ring;
   for (int i = 0; i < params.heads_per_cta; ++i) {
     const int head = first_head + i;
     const auto copy = [&](const CUtensorMap& map, int key) {
-      ptx::mbarrier_wait(shared.empty[ring.slot], ring.parity ^ 1);
-      copy_tile(shared.slots[ring.slot], map, tile.key_begin + key, head / group,
-                shared.full[ring.slot]);
+      ptx::mbarrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+      copy_tile(shared.slots[ring.stage], map, tile.key_begin + key, head / group,
+                shared.full[ring.stage]);
       ring.advance();
     };
     ptx::mbarrier_wait(shared.q_empty, i % 2 ^ 1);
@@ -208,7 +158,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
   if (tile.rows == 0) return;
   const WindowOf<int> window = window_of(attention, tile);
   const KeyRange keys(tile, window, kTileN);
-  SlotCounter<kSlots> ring;
+  RingPosition<kSlots> ring;
   for (int i = 0; i < params.heads_per_cta; ++i) {
     const int head = blockIdx.y * params.heads_per_cta + i;
     OnlineSoftmax<1> softmax;
@@ -216,9 +166,9 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     Accumulator<1, kScoreBlocks> s;
     float rescale[1][2];
     const auto start_scores = [&] {
-      ptx::mbarrier_wait(shared.full[ring.slot], ring.parity);
+      ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
       ptx::wgmma_fence();
-      wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.slot]);
+      wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.stage]);
       ptx::wgmma_commit_group();
       return ring.advance();
     };
@@ -242,8 +192,8 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     };
     // O += P V for a tile with `rows` rows.
     const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
-      auto& sV = shared.slots[ring.slot];
-      ptx::mbarrier_wait(shared.full[ring.slot], ring.parity);
+      auto& sV = shared.slots[ring.stage];
+      ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
       if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
       ptx::fence_operands(o[0]);
       ptx::wgmma_fence();

@@ -70,9 +70,10 @@ cudaError_t encode_heads(CUtensorMap& map, const AttentionParams& params, const 
 // two where a giant may hide among the short, whose heads are better spread over CTAs. Only max_len
 // tells.
 inline int heads_per_cta(const AttentionParams& params, int64_t tiles) {
-  constexpr int64_t kEnoughCtas = 1024, kLongRows = 1024;
-  if (has_long_sequences(params)) return 1;
-  const bool no_giants = params.max_len > 0 && params.max_len <= kLongRows;
+  constexpr int64_t kEnoughCtas = 1024, kGiantRows = 1024;
+  const bool no_long = params.long_plan != nullptr;  // they have a kernel of their own
+  if (has_long_sequences(params) && !no_long) return 1;
+  const bool no_giants = no_long || (params.max_len > 0 && params.max_len <= kGiantRows);
   for (int group = no_giants ? 4 : 2; group > 1; --group) {
     if (params.heads % group == 0 && tiles * (params.heads / group) >= kEnoughCtas) return group;
   }

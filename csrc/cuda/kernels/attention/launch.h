@@ -40,6 +40,11 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
+// 16-bit elements, head dims of 33 to 128, sequences of more than long_rows(): behind another kernel
+// on the stream, and before it the plan in params.long_plan.
+template <typename Element>
+cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
+
 // 16-bit elements, head dims up to 64, sequences of up to kTinyRows.
 template <typename Element>
 cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream);

@@ -18,6 +18,11 @@ __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int6
   return params.split_by_length && is_tiny(queries, keys);
 }
 
+// Whether another kernel leaves a sequence to that for long ones.
+__device__ __forceinline__ bool left_to_long(const AttentionParams& params, int64_t queries) {
+  return params.long_plan != nullptr && queries > long_rows(params);
+}
+
 // This CTA's tile in a grid of tile_grid(). There may be none: row >= rows.len.
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params,

@@ -54,6 +54,16 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, int parity) {
   } while (done == 0);
 }
 
+// mbarrier.test_wait.parity: whether the phase of this parity has completed.
+__device__ __forceinline__ bool mbarrier_test(uint64_t& barrier, int parity) {
+  int done = 1;
+  JAGGED_CUDA_TMA(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(shared_address(&barrier)),
+      "r"(parity) : "memory");
+  return done != 0;
+}
+
 // cp.async.bulk.tensor.3d: the box of `map` at these coordinates, innermost first, to shared
 // memory; completes on `barrier`. What lies outside the tensor becomes zeros ("Data Movement and
 // Conversion Instructions: cp.async.bulk.tensor").

@@ -40,6 +40,17 @@ __device__ __forceinline__ void wgmma_wait_group() {
   JAGGED_CUDA_WGMMA("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
+// setmaxnreg: this warpgroup gives registers back, or waits for as many as others have given back.
+// All of its warps must execute it ("Miscellaneous Instructions: setmaxnreg").
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  JAGGED_CUDA_WGMMA("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  JAGGED_CUDA_WGMMA("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
 // Accumulators that a product in flight writes: the compiler must not move what it computes from
 // them, or into them, across this place. No instruction.
 template <int kBlocks>

@@ -1,0 +1,153 @@
+// Online softmax over tiles of scores in accumulators.
+#pragma once
+
+#include "cuda/kernels/attention/mma_tile.cuh"
+
+#include <cmath>
+
+namespace jagged_cuda::attention {
+
+// Running maximum and sum of the rows that a lane shares with the three others of its quad, [row
+// block][half].
+template <int kRowBlocks>
+struct OnlineSoftmax {
+  float row_max[kRowBlocks][2];
+  float row_sum[kRowBlocks][2];  // of this lane's columns only, until finish()
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row) {
+      row_max[row / 2][row % 2] = -INFINITY;
+      row_sum[row / 2][row % 2] = 0.0f;
+    }
+  }
+
+  // Turns scores into probabilities relative to the new maximum; what was summed so far is to be
+  // multiplied by `rescale`.
+  template <int kBlocks>
+  __device__ __forceinline__ void update(Accumulator<kRowBlocks, kBlocks>& s,
+                                         float (&rescale)[kRowBlocks][2], float scale_log2) {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row) {
+      const int r = row / 2, half = row % 2;
+      float tile_max = -INFINITY;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        tile_max = fmaxf(tile_max, fmaxf(s[r][block][2 * half], s[r][block][2 * half + 1]));
+      }
+      const float new_max = fmaxf(row_max[r][half], quad_max(tile_max));
+      // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
+      // instead.
+      const float finite_max = new_max == -INFINITY ? 0.0f : new_max;
+      const float shift = finite_max * scale_log2;
+      // 1 to the last bit while the maximum stays: how many tiles a row is in of which it sees
+      // nothing depends on the tiles' size, and so on the batch.
+      rescale[r][half] = ptx::ex2_approx((row_max[r][half] - finite_max) * scale_log2);
+      row_max[r][half] = new_max;
+      float sum = 0.0f;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          // Explicit, since whether the compiler fuses must not depend on the tile.
+          s[r][block][i] = ptx::ex2_approx(__fmaf_rn(s[r][block][i], scale_log2, -shift));
+          sum += s[r][block][i];
+        }
+      }
+      row_sum[r][half] = __fmaf_rn(row_sum[r][half], rescale[r][half], sum);
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int row = 0; row < kRowBlocks * 2; ++row)
+      row_sum[row / 2][row % 2] = quad_sum(row_sum[row / 2][row % 2]);
+  }
+};
+
+template <int kRowBlocks, int kBlocks>
+__device__ __forceinline__ void rescale_rows(Accumulator<kRowBlocks, kBlocks>& o,
+                                             const float (&rescale)[kRowBlocks][2]) {
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[r][block][i] *= rescale[r][i / 2];
+    }
+  }
+}
+
+// The same for one block of 16 rows, in fewer instructions. Probabilities are relative to a
+// reference that follows the maximum only once it has fallen behind by a factor of 2^8: it cancels
+// at the end, and sums are seldom rescaled. Whether it moves depends on the row alone.
+struct LazySoftmax {
+  static constexpr float kSlackLog2 = 8.0f;
+  float reference[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {};  // of this lane's columns only, until finish()
+
+  template <int kBlocks>
+  __device__ __forceinline__ static float maximum(const Accumulator<1, kBlocks>& s, int half) {
+    constexpr int kChains = 4;  // that need not wait for each other
+    float chain[kChains];
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float larger = fmaxf(s[0][block][2 * half], s[0][block][2 * half + 1]);
+      float& top = chain[block % kChains];
+      top = block < kChains ? larger : fmaxf(top, larger);
+    }
+    return quad_max(fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])));
+  }
+
+  // Turns scores into probabilities, rounded, in p, which is written after finish_output(). True
+  // where what was summed so far is to be multiplied by `rescale`.
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+                                         float (&rescale)[1][2], float scale_log2,
+                                         FinishOutput finish_output) {
+    const float slack = kSlackLog2 / scale_log2;
+    float next[2], shift[2], sum[2][2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = maximum(s, half);
+      next[half] = top > reference[half] + slack ? top : reference[half];
+      // While a row has seen nothing, -inf - -inf would be NaN.
+      shift[half] = next[half] == -INFINITY ? 0.0f : next[half] * scale_log2;
+    }
+    finish_output();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float e[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          e[i] = ptx::ex2_approx(__fmaf_rn(s[0][block][2 * half + i], scale_log2, -shift[half]));
+          sum[half][i] += e[i];
+        }
+        p.set(block, half, e);
+      }
+    }
+    const bool moved = __any_sync(0xffffffffu, next[0] != reference[0] || next[1] != reference[1]);
+    if (moved) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rescale[0][half] = next[half] == reference[half]
+                               ? 1.0f
+                               : ptx::ex2_approx((reference[half] - next[half]) * scale_log2);
+        reference[half] = next[half];
+        row_sum[half] *= rescale[0][half];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_sum[half] += sum[half][0] + sum[half][1];
+    return moved;
+  }
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_sum[half] = quad_sum(row_sum[half]);
+  }
+};
+
+}  // namespace jagged_cuda::attention

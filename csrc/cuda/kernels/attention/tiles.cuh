@@ -1,0 +1,47 @@
+// Tiles of queries and keys: which rows they are, and how they reach shared memory.
+#pragma once
+
+#include "cuda/kernels/attention/window.cuh"
+#include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/ring.cuh"
+
+namespace jagged_cuda::attention {
+
+// Queries [row, row + rows) of one sequence.
+struct QueryTile {
+  int64_t global_row;  // in q
+  int64_t key_begin;   // in k and v
+  int row;
+  int rows;  // 0: none
+  int num_queries;
+  int num_keys;
+};
+
+// Keys that a tile walks over, from a multiple of kTileN on.
+struct KeyRange {
+  int first;
+  int last;
+  __device__ __forceinline__ KeyRange(const QueryTile& tile, const WindowOf<int>& window, int step)
+      : first(window.first_column(tile.row) / step * step),
+        last(window.last_column(tile.row, tile.rows, tile.num_keys)) {}
+};
+
+__device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params,
+                                                   const QueryTile& tile) {
+  return {tile.num_keys - tile.num_queries, window_rows32(params.window_left),
+          window_rows32(params.window_right)};
+}
+
+// Copies a tile of rows of one head, column block by column block.
+template <typename Tile>
+__device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
+                                          uint64_t& full) {
+  const int first = static_cast<int>(min(row, int64_t{kMaxRows32}));  // rows past the end are zeros
+  ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
+#pragma unroll
+  for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
+    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full);
+  }
+}
+
+}  // namespace jagged_cuda::attention
