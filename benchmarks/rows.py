@@ -1,4 +1,4 @@
-"""Moving rows: each function beside plain PyTorch indexing and FBGEMM's Triton kernels.
+"""Moving and combining rows: each function beside PyTorch indexing and FBGEMM's Triton kernels.
 
 Rows of 128 bytes and of 512, in histories U[1, 1000]; the result of each function is compared
 element by element with that of plain PyTorch before it is timed.
@@ -71,6 +71,12 @@ class Batch:
         """`[T]`: the number of each row in its sequence."""
         return torch.arange(len(self.x), device=self.x.device) - self.offsets[self.seq]
 
+    @functools.cached_property
+    def padded(self) -> Tensor:
+        """`[B, M, D]`: as many rows of each sequence, others than its own."""
+        longest = self.layout.max_len
+        return jagged_cuda.jagged_to_padded(self.x.flip(0), self.offsets, longest)
+
     @property
     def lengths(self) -> Tensor:
         return self.offsets.diff()
@@ -85,7 +91,8 @@ class RowFunction:
         inputs: what it is differentiated by.
         ours, indexing: take a batch and the inputs, return the result's rows.
         sll: likewise, or None where FBGEMM has no such kernel.
-        bytes_beside: of numbers and masks that a call must read, beside the rows.
+        bytes_beside: that a forward must read beside the rows: numbers, masks, other rows.
+        bytes_beside_backward: likewise, beside the gradients.
         launches: kernels of a forward and of a backward.
         widths: bytes of a row.
     """
@@ -95,6 +102,7 @@ class RowFunction:
     ours: Callable[..., Tensor]
     indexing: Callable[..., Tensor]
     bytes_beside: Callable[[Batch], int] = field(default=lambda b: 8 * len(b.offsets))
+    bytes_beside_backward: Callable[[Batch], int] = field(default=lambda b: 0)
     launches: tuple[int, int] = (3, 3)
     sll: Callable[..., Tensor] | None = None
 
@@ -194,6 +202,24 @@ FUNCTIONS = (
         bytes_beside=lambda b: 8 * len(b.offsets) + 2 * b.x[b.truncated_rows :].nbytes,
         launches=(8, 3),
     ),
+    # With a padded row for each row; the gradient of the padded ones is two kernels' with x's.
+    RowFunction(
+        name="dense_add",
+        inputs=lambda b: (b.x, b.padded),
+        ours=lambda b, x, y: jagged_cuda.jagged_dense_add(x, y, b.offsets),
+        indexing=lambda b, x, y: x + y[b.seq, b.place],
+        bytes_beside=lambda b: 8 * len(b.offsets) + b.x.nbytes,
+        launches=(1, 2),
+    ),
+    RowFunction(
+        name="dense_mul",
+        inputs=lambda b: (b.x, b.padded),
+        ours=lambda b, x, y: jagged_cuda.jagged_dense_mul(x, y, b.offsets),
+        indexing=lambda b, x, y: x * y[b.seq, b.place],
+        bytes_beside=lambda b: 8 * len(b.offsets) + b.x.nbytes,
+        bytes_beside_backward=lambda b: 2 * b.x.nbytes,
+        launches=(1, 2),
+    ),
 )
 
 
@@ -268,6 +294,7 @@ def _run_case(session: Session, case: _Case, precision: Precision) -> None:
     moved = 2 * check.out.nbytes
     forward = moved + case.function.bytes_beside(batch)
     backward = check.out.nbytes + sum(t.nbytes for t in inputs)
+    backward += case.function.bytes_beside_backward(batch)
     rows = []
     for pass_name, size, launches in zip(
         ("forward", "backward"), (forward, backward), case.function.launches, strict=True

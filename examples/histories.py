@@ -45,6 +45,7 @@ class Histories(NamedTuple):
     offsets: Tensor  # [B + 1] int64
     num_items: int
     source: str
+    times: Tensor | None = None  # [T] float64, of each event, in the log's unit
 
     @property
     def lengths(self) -> Tensor:  # [B]
@@ -109,6 +110,7 @@ def read_events(path: Path, progress: Callable[[float], None] = lambda fraction:
         offsets=offsets_from_lengths(counts[kept]),
         num_items=len(item_index),
         source=path.name,
+        times=torch.tensor(times, dtype=torch.float64)[order][kept[user[order]]],
     )
 
 
@@ -184,6 +186,7 @@ def draw_histories(num_users: int, seed: int) -> Histories:
         offsets=offsets_from_lengths(lengths),
         num_items=ML20M_ITEMS,
         source=f"{num_users:,} histories as long as MovieLens-20M's, seed {seed}",
+        times=3600.0 * torch.arange(total, dtype=torch.float64),
     )
 
 

@@ -86,7 +86,9 @@ def broken(name: str, fault: Fault) -> Any:
 
 
 # The faults are at places that offsets say; jagged_take has none.
-ROW_OPERATORS = [name for name, case in CASES.items() if case.rows["out"] == "q"]
+ROW_OPERATORS = [
+    name for name, case in CASES.items() if case.rows["out"] == "q" and case.differentiable
+]
 ROW_OPERATORS.remove("jagged_take")
 
 
@@ -101,7 +103,7 @@ def test_faults_are_found(name: str, dtype: torch.dtype, fault: Fault) -> None:
         judge(case, spec, dtype, "cpu", backward=False, ops=broken(name, fault))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.differentiable])
 def test_wrong_gradients_are_found(name: str) -> None:
     """Gradients of 0.97 of what they should be, with a right result."""
     case = CASES[name]

@@ -120,7 +120,18 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_sum", "jagged_broadcast"),
             ("jagged_mean", "jagged_broadcast"),
             ("jagged_broadcast", "jagged_sum"),
+            ("jagged_dense_add", "jagged_to_padded"),
+            ("jagged_dense_mul", "jagged_dense_mul_backward"),
             ("jagged_take", "jagged_take"),
+        )
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    *(
+        (name, dtype, False, {}, *(f"cuda.{name}",) * 2)
+        for name in (
+            "jagged_positions",
+            "jagged_sessionize",
+            "jagged_topk",
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
@@ -781,6 +792,9 @@ LAYOUT_OF_RESULT = {
 }
 # Their cases compute a mask or an index on the GPU too; tests/test_rows.py looks at their memory.
 PLANNED = {"jagged_take", "jagged_select", "jagged_slice", "jagged_index_select"}
+# So do the cases of those whose results are numbers.
+NUMBERS = [name for name, case in CASES.items() if not case.differentiable]
+PLANNED |= set(NUMBERS)
 UNPLANNED = pytest.mark.parametrize(
     "case",
     [case for case in EVERY.values() if case.name not in PLANNED],
@@ -816,6 +830,20 @@ def test_out_of_memory_backward(case: Case) -> None:
     cotangent = torch.ones_like(out)
     with memory_left(2**21), pytest.raises(torch.OutOfMemoryError, match="out of memory on"):
         torch.autograd.grad(out, list(leaves.values()), cotangent)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_out_of_memory_of_numbers(name: str) -> None:
+    x, offsets = torch.zeros(2**27, device=CUDA), torch.tensor([0, 2**27], device=CUDA)
+    call = {
+        "jagged_positions": lambda: jagged_cuda.jagged_positions(offsets, total=2**27),
+        "jagged_sessionize": lambda: jagged_cuda.jagged_sessionize(x, offsets, 1, sessions=2**27),
+        "jagged_topk": lambda: jagged_cuda.jagged_topk(x, offsets, 1),
+    }[name]
+    with memory_left(2**21), pytest.raises(torch.OutOfMemoryError) as caught:
+        call()
+    text = f"CUDA {name}: out of memory on cuda:0 allocating a tensor of [1342177"
+    assert text in str(caught.value)
 
 
 def memory_at_rest() -> int:

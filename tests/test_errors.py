@@ -30,7 +30,7 @@ BAD_OFFSETS = [
 
 
 # Operators whose rows are a capacity, which may be less than the sequences hold.
-CAPACITIES = {"padded_to_jagged", "jagged_broadcast"}
+CAPACITIES = {"padded_to_jagged", "jagged_broadcast", "jagged_positions"}
 # Operators over matrices alone, where no tensor says how many rows there are.
 ROWS_UNKNOWN = {"jagged2_softmax"}
 # Operators that take numbers of rows, and no offsets.

@@ -280,6 +280,8 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_get_a_sentence(name: str, transform: str, device: torch.device) -> None:
     case = CASES[name]
+    if transform == "dual" and not case.differentiable:
+        pytest.skip("without a derivative, a tangent changes nothing")
     sample = case.sample(case.spec("small", 0), torch.float32, device)
     apply, message = TRANSFORMS[transform]
     operand = next(iter(sample.tensors))

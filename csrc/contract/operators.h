@@ -85,6 +85,27 @@ constexpr Operator kOperators[] = {
   {"jagged_broadcast(Tensor x, Tensor offsets, SymInt total) -> Tensor",
    "x: any [B, ...], offsets: index [B + 1]; total >= 0 -> x [total, ...]"},
 
+  {"jagged_dense_add(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+   "x: any [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
+  {"jagged_dense_mul(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+   "x: float [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
+  // -> the gradient of y
+  {"jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor offsets, SymInt max_len) -> Tensor",
+   "x: float [T, ...], offsets: index [B + 1], grad_out: x [T, ...]; max_len >= 0 -> x [B, max_len, ...]"},
+
+  // targets: of each sequence, or else same_targets of all
+  {"jagged_positions(Tensor offsets, Tensor? targets, SymInt total, bool from_end=False, SymInt same_targets=0)"
+   " -> Tensor",
+   "offsets: index [B + 1], targets: index? [B]; total >= 0; same_targets >= 0 -> int32 [total]"},
+
+  // k: of each sequence, or else same_k of all
+  {"jagged_topk(Tensor score, Tensor offsets, Tensor? k, SymInt same_k=0) -> Tensor",
+   "score: any [T], offsets: index [B + 1], k: index? [B]; same_k >= 0 -> bool [T]"},
+
+  // -> session_offsets, first_session
+  {"jagged_sessionize(Tensor time, Tensor offsets, float gap, SymInt sessions) -> (Tensor, Tensor)",
+   "time: any [T], offsets: index [B + 1]; sessions >= 0 -> offsets [sessions + 1], offsets [B + 1]"},
+
   // Rows of x, y, z and w one after another, by number; the backward says where each row went. Where
   // whole sequences `chosen` of offsets `source` are taken to offsets `taken`, the gradient uses that
   {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? y=None, Tensor? z=None, Tensor? w=None,"

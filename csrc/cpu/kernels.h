@@ -214,6 +214,10 @@ struct SumBuffers {
   T* row = arena.take<T>(kSumColumns);
 };
 
+// ---- jagged_dense_add and jagged_dense_mul, element by element
+
+enum class Combine : int { kAdd, kMultiply };
+
 // ---- jagged_flash_attention
 
 // The keys that a query row of a sequence may see: [begin(row), end(row)), both growing with row.
@@ -341,6 +345,9 @@ struct Kernels {
   // Sums [parts, columns] of all parts, added in order, over `divisor` to `out` [columns].
   void (*store_sums)(const SumParams&, void* sums, int64_t parts, int64_t columns, double divisor,
                      void* out);
+  // x and y, `count` elements each, into `out`.
+  void (*combine_elements)(Element, Combine, const void* x, const void* y, void* out,
+                           int64_t count);
   void (*attention_forward)(const AttentionParams&, const AttentionItem&, void* scratch);
   void (*attention_backward)(const AttentionBackwardSize&, const AttentionItem&, void* scratch);
 };

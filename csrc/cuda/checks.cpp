@@ -103,6 +103,42 @@ void maybe_validate_offsets(const char* op, const char* argument, const Tensor& 
   }
 }
 
+void maybe_validate_counts(const char* op, const char* argument, const Tensor& counts) {
+  const CheckMode mode = check_mode();
+  if (mode == CheckMode::kOff) return;
+  const cudaStream_t stream = current_stream(counts);
+  const int64_t last = counts.size(0) - 1;
+  if (mode == CheckMode::kAsync) {
+    if (ErrorWord* error = find_error_word(op, stream)) {
+      check_cuda(
+          op, launch_check_counts(
+                  {counts.const_data_ptr(), is_wide(counts), last, op, argument, error}, stream));
+    }
+  } else if (!is_capturing(op, stream)) {
+    for_dtype(counts, [&](auto zero) {
+      const auto host = copy_to_host<decltype(zero)>(op, counts, stream);
+      enforce(op, argument, CountsRule<decltype(zero)>{host.data(), last});
+    });
+  }
+}
+
+void maybe_validate_capacity(const char* op, const char* argument, const Tensor& needed,
+                             int64_t capacity) {
+  const CheckMode mode = check_mode();
+  if (mode == CheckMode::kOff) return;
+  const cudaStream_t stream = current_stream(needed);
+  if (mode == CheckMode::kAsync) {
+    if (ErrorWord* error = find_error_word(op, stream)) {
+      check_cuda(op, launch_check_capacity({static_cast<const int64_t*>(needed.const_data_ptr()),
+                                            capacity, op, argument, error},
+                                           stream));
+    }
+  } else if (!is_capturing(op, stream)) {
+    const auto host = copy_to_host<int64_t>(op, needed, stream);
+    enforce(op, argument, CapacityRule{host.data(), 0, capacity});
+  }
+}
+
 void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
                           int64_t num_seqs) {
   const CheckMode mode = check_mode();

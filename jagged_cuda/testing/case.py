@@ -51,6 +51,8 @@ class Case:
         profiles: "small", "edge", "large".
         autocast: the policy under autocast.
         product: it multiplies operands, which TF32 may round.
+        differentiable: its results are floating. Else they are integers or bools, which `function`
+            and `reference` bring to what is judged: rows times them, for instance.
         rounded: padded PyTorch in the same precision, in each way in which it can be written:
             arguments in the dtype of sums, what is stored in the other one. Without any, the
             definition serves: it stores nothing between two steps.
@@ -77,6 +79,7 @@ class Case:
     profiles: Mapping[str, Profile]
     autocast: Literal["lower_precision", "float32", "unchanged"]
     product: bool = False
+    differentiable: bool = True
     rounded: tuple[Callable[[Spec, Tensors, torch.dtype], Tensors], ...] = ()
     terms: Callable[[Spec, Tensors, Tensors | None], Tensors] | None = None
     jumps: Callable[[Spec, Tensors, Tensors, torch.dtype, float], Tensors] | None = None
