@@ -25,13 +25,21 @@ namespace jagged_cuda::attention {
 template <typename Element_>
 struct ShortBackwardConfig {
   using Element = Element_;
+#ifdef BWARPS8
   static constexpr int kConsumers = 256;
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+#else
+  static constexpr int kConsumers = 384;
+  static constexpr int kConsumerRegisters = 152, kProducerRegisters = 56;
+#endif
+#ifndef BOPERANDS
+#define BOPERANDS true
+#endif
   static constexpr int kHelpers = 3;  // warps
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
-  static constexpr int kUnitRows = 32;
+  static constexpr int kUnitRows = 16;
   static constexpr int kMaxUnits = 2 * kShortRows / kUnitRows;
-  static constexpr int kRingBytes = 208 * 1024;
+  static constexpr int kRingBytes = 204 * 1024;
   static constexpr PathName kName = PathName("cuda.attention.backward.short.d64");
   struct Storage : ShortStorage<kRingBytes> {
     alignas(128) char stages[kConsumers / 32][8 * ShortLayout::kRowBytes];
@@ -219,7 +227,7 @@ struct ShortBackwardUnit {
     const WindowOf<int> seen = window().transposed();  // rows are keys
     const int first = seen.first_column(key) / 32 * 32,
               last = seen.last_column(key, kRowBlocks * 16, num_queries);
-    const RowOperand<false, kRowBlocks, Tile> k(tile(item.k), key, lane),
+    const RowOperand<BOPERANDS, kRowBlocks, Tile> k(tile(item.k), key, lane),
         v(tile(item.v), key, lane);
     Accumulator<kRowBlocks, 8> dk = {}, dv = {};
     int query = first;
@@ -342,13 +350,7 @@ struct ShortBackwardUnit {
               key_units = (item.keys.len + Config::kUnitRows - 1) / Config::kUnitRows,
               query = (unit - key_units) * Config::kUnitRows;
     if (unit < key_units) {
-      if (item.keys.len - key > 16) {
-        key_gradients<2>(key);
-      } else {
-        key_gradients<1>(key);
-      }
-    } else if (item.queries.len - query > 16) {
-      query_gradients<2>(query);
+      key_gradients<1>(key);
     } else {
       query_gradients<1>(query);
     }

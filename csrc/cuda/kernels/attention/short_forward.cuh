@@ -23,10 +23,15 @@ namespace jagged_cuda::attention {
 template <typename Element_>
 struct ShortForwardConfig {
   using Element = Element_;
+#ifdef FWARPS12
   static constexpr int kConsumers = 384;
-  static constexpr int kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
-  static constexpr int kUnitRows = 32;
+#else
+  static constexpr int kConsumers = 512;
+  static constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
+#endif
+  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kUnitRows = 16;
   static constexpr int kMaxUnits = kShortRows / kUnitRows;
   static constexpr int kRingBytes = 212 * 1024;
   static constexpr PathName kName = PathName("cuda.attention.forward.short.d64");
@@ -204,11 +209,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
     while (units.find(unit)) {
       const ShortItem& item = units.item();
       const int query = unit * Config::kUnitRows;
-      if (item.queries.len - query > 16) {
-        attend_short<Config, 2>(params.attention, shared.ring, item, query, lane);
-      } else {
-        attend_short<Config, 1>(params.attention, shared.ring, item, query, lane);
-      }
+      attend_short<Config, 1>(params.attention, shared.ring, item, query, lane);
       units.take_next();
     }
   }
