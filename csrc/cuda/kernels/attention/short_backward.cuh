@@ -42,7 +42,7 @@ struct ShortBackwardConfig {
   static constexpr int kRingBytes = 204 * 1024;
   static constexpr PathName kName = PathName("cuda.attention.backward.short.d64");
   struct Storage : ShortStorage<kRingBytes> {
-    alignas(128) char stages[kConsumers / 32][8 * ShortLayout::kRowBytes];
+    alignas(1024) char stages[kConsumers / 32][8 * ShortLayout::kRowBytes];
   };
   using Tile = SharedTile<Element, 32, ShortLayout::kColumns>;
   using Box = WarpgroupTile<Element, ShortLayout::kBoxRows, ShortLayout::kColumns>;
@@ -215,7 +215,8 @@ struct ShortBackwardUnit {
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
       const LaneRows g(view, range.begin + row + r * 16 + lane / 8, item.head, lane % 8 * 8);
-      store_short_rows<Element>(o[r], scales, stage, g, range.len - row - r * 16, columns, lane);
+      ShortOutput::of<Element, 8>(o[r], scales, stage, lane)
+          .store(g, lane % 8 * 8 < columns ? range.len - row - r * 16 - lane / 8 : 0);
     }
   }
 

@@ -18,6 +18,9 @@
 #include "cuda/kernels/attention/short_items.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
+#ifndef QREG
+#define QREG true
+#endif
 namespace jagged_cuda::attention {
 
 template <typename Element_>
@@ -26,6 +29,9 @@ struct ShortForwardConfig {
 #ifdef FWARPS12
   static constexpr int kConsumers = 384;
   static constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
+#elif defined(FWARPS20)
+  static constexpr int kConsumers = 640;
+  static constexpr int kConsumerRegisters = 88, kProducerRegisters = 32;
 #else
   static constexpr int kConsumers = 512;
   static constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
@@ -95,13 +101,16 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   }
 }
 
-// kRowBlocks * 16 queries from `query` on, against all keys.
-template <typename Config, int kRowBlocks>
-__device__ __forceinline__ void attend_short(const AttentionParams& params, char* ring,
-                                             const ShortItem& item, int query, int lane) {
+// 16 queries from `query` on, against all keys.
+template <typename Config>
+__device__ __forceinline__ void attend_short(const AttentionParams& params,
+                                             ShortUnits<typename Config::Storage>& units,
+                                             int query, int lane) {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Address = LaneAddress<Tile>;
+  char* ring = units.shared.ring;
+  const ShortItem& item = units.item();
   Tile& tile_q = *reinterpret_cast<Tile*>(ring + item.q);
   const auto k_rows = Address::by_columns(*reinterpret_cast<Tile*>(ring + item.k), 0, lane),
              v_rows = Address::by_rows(*reinterpret_cast<Tile*>(ring + item.v), 0, lane);
@@ -113,78 +122,73 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params, char
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
   const int first = window.first_column(query) / 32 * 32,
-            last = window.last_column(query, kRowBlocks * 16, num_keys);
-  const RowOperand<true, kRowBlocks, Tile> q(tile_q, query, lane);
-  LazySoftmax softmax[kRowBlocks];
-  Accumulator<kRowBlocks, 8> o = {};
+            last = window.last_column(query, 16, num_keys);
+  const RowOperand<QREG, 1, Tile> q(tile_q, query, lane);
+  LazySoftmax softmax;
+  Accumulator<1, 8> o = {};
   int key = first;
   // The next kBlocks * 8 keys.
   const auto step = [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    Accumulator<kRowBlocks, kBlocks> s = {};
+    Accumulator<1, kBlocks> s = {};
     const auto values = v_rows.rows_on(key);
     mma_rows_by_rows(s, q, k_rows.rows_on(key));
-    if (scale < 0.0f) {
+    if (scale < 0.0f) {  // the maximum of scale * S lies where -S is largest
 #pragma unroll
-      for (int i = 0; i < kRowBlocks * kBlocks * 4; ++i) {
-        float& score = s[i / (kBlocks * 4)][i / 4 % kBlocks][i % 4];
-        score = -score;
-      }
+      for (int i = 0; i < kBlocks * 4; ++i) s[0][i / 4][i % 4] = -s[0][i / 4][i % 4];
     }
-    if (window.cuts_tile(query, kRowBlocks * 16, key, kBlocks * 8, num_keys))
+    if (window.cuts_tile(query, 16, key, kBlocks * 8, num_keys))
       replace_unseen(s, -INFINITY, window, query + lane / 4, key, num_keys, lane);
-    PackedRows<Element, kBlocks> p[kRowBlocks];
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
-      float rescale[1][2];
-      auto& rows = reinterpret_cast<Accumulator<1, kBlocks>&>(s[r]);
-      const bool moved = softmax[r].update(rows, p[r], rescale, scale_log2, [] {});
-      if (moved && key > first) rescale_rows(reinterpret_cast<Accumulator<1, 8>&>(o[r]), rescale);
-    }
+    PackedRows<Element, kBlocks> p;
+    float rescale[1][2];
+    const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
+    if (moved && key > first) rescale_rows(o, rescale);
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 2) {
 #pragma unroll
       for (int out = 0; out < 8; out += 2) {
         uint32_t b[4];
         ptx::ldmatrix_x4_trans(b, values.block(block * 8, out * 8));
-#pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) {
-          ptx::mma_m16n8k16<Element>(o[r][out], p[r].fragments[block / 2], b[0], b[1]);
-          ptx::mma_m16n8k16<Element>(o[r][out + 1], p[r].fragments[block / 2], b[2], b[3]);
-        }
+        ptx::mma_m16n8k16<Element>(o[0][out], p.fragments[block / 2], b[0], b[1]);
+        ptx::mma_m16n8k16<Element>(o[0][out + 1], p.fragments[block / 2], b[2], b[3]);
       }
     }
   };
 #pragma unroll 1
+#ifdef STEP64
+  for (; key + 48 < last; key += 64) step(Constant<8>{});
+#pragma unroll 1
   for (; key + 16 < last; key += 32) step(Constant<4>{});
+#else
+  for (; key + 16 < last; key += 32) step(Constant<4>{});
+#endif
   if (key < last) step(Constant<2>{});
 
   const uint32_t stage = ptx::shared_address(ring) + item.q + query * Tile::kRowBytes;
   const unsigned row = item.queries.begin + query;
+  const int rows = num_queries - query;
   const LaneRows out(params.out, row + lane / 8, item.head, lane % 8 * 8);
+  char* lse = static_cast<char*>(params.lse) +
+              (static_cast<uint64_t>(row + lane / 4) * static_cast<unsigned>(params.heads) +
+               item.head) *
+                  4;
+  softmax.finish();
+  float inverse_sum[2];
 #pragma unroll
-  for (int r = 0; r < kRowBlocks; ++r) {
-    const int rows = num_queries - query - r * 16;
-    softmax[r].finish();
-    float inverse_sum[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = softmax[r].row_sum[half];
-      inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
-      if (lane % 4 == 0 && half * 8 + lane / 4 < rows) {
-        static_cast<float*>(
-            params.lse)[static_cast<uint64_t>(row + r * 16 + half * 8 + lane / 4) * params.heads +
-                        item.head] =
-            sum == 0.0f
-                ? -INFINITY
-                : __fmaf_rn(softmax[r].reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
-      }
+  for (int half = 0; half < 2; ++half) {
+    const float sum = softmax.row_sum[half];
+    inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+    if (lane % 4 == 0 && half * 8 + lane / 4 < rows) {
+      *reinterpret_cast<float*>(lse + half * 8 * static_cast<unsigned>(params.heads) * 4) =
+          sum == 0.0f ? -INFINITY
+                      : __fmaf_rn(softmax.reference[half], fabsf(scale),
+                                  ptx::lg2_approx(sum) * kLn2);
     }
-    LaneRows block = out;
-    block.data = out.row(r * 16);
-    // Row lane / 8 of the output's first 4 rows is this lane's.
-    store_short_rows<Element>(o[r], inverse_sum, stage, block, rows, params.dim_v, lane);
   }
+  const auto output = ShortOutput::of<Element, 16>(o[0], inverse_sum, stage, lane);
+  ptx::fence_proxy_async();  // before the next copy to the rows of Q
+  units.take_next();
+  output.store(out, lane % 8 * 8 < params.dim_v ? rows - lane / 8 : 0);
 }
 
 template <typename Config>
@@ -207,10 +211,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
     ShortUnits<Storage> units{shared, lane, warp - 4};
     int unit;
     while (units.find(unit)) {
-      const ShortItem& item = units.item();
-      const int query = unit * Config::kUnitRows;
-      attend_short<Config, 1>(params.attention, shared.ring, item, query, lane);
-      units.take_next();
+      attend_short<Config>(params.attention, units, unit * Config::kUnitRows, lane);
     }
   }
 }

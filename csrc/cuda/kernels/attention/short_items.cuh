@@ -92,7 +92,7 @@ __device__ __forceinline__ ShortSequence short_sequence(const AttentionParams& p
   const TinyRows keys = params.kv_offsets.data == params.q_offsets.data
                             ? queries
                             : tiny_rows(params.kv_offsets, static_cast<unsigned>(seq));
-  if (max(queries.len, keys.len) > kShortRows ||
+  if (!is_short(params, queries.len, keys.len) ||
       (params.split_by_length && is_tiny(queries.len, keys.len)))
     return {};
   return {queries, keys, 0, params.heads};
@@ -296,9 +296,8 @@ struct ShortUnits {
       if (unit < item().units) return true;
     }
   }
-  // This warp has read and written all that it will of the unit's item.
+  // This warp has read all that it will of the unit's item.
   __device__ __forceinline__ void take_next() {
-    ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
       taken = atomicAdd(&shared.next_unit, 1);
@@ -318,32 +317,50 @@ __device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int r
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// Writes a warp's 16 rows, each times its scale, through 8 rows of shared memory. `g` is at the
-// first row.
-template <typename Element>
-__device__ __forceinline__ void store_short_rows(const float (&o)[8][4], const float (&scale)[2],
-                                                 uint32_t stage, const LaneRows& g, int rows,
-                                                 int columns, int lane) {
-  const int quad = lane / 4;
-  const uint32_t words = stage + quad * ShortLayout::kRowBytes + lane % 4 * 4;
+// A warp's 16 rows of 64 columns, each times its scale, as they leave: lane l holds chunk l % 8 of rows
+// 4 i + l / 8. They pass through kStageRows (8 or 16) rows of shared memory that only this warp uses.
+struct ShortOutput {
+  uint4 chunks[4];
+
+  template <typename Element, int kStageRows>
+  __device__ __forceinline__ static ShortOutput of(const float (&o)[8][4], const float (&scale)[2],
+                                                   uint32_t stage, int lane) {
+    constexpr int kRowBytes = ShortLayout::kRowBytes, kHalves = kStageRows / 8;
+    ShortOutput output;
+    const int quad = lane / 4;
+    // The stage starts at a multiple of 1024 bytes.
+    const uint32_t words = (stage + quad * kRowBytes + lane % 4 * 4) ^ (quad * 16);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    __syncwarp();
+    for (int first = 0; first < 2; first += kHalves) {
+      __syncwarp();
 #pragma unroll
-    for (int block = 0; block < 8; ++block)
-      ptx::st_shared_4(
-          words + ((block ^ quad) * 16),
-          pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
-    __syncwarp();
+      for (int i = 0; i < kHalves * 8; ++i) {
+        const int half = first + i / 8, block = i % 8;
+        ptx::st_shared_4((words ^ (block * 16)) + i / 8 * 8 * kRowBytes,
+                         pack<Element>(o[block][2 * half] * scale[half],
+                                       o[block][2 * half + 1] * scale[half]));
+      }
+      __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = i * 4 + lane / 8;
-      const uint4 chunk =
-          ptx::ld_shared_16(stage + row * ShortLayout::kRowBytes + ((lane % 8 ^ row) * 16));
-      if (half * 8 + row < rows && lane % 8 * 8 < columns)
-        ptx::st_global_16(g.row(half * 8 + i * 4), chunk);
+      for (int i = 0; i < kStageRows / 4; ++i) {
+        const int row = i * 4 + lane / 8;
+        output.chunks[first * 2 + i] =
+            ptx::ld_shared_16(stage + row * kRowBytes + ((lane % 8 ^ row % 8) * 16));
+      }
+    }
+    return output;
+  }
+
+  // `g` is this lane's chunk of row lane / 8, `rows` how many exist from there on; none in the columns
+  // past the end.
+  __device__ __forceinline__ void store(const LaneRows& g, int rows) const {
+    char* target = g.data;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i * 4 < rows) ptx::st_global_16(target, chunks[i]);
+      target += static_cast<uint64_t>(g.row_bytes) * 4;
     }
   }
-}
+};
 
 }  // namespace jagged_cuda::attention
