@@ -14,7 +14,10 @@ namespace jagged_cuda {
 constexpr int kTinyRows = 64;
 // Others of at most this many queries and keys have kernels of their own on compute capability 9.0:
 // as many as leave room in shared memory for the next sequence.
-constexpr int kShortRows = 256, kShortBackwardRows = 192;
+#ifndef SBR
+#define SBR 256
+#endif
+constexpr int kShortRows = 256, kShortBackwardRows = SBR;
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty.

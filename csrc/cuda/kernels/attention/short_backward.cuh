@@ -45,15 +45,14 @@ struct ShortBackwardConfig {
     alignas(1024) char stages[kConsumers / 32][8 * ShortLayout::kRowBytes];
   };
   using Tile = SharedTile<Element, 32, ShortLayout::kColumns>;
-  using Box = WarpgroupTile<Element, ShortLayout::kBoxRows, ShortLayout::kColumns>;
   static_assert(sizeof(Storage) <= 227 * 1024);
 };
 
 struct ShortBackwardParams {
-  CUtensorMap q;
-  CUtensorMap k;
-  CUtensorMap v;
-  CUtensorMap grad_out;
+  ShortMaps q;
+  ShortMaps k;
+  ShortMaps v;
+  ShortMaps grad_out;
   AttentionBackwardParams attention;
 };
 
@@ -145,7 +144,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
   using Storage = typename Config::Storage;
   const AttentionBackwardParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short(attention, shared, warp * 32 + lane);
+  if (listed) list_short<24>(attention, shared, warp * 32 + lane);
   if (warp > 0) {
     for (int position = 0;; ++position) {
       const int slot = position % Storage::kDescribed, parity = position / Storage::kDescribed % 2;
@@ -177,12 +176,11 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     item.grad_out = producer.allocate_rows(query_rows);
     item.lse = producer.allocate(round_up(query_rows * 8, 1024));
     item.delta = item.lse + query_rows * 4;
-    producer.push(item, 2 * (query_rows + key_rows) * Storage::kRowBytes, [&](uint64_t& full) {
-      producer.copy_rows(params.grad_out, item.grad_out, item.queries, head, full);
-      producer.copy_rows(params.q, item.q, item.queries, head, full);
-      producer.copy_rows(params.k, item.k, item.keys, head, full);
-      producer.copy_rows(params.v, item.v, item.keys, head, full);
-    });
+    uint64_t& full = producer.push(item, 2 * (query_rows + key_rows) * Storage::kRowBytes);
+    copy_short_rows(shared, params.grad_out, item.grad_out, item.queries, head, full, lane);
+    copy_short_rows(shared, params.q, item.q, item.queries, head, full, lane);
+    copy_short_rows(shared, params.k, item.k, item.keys, head, full, lane);
+    copy_short_rows(shared, params.v, item.v, item.keys, head, full, lane);
   });
 }
 
@@ -300,28 +298,35 @@ struct ShortBackwardUnit {
       lse[i / 2][i % 2] = reinterpret_cast<const float*>(ring + item.lse)[row];
       delta[i / 2][i % 2] = reinterpret_cast<const float*>(ring + item.delta)[row];
     }
-#pragma unroll 1
-    for (int key = first; key < last; key += 16) {
-      Accumulator<kRowBlocks, 2> s = {}, dp = {};
+    int key = first;
+    // The next kBlocks * 8 keys.
+    const auto step = [&](auto blocks) {
+      constexpr int kBlocks = decltype(blocks)::value;
+      Accumulator<kRowBlocks, kBlocks> s = {}, dp = {};
       mma_rows_by_rows(s, q, Address::by_columns(tile(item.k), key, lane));
       mma_rows_by_rows(dp, grad_out, Address::by_columns(tile(item.v), key, lane));
 #pragma unroll
-      for (int i = 0; i < kRowBlocks * 8; ++i) {
-        float& score = s[i / 8][i / 4 % 2][i % 4];
-        score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, -lse[i / 8][i % 4 / 2]));
+      for (int i = 0; i < kRowBlocks * kBlocks * 4; ++i) {
+        const int r = i / (kBlocks * 4);
+        float& score = s[r][i / 4 % kBlocks][i % 4];
+        score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, -lse[r][i % 4 / 2]));
       }
-      if (seen.cuts_tile(query, kRowBlocks * 16, key, 16, num_keys))
+      if (seen.cuts_tile(query, kRowBlocks * 16, key, kBlocks * 8, num_keys))
         replace_unseen(s, 0.0f, seen, query + lane / 4, key, num_keys, lane);
-      uint32_t ds[1][kRowBlocks][4];
+      uint32_t ds[kBlocks / 2][kRowBlocks][4];
 #pragma unroll
-      for (int i = 0; i < kRowBlocks * 4; ++i) {
-        const int r = i / 4, block = i % 4 / 2, half = i % 2;
-        ds[0][r][i % 4] = pack<Element>(
-            s[r][block][2 * half] * (dp[r][block][2 * half] - delta[r][half]),
-            s[r][block][2 * half + 1] * (dp[r][block][2 * half + 1] - delta[r][half]));
+      for (int i = 0; i < kBlocks / 2 * kRowBlocks * 4; ++i) {
+        const int k = i / 4 / kRowBlocks, r = i / 4 % kRowBlocks, block = 2 * k + i % 4 / 2,
+                  half = i % 2;
+        ds[k][r][i % 4] =
+            pack<Element>(s[r][block][2 * half] * (dp[r][block][2 * half] - delta[r][half]),
+                          s[r][block][2 * half + 1] * (dp[r][block][2 * half + 1] - delta[r][half]));
       }
       multiply(dq, ds, Address::by_rows(tile(item.k), key, lane));
-    }
+    };
+#pragma unroll 1
+    for (; key + 16 < last; key += 32) step(Constant<4>{});
+    if (key < last) step(Constant<2>{});
     store<kRowBlocks>(dq, scale, params.grad_q, item.queries, query, params.dim_qk);
   }
 
@@ -388,17 +393,16 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
 template <typename Element>
 cudaError_t launch_backward_short(const AttentionBackwardParams& attention, cudaStream_t stream) {
   using Config = ShortBackwardConfig<Element>;
-  using Box = typename Config::Box;
   ShortBackwardParams params;
   params.attention = attention;
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int device = 0, num_sms = 0;
   const cudaError_t errors[] = {
-      encode_heads<Box>(params.q, attention, attention.q, queries, attention.heads,
+      params.q.encode<Element>(attention, attention.q, queries, attention.heads,
                         attention.dim_qk),
-      encode_heads<Box>(params.k, attention, attention.k, keys, attention.heads, attention.dim_qk),
-      encode_heads<Box>(params.v, attention, attention.v, keys, attention.heads, attention.dim_v),
-      encode_heads<Box>(params.grad_out, attention, attention.grad_out, queries, attention.heads,
+      params.k.encode<Element>(attention, attention.k, keys, attention.heads, attention.dim_qk),
+      params.v.encode<Element>(attention, attention.v, keys, attention.heads, attention.dim_v),
+      params.grad_out.encode<Element>(attention, attention.grad_out, queries, attention.heads,
                         attention.dim_v),
       cudaGetDevice(&device),
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};

@@ -21,6 +21,7 @@
 
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/tiny_tile.cuh"
+#include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/prim/wgmma.cuh"
 
@@ -51,13 +52,13 @@ struct ShortSequence {
 struct ShortLayout {
   static constexpr int kColumns = 64;  // more than D or Dv become zeros
   static constexpr int kRowBytes = kColumns * 2;
-  static constexpr int kBoxRows = 16;
+  static constexpr int kBoxRows = 16, kWideBoxRows = 64;  // of copies
   static constexpr int kAhead = 8;
   static constexpr int kDescribed = 32;
   static constexpr int kList = 256;
   // Up to kList / kCostRatio sequences per CTA are listed at once: in an equal part of the work none
   // costs less than this part of the average (short_cost).
-  static constexpr int kCostRatio = 16;
+  static constexpr int kCostRatio = 20;
 };
 
 template <int kRingBytes_>
@@ -102,14 +103,15 @@ __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// What an item costs, in rows moved; 0 where there is none.
+// What an item costs, in rows; 0 where there is none. As many scores cost as much as a row.
+template <int kScoresPerRow>
 __device__ __forceinline__ int short_cost(const ShortSequence& sequence) {
   const int queries = sequence.queries.len, keys = sequence.keys.len;
-  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
+  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / kScoresPerRow;
 }
 
 // Lists the sequences of this CTA; 128 threads, which meet at named barrier 1.
-template <typename Storage>
+template <int kScoresPerRow, typename Storage>
 __device__ __forceinline__ void list_short(const AttentionParams& params, Storage& shared,
                                            int thread) {
   const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
@@ -117,7 +119,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
             last = min(first + per_thread, num_seqs);
   int cost = 0;
 #pragma unroll 8
-  for (int seq = first; seq < last; ++seq) cost += short_cost(short_sequence(params, seq));
+  for (int seq = first; seq < last; ++seq) cost += short_cost<kScoresPerRow>(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -139,7 +141,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
 #pragma unroll 1
     for (int seq = first; seq < last; ++seq) {
       ShortSequence sequence = short_sequence(params, seq);
-      const int own = short_cost(sequence);
+      const int own = short_cost<kScoresPerRow>(sequence);
       if (own == 0) continue;
       // Heads whose items start in [low, high).
       const auto head_at = [&](int64_t place) {
@@ -199,31 +201,20 @@ struct ShortProducer {
     if (released == pushed) oldest = tail;
   }
 
-  // Boxes of one tensor's rows; lane 0.
-  __device__ __forceinline__ void copy_rows(const CUtensorMap& map, int to, const TinyRows& rows,
-                                            unsigned head, uint64_t& full) {
-    for (int row = 0; row < rows.len; row += Storage::kBoxRows) {
-      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
-                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
-                                   full);
-    }
-  }
-
-  // Describes an item whose parts are allocated, and calls copy(full barrier) in lane 0.
-  template <typename Copy>
-  __device__ __forceinline__ void push(ShortItem& item, int bytes, Copy copy) {
+  // Describes an item whose parts are allocated, of so many bytes; returns its full barrier.
+  __device__ __forceinline__ uint64_t& push(ShortItem& item, int bytes) {
     const int slot = pushed++ % kDescribed;
     item.first_unit = units;
     units += item.units;
     if (lane == 0) {
       shared.items[slot] = item;
-      ptx::mbarrier_arrive(shared.issued[slot]);
       if (item.units < max_units)
         ptx::mbarrier_arrive_count(shared.empty[slot], max_units - item.units);
       ptx::mbarrier_arrive_expect_tx(shared.full[slot], bytes);
-      copy(shared.full[slot]);
+      ptx::mbarrier_arrive(shared.issued[slot]);
     }
     __syncwarp();
+    return shared.full[slot];
   }
   __device__ __forceinline__ void finish() {
     begin_item();
@@ -275,6 +266,43 @@ struct ShortProducer {
     finish();
   }
 };
+
+// A tensor in boxes of kBoxRows and of kWideBoxRows rows of one head: few copies, since each takes
+// its thread some time, and no more than a box of rows past the end.
+struct ShortMaps {
+  CUtensorMap narrow;
+  CUtensorMap wide;
+
+  template <typename Element>
+  cudaError_t encode(const AttentionParams& params, const HeadsView& view, int64_t rows,
+                     int64_t heads, int64_t dim) {
+    using Narrow = WarpgroupTile<Element, ShortLayout::kBoxRows, ShortLayout::kColumns>;
+    using Wide = WarpgroupTile<Element, ShortLayout::kWideBoxRows, ShortLayout::kColumns>;
+    const cudaError_t error = encode_heads<Narrow>(narrow, params, view, rows, heads, dim);
+    return error == cudaSuccess ? encode_heads<Wide>(wide, params, view, rows, heads, dim) : error;
+  }
+};
+
+// Starts the copies of one tensor's rows; one warp.
+template <typename Storage>
+__device__ __forceinline__ void copy_short_rows(Storage& shared, const ShortMaps& maps, int to,
+                                                const TinyRows& rows, unsigned head, uint64_t& full,
+                                                int lane) {
+  if (lane == 0) {
+    const int last = round_up(rows.len, Storage::kBoxRows);
+    const auto copy = [&](const CUtensorMap& map, int row) {
+      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
+                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
+                                   full);
+    };
+    int row = 0;
+#pragma unroll 1
+    for (; row + Storage::kWideBoxRows <= last; row += Storage::kWideBoxRows) copy(maps.wide, row);
+#pragma unroll 1
+    for (; row < last; row += Storage::kBoxRows) copy(maps.narrow, row);
+  }
+  __syncwarp();
+}
 
 // Hands a computing warp one unit after another.
 template <typename Storage>

@@ -440,7 +440,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_t
   ptx::griddepcontrol_launch_dependents();  // launch_longer
   if (blockIdx.x >= item_ctas) {
     const unsigned cta = blockIdx.x - item_ctas;
-    if (cta == 0) ptx::griddepcontrol_wait();
     fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);
     fill_outside(params.kv_offsets, params.grad_k.data, kv_heads * params.dim_qk / 2, 0.0f, cta);
     fill_outside(params.kv_offsets, params.grad_v.data, kv_heads * params.dim_v / 2, 0.0f, cta);

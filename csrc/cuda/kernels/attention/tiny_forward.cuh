@@ -290,7 +290,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
   ptx::griddepcontrol_launch_dependents();  // launch_longer
   if (blockIdx.x >= item_ctas) {
     const unsigned cta = blockIdx.x - item_ctas;
-    if (cta == 0) ptx::griddepcontrol_wait();
     fill_outside(params.q_offsets, params.out.data, heads * params.dim_v / 2, 0.0f, cta);
     fill_outside(params.q_offsets, params.lse, heads, -INFINITY, cta);
     return;

@@ -124,7 +124,7 @@ __device__ __forceinline__ void fill_outside(const OffsetsView& offsets, void* g
 template <auto kKernel, typename Config, typename Params>
 cudaError_t launch_tiny(const Params& params, int heads, int shared_bytes, cudaStream_t stream) {
   const Grid grid{int64_t{TinyItem::ctas(params, heads, Config::kWarps)} + TinyItem::kFillCtas};
-  return params.split_by_length ? launch_dependent<kKernel>(params, grid, Config::kThreads, shared_bytes, stream, Config::kName) : launch<kKernel>(params, grid, Config::kThreads, shared_bytes, stream, Config::kName);
+  return launch<kKernel>(params, grid, Config::kThreads, shared_bytes, stream, Config::kName);
 }
 
 }  // namespace jagged_cuda::attention
