@@ -4,11 +4,11 @@
 //
 // With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
-// An item is one head of a sequence, a unit 32 of its keys or of its queries, which one warp takes
+// An item is one head of a sequence, a unit 16 of its keys or of its queries, which one warp takes
 // against all queries or keys. So S and dP are computed twice, and nothing is summed over warps: no
 // atomics, the same bits at every run.
 //
-// Eight warps compute; of the other four one copies Q, K, V and dO, three sum delta from O (which
+// Twelve warps compute; of the other four one copies Q, K, V and dO, three sum delta from O (which
 // they read themselves) and dO, and overwrite rows past the end with zeros (a copy may reach into
 // the next sequence, and 0 times NaN is NaN).
 //
@@ -25,16 +25,8 @@ namespace jagged_cuda::attention {
 template <typename Element_>
 struct ShortBackwardConfig {
   using Element = Element_;
-#ifdef BWARPS8
-  static constexpr int kConsumers = 256;
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
-#else
   static constexpr int kConsumers = 384;
   static constexpr int kConsumerRegisters = 152, kProducerRegisters = 56;
-#endif
-#ifndef BOPERANDS
-#define BOPERANDS true
-#endif
   static constexpr int kHelpers = 3;  // warps
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kUnitRows = 16;
@@ -205,149 +197,107 @@ struct ShortBackwardUnit {
             window_rows32(params.window_right)};
   }
 
-  template <int kRowBlocks>
-  __device__ __forceinline__ void store(const Accumulator<kRowBlocks, 8>& o, float scale,
+  __device__ __forceinline__ void store(const Accumulator<1, 8>& o, float scale,
                                         const HeadsView& view, const TinyRows& range, int row,
                                         int columns) const {
     const float scales[2] = {scale, scale};
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
-      const LaneRows g(view, range.begin + row + r * 16 + lane / 8, item.head, lane % 8 * 8);
-      ShortOutput::of<Element, 8>(o[r], scales, stage, lane)
-          .store(g, lane % 8 * 8 < columns ? range.len - row - r * 16 - lane / 8 : 0);
-    }
+    const LaneRows g(view, range.begin + row + lane / 8, item.head, lane % 8 * 8);
+    ShortOutput::of<Element, 8>(o[0], scales, stage, lane)
+        .store(g, lane % 8 * 8 < columns ? range.len - row - lane / 8 : 0);
   }
 
-  // dK and dV of kRowBlocks * 16 keys.
-  template <int kRowBlocks>
+  // dK and dV of 16 keys.
   __device__ __forceinline__ void key_gradients(int key) const {
     const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
-    const int num_queries = item.queries.len;
     const WindowOf<int> seen = window().transposed();  // rows are keys
     const int first = seen.first_column(key) / 32 * 32,
-              last = seen.last_column(key, kRowBlocks * 16, num_queries);
-    const RowOperand<BOPERANDS, kRowBlocks, Tile> k(tile(item.k), key, lane),
-        v(tile(item.v), key, lane);
-    Accumulator<kRowBlocks, 8> dk = {}, dv = {};
+              last = seen.last_column(key, 16, item.queries.len);
+    const RowOperand<true, 1, Tile> k(tile(item.k), key, lane), v(tile(item.v), key, lane);
+    Accumulator<1, 8> dk = {}, dv = {};
     int query = first;
     // The next kBlocks * 8 queries.
     const auto step = [&](auto blocks) {
       constexpr int kBlocks = decltype(blocks)::value;
       const auto* lse = reinterpret_cast<const float*>(ring + item.lse) + query + lane % 4 * 2;
       const auto* delta = reinterpret_cast<const float*>(ring + item.delta) + query + lane % 4 * 2;
-      Accumulator<kRowBlocks, kBlocks> s = {}, dp = {};
+      Accumulator<1, kBlocks> s = {}, dp = {};
       mma_rows_by_rows(s, k, Address::by_columns(tile(item.q), query, lane));
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const float2 own = *reinterpret_cast<const float2*>(lse + block * 8);
 #pragma unroll
-        for (int i = 0; i < kRowBlocks * 4; ++i) {
-          float& score = s[i / 4][block][i % 4];
+        for (int i = 0; i < 4; ++i) {
+          float& score = s[0][block][i];
           score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, i % 2 == 0 ? -own.x : -own.y));
         }
       }
-      if (seen.cuts_tile(key, kRowBlocks * 16, query, kBlocks * 8, query + kBlocks * 8))
+      if (seen.cuts_tile(key, 16, query, kBlocks * 8, query + kBlocks * 8))
         replace_unseen(s, 0.0f, seen, key + lane / 4, query, query + kBlocks * 8, lane);
-      uint32_t p[kBlocks / 2][kRowBlocks][4];
-#pragma unroll
-      for (int i = 0; i < kBlocks / 2 * kRowBlocks * 4; ++i) {
-        const auto& pair = s[i / 4 % kRowBlocks][i / 4 / kRowBlocks * 2 + i % 4 / 2];
-        p[i / 4 / kRowBlocks][i / 4 % kRowBlocks][i % 4] =
-            pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-      }
-      multiply(dv, p, Address::by_rows(tile(item.grad_out), query, lane));
+      const PackedRows<Element, kBlocks> p(s);
+      mma_packed_by_columns(dv, p, Address::by_rows(tile(item.grad_out), query, lane));
       mma_rows_by_rows(dp, v, Address::by_columns(tile(item.grad_out), query, lane));
+      PackedRows<Element, kBlocks> ds;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const float2 own = *reinterpret_cast<const float2*>(delta + block * 8);
 #pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t& pair = p[block / 2][r][block % 2 * 2 + half];
-            const float2 probs = unpack<Element>(pair);
-            pair = pack<Element>(probs.x * (dp[r][block][2 * half] - own.x),
-                                 probs.y * (dp[r][block][2 * half + 1] - own.y));
-          }
+        for (int half = 0; half < 2; ++half) {
+          // P as rounded, which saves registers.
+          const float2 probs = unpack<Element>(p.fragments[block / 2][block % 2 * 2 + half]);
+          const float pair[2] = {probs.x * (dp[0][block][2 * half] - own.x),
+                                 probs.y * (dp[0][block][2 * half + 1] - own.y)};
+          ds.set(block, half, pair);
         }
       }
-      multiply(dk, p, Address::by_rows(tile(item.q), query, lane));
+      mma_packed_by_columns(dk, ds, Address::by_rows(tile(item.q), query, lane));
     };
 #pragma unroll 1
     for (; query + 16 < last; query += 32) step(Constant<4>{});
     if (query < last) step(Constant<2>{});
-    store<kRowBlocks>(dk, scale, params.grad_k, item.keys, key, params.dim_qk);
-    store<kRowBlocks>(dv, 1.0f, params.grad_v, item.keys, key, params.dim_v);
+    store(dk, scale, params.grad_k, item.keys, key, params.dim_qk);
+    store(dv, 1.0f, params.grad_v, item.keys, key, params.dim_v);
   }
 
-  // dQ of kRowBlocks * 16 queries.
-  template <int kRowBlocks>
+  // dQ of 16 queries.
   __device__ __forceinline__ void query_gradients(int query) const {
     const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
     const int num_keys = item.keys.len;
     const WindowOf<int> seen = window();
-    const int first = seen.first_column(query) / 16 * 16,
-              last = seen.last_column(query, kRowBlocks * 16, num_keys);
-    const RowOperand<true, kRowBlocks, Tile> q(tile(item.q), query, lane),
+    const int last = seen.last_column(query, 16, num_keys);
+    const RowOperand<true, 1, Tile> q(tile(item.q), query, lane),
         grad_out(tile(item.grad_out), query, lane);
-    Accumulator<kRowBlocks, 8> dq = {};
-    float lse[kRowBlocks][2], delta[kRowBlocks][2];
+    Accumulator<1, 8> dq = {};
+    float lse[2], delta[2];
 #pragma unroll
-    for (int i = 0; i < kRowBlocks * 2; ++i) {
-      const int row = query + i * 8 + lane / 4;
-      lse[i / 2][i % 2] = reinterpret_cast<const float*>(ring + item.lse)[row];
-      delta[i / 2][i % 2] = reinterpret_cast<const float*>(ring + item.delta)[row];
+    for (int half = 0; half < 2; ++half) {
+      const int row = query + half * 8 + lane / 4;
+      lse[half] = reinterpret_cast<const float*>(ring + item.lse)[row];
+      delta[half] = reinterpret_cast<const float*>(ring + item.delta)[row];
     }
-    int key = first;
+    int key = seen.first_column(query) / 32 * 32;
     // The next kBlocks * 8 keys.
     const auto step = [&](auto blocks) {
       constexpr int kBlocks = decltype(blocks)::value;
-      Accumulator<kRowBlocks, kBlocks> s = {}, dp = {};
+      Accumulator<1, kBlocks> s = {}, dp = {};
       mma_rows_by_rows(s, q, Address::by_columns(tile(item.k), key, lane));
       mma_rows_by_rows(dp, grad_out, Address::by_columns(tile(item.v), key, lane));
 #pragma unroll
-      for (int i = 0; i < kRowBlocks * kBlocks * 4; ++i) {
-        const int r = i / (kBlocks * 4);
-        float& score = s[r][i / 4 % kBlocks][i % 4];
-        score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, -lse[r][i % 4 / 2]));
+      for (int i = 0; i < kBlocks * 4; ++i) {
+        float& score = s[0][i / 4][i % 4];
+        score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, -lse[i % 4 / 2]));
       }
-      if (seen.cuts_tile(query, kRowBlocks * 16, key, kBlocks * 8, num_keys))
+      if (seen.cuts_tile(query, 16, key, kBlocks * 8, num_keys))
         replace_unseen(s, 0.0f, seen, query + lane / 4, key, num_keys, lane);
-      uint32_t ds[kBlocks / 2][kRowBlocks][4];
 #pragma unroll
-      for (int i = 0; i < kBlocks / 2 * kRowBlocks * 4; ++i) {
-        const int k = i / 4 / kRowBlocks, r = i / 4 % kRowBlocks, block = 2 * k + i % 4 / 2,
-                  half = i % 2;
-        ds[k][r][i % 4] =
-            pack<Element>(s[r][block][2 * half] * (dp[r][block][2 * half] - delta[r][half]),
-                          s[r][block][2 * half + 1] * (dp[r][block][2 * half + 1] - delta[r][half]));
-      }
-      multiply(dq, ds, Address::by_rows(tile(item.k), key, lane));
+      for (int i = 0; i < kBlocks * 4; ++i)
+        s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4] - delta[i % 4 / 2];
+      mma_packed_by_columns(dq, PackedRows<Element, kBlocks>(s),
+                            Address::by_rows(tile(item.k), key, lane));
     };
 #pragma unroll 1
     for (; key + 16 < last; key += 32) step(Constant<4>{});
     if (key < last) step(Constant<2>{});
-    store<kRowBlocks>(dq, scale, params.grad_q, item.queries, query, params.dim_qk);
-  }
-
-  // o += a b; b kSteps * 16 rows.
-  template <int kSteps, int kRowBlocks>
-  __device__ __forceinline__ static void multiply(Accumulator<kRowBlocks, 8>& o,
-                                                  const uint32_t (&a)[kSteps][kRowBlocks][4],
-                                                  Address b_rows) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int out = 0; out < 8; out += 2) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, b_rows.block(k * 16, out * 8));
-#pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) {
-          ptx::mma_m16n8k16<Element>(o[r][out], a[k][r], b[0], b[1]);
-          ptx::mma_m16n8k16<Element>(o[r][out + 1], a[k][r], b[2], b[3]);
-        }
-      }
-    }
+    store(dq, scale, params.grad_q, item.queries, query, params.dim_qk);
   }
 
   // Units are first those of keys.
@@ -356,9 +306,9 @@ struct ShortBackwardUnit {
               key_units = (item.keys.len + Config::kUnitRows - 1) / Config::kUnitRows,
               query = (unit - key_units) * Config::kUnitRows;
     if (unit < key_units) {
-      key_gradients<1>(key);
+      key_gradients(key);
     } else {
-      query_gradients<1>(query);
+      query_gradients(query);
     }
   }
 };
@@ -398,12 +348,11 @@ cudaError_t launch_backward_short(const AttentionBackwardParams& attention, cuda
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int device = 0, num_sms = 0;
   const cudaError_t errors[] = {
-      params.q.encode<Element>(attention, attention.q, queries, attention.heads,
-                        attention.dim_qk),
+      params.q.encode<Element>(attention, attention.q, queries, attention.heads, attention.dim_qk),
       params.k.encode<Element>(attention, attention.k, keys, attention.heads, attention.dim_qk),
       params.v.encode<Element>(attention, attention.v, keys, attention.heads, attention.dim_v),
       params.grad_out.encode<Element>(attention, attention.grad_out, queries, attention.heads,
-                        attention.dim_v),
+                                      attention.dim_v),
       cudaGetDevice(&device),
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};
   for (cudaError_t error : errors) {

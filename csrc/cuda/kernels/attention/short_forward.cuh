@@ -18,24 +18,13 @@
 #include "cuda/kernels/attention/short_items.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
-#ifndef QREG
-#define QREG true
-#endif
 namespace jagged_cuda::attention {
 
 template <typename Element_>
 struct ShortForwardConfig {
   using Element = Element_;
-#ifdef FWARPS12
-  static constexpr int kConsumers = 384;
-  static constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
-#elif defined(FWARPS20)
-  static constexpr int kConsumers = 640;
-  static constexpr int kConsumerRegisters = 88, kProducerRegisters = 32;
-#else
   static constexpr int kConsumers = 512;
   static constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
-#endif
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kUnitRows = 16;
   static constexpr int kMaxUnits = kShortRows / kUnitRows;
@@ -82,8 +71,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
     });
   } else {
     for (int position = 0;; ++position) {
-      const int slot = position % Storage::kDescribed,
-                parity = position / Storage::kDescribed % 2;
+      const int slot = position % Storage::kDescribed, parity = position / Storage::kDescribed % 2;
       ptx::mbarrier_wait(shared.issued[slot], parity);
       const ShortItem& item = shared.items[slot];
       const bool more = item.units >= 0;
@@ -109,8 +97,8 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
 // 16 queries from `query` on, against all keys.
 template <typename Config>
 __device__ __forceinline__ void attend_short(const AttentionParams& params,
-                                             ShortUnits<typename Config::Storage>& units,
-                                             int query, int lane) {
+                                             ShortUnits<typename Config::Storage>& units, int query,
+                                             int lane) {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Address = LaneAddress<Tile>;
@@ -128,7 +116,7 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
                              window_rows32(params.window_right)};
   const int first = window.first_column(query) / 32 * 32,
             last = window.last_column(query, 16, num_keys);
-  const RowOperand<QREG, 1, Tile> q(tile_q, query, lane);
+  const RowOperand<true, 1, Tile> q(tile_q, query, lane);
   LazySoftmax softmax;
   Accumulator<1, 8> o = {};
   int key = first;
@@ -136,7 +124,6 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
   const auto step = [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
     Accumulator<1, kBlocks> s = {};
-    const auto values = v_rows.rows_on(key);
     mma_rows_by_rows(s, q, k_rows.rows_on(key));
     if (scale < 0.0f) {  // the maximum of scale * S lies where -S is largest
 #pragma unroll
@@ -148,35 +135,19 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
     float rescale[1][2];
     const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
     if (moved && key > first) rescale_rows(o, rescale);
-#pragma unroll
-    for (int block = 0; block < kBlocks; block += 2) {
-#pragma unroll
-      for (int out = 0; out < 8; out += 2) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, values.block(block * 8, out * 8));
-        ptx::mma_m16n8k16<Element>(o[0][out], p.fragments[block / 2], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(o[0][out + 1], p.fragments[block / 2], b[2], b[3]);
-      }
-    }
+    mma_packed_by_columns(o, p, v_rows.rows_on(key));
   };
 #pragma unroll 1
-#ifdef STEP64
-  for (; key + 48 < last; key += 64) step(Constant<8>{});
-#pragma unroll 1
   for (; key + 16 < last; key += 32) step(Constant<4>{});
-#else
-  for (; key + 16 < last; key += 32) step(Constant<4>{});
-#endif
   if (key < last) step(Constant<2>{});
 
   const uint32_t stage = ptx::shared_address(ring) + item.q + query * Tile::kRowBytes;
   const unsigned row = item.queries.begin + query;
   const int rows = num_queries - query;
   const LaneRows out(params.out, row + lane / 8, item.head, lane % 8 * 8);
-  char* lse = static_cast<char*>(params.lse) +
-              (static_cast<uint64_t>(row + lane / 4) * static_cast<unsigned>(params.heads) +
-               item.head) *
-                  4;
+  char* lse =
+      static_cast<char*>(params.lse) +
+      (static_cast<uint64_t>(row + lane / 4) * static_cast<unsigned>(params.heads) + item.head) * 4;
   softmax.finish();
   float inverse_sum[2];
 #pragma unroll
@@ -185,9 +156,9 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
     inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
     if (lane % 4 == 0 && half * 8 + lane / 4 < rows) {
       *reinterpret_cast<float*>(lse + half * 8 * static_cast<unsigned>(params.heads) * 4) =
-          sum == 0.0f ? -INFINITY
-                      : __fmaf_rn(softmax.reference[half], fabsf(scale),
-                                  ptx::lg2_approx(sum) * kLn2);
+          sum == 0.0f
+              ? -INFINITY
+              : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
     }
   }
   const auto output = ShortOutput::of<Element, 16>(o[0], inverse_sum, stage, lane);
@@ -229,12 +200,9 @@ cudaError_t launch_forward_short(const AttentionParams& attention, cudaStream_t 
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int device = 0, num_sms = 0;
   const cudaError_t errors[] = {
-      params.q.encode<Element>(attention, attention.q, queries, attention.heads,
-                        attention.dim_qk),
-      params.k.encode<Element>(attention, attention.k, keys, attention.kv_heads,
-                        attention.dim_qk),
-      params.v.encode<Element>(attention, attention.v, keys, attention.kv_heads,
-                        attention.dim_v),
+      params.q.encode<Element>(attention, attention.q, queries, attention.heads, attention.dim_qk),
+      params.k.encode<Element>(attention, attention.k, keys, attention.kv_heads, attention.dim_qk),
+      params.v.encode<Element>(attention, attention.v, keys, attention.kv_heads, attention.dim_v),
       cudaGetDevice(&device),
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};
   for (cudaError_t error : errors) {

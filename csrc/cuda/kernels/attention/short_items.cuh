@@ -119,7 +119,8 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
             last = min(first + per_thread, num_seqs);
   int cost = 0;
 #pragma unroll 8
-  for (int seq = first; seq < last; ++seq) cost += short_cost<kScoresPerRow>(short_sequence(params, seq));
+  for (int seq = first; seq < last; ++seq)
+    cost += short_cost<kScoresPerRow>(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -345,6 +346,23 @@ __device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int r
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
+// o += a b, b kBlocks * 8 rows from LaneAddress::by_rows on.
+template <typename Element, int kBlocks, typename Tile>
+__device__ __forceinline__ void mma_packed_by_columns(Accumulator<1, 8>& o,
+                                                      const PackedRows<Element, kBlocks>& a,
+                                                      LaneAddress<Tile> b_rows) {
+#pragma unroll
+  for (int k = 0; k < kBlocks / 2; ++k) {
+#pragma unroll
+    for (int out = 0; out < 8; out += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_rows.block(k * 16, out * 8));
+      ptx::mma_m16n8k16<Element>(o[0][out], a.fragments[k], b[0], b[1]);
+      ptx::mma_m16n8k16<Element>(o[0][out + 1], a.fragments[k], b[2], b[3]);
+    }
+  }
+}
+
 // A warp's 16 rows of 64 columns, each times its scale, as they leave: lane l holds chunk l % 8 of rows
 // 4 i + l / 8. They pass through kStageRows (8 or 16) rows of shared memory that only this warp uses.
 struct ShortOutput {
@@ -364,9 +382,9 @@ struct ShortOutput {
 #pragma unroll
       for (int i = 0; i < kHalves * 8; ++i) {
         const int half = first + i / 8, block = i % 8;
-        ptx::st_shared_4((words ^ (block * 16)) + i / 8 * 8 * kRowBytes,
-                         pack<Element>(o[block][2 * half] * scale[half],
-                                       o[block][2 * half + 1] * scale[half]));
+        ptx::st_shared_4(
+            (words ^ (block * 16)) + i / 8 * 8 * kRowBytes,
+            pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
       }
       __syncwarp();
 #pragma unroll

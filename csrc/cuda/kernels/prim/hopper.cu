@@ -2,9 +2,6 @@
 
 #include <atomic>
 
-#ifndef PROMO
-#define PROMO CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-#endif
 namespace jagged_cuda {
 namespace {
 
@@ -79,7 +76,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
         3, const_cast<void*>(source.data), extents, strides, box, element_strides,
         CU_TENSOR_MAP_INTERLEAVE_NONE,
         box_columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-        PROMO, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = run();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
