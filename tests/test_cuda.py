@@ -386,6 +386,9 @@ SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
+# Beside the edges of blocks of 16 rows, and of tiny and long sequences.
+SHORT = Layout((65, 0, 80, 64, 81, 256, 1, 129, 255, 16, 66, 0, 96, 97), base=5, tail=70)
+SHORT_KEYS = Layout((70, 100, 0, 65, 256, 3, 128, 64, 176, 90, 7, 0, 145, 33), base=2, tail=66)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
@@ -424,8 +427,8 @@ def test_tiny_among_longer_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
-@pytest.mark.parametrize("layout", [MIXED, SLABS], ids=["mixed", "slabs"])
-def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [MIXED, SLABS, SHORT], ids=["mixed", "slabs", "short"])
+def test_tiny_and_short_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
     """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
     sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
@@ -441,12 +444,6 @@ def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
-# Beside the edges of blocks of 16 rows, of tiny sequences, and of what fits in shared memory.
-SHORT = Layout((65, 0, 80, 64, 81, 192, 1, 129, 191, 16, 66, 0, 96, 97), base=5, tail=70)
-SHORT_KEYS = Layout((70, 100, 0, 65, 192, 3, 128, 64, 176, 90, 7, 0, 145, 33), base=2, tail=66)
-SHORTER_THAN_256 = Layout((193, 256, 70, 0, 255, 208, 130, 3), base=3, tail=9)
-
-
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
 @pytest.mark.parametrize("dims", [(64, 64), (40, 64), (48, 16)])
@@ -454,9 +451,8 @@ SHORTER_THAN_256 = Layout((193, 256, 70, 0, 255, 208, 130, 3), base=3, tail=9)
 def test_path_of_short_sequences(
     dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
 ) -> None:
-    """Where the caller says that none is longer, nothing runs behind the kernel for short ones."""
+    """Where the caller says that none is longer, no kernel runs behind that for short ones."""
     case = CASES["jagged_flash_attention"]
-    grouped = heads[0] != heads[1]
     for options in ({}, {"causal": True}, {"window_size": (50, 13)}, {"scale": -0.3}):
         spec = spec_of(SHORT, dims=dims, heads=heads, max_len=True, **options)
         spec = dataclasses.replace(spec, kv_layout=SHORT_KEYS if cross else None)
@@ -464,36 +460,6 @@ def test_path_of_short_sequences(
         kernel = "short.d64" if HOPPER else "mma_sync.d64"
         assert last_kernel("cuda") == f"cuda.attention.forward.{kernel}"
         judge(case, spec, dtype, CUDA)
-        kernel = "wgmma.d64" if HOPPER and grouped else kernel
-        assert last_kernel("cuda") == f"cuda.attention.backward.{kernel}"
-
-
-@pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
-def test_sequences_of_up_to_256_rows(max_len: bool) -> None:
-    case = CASES["jagged_flash_attention"]
-    for heads in ((2, 2), (4, 2)):
-        spec = spec_of(SHORTER_THAN_256, heads=heads, max_len=max_len)
-        judge(case, spec, torch.bfloat16, CUDA)
-        case.call(jagged_cuda, case.sample(spec, torch.bfloat16, CUDA))
-        if HOPPER and max_len:
-            assert last_kernel("cuda") == "cuda.attention.forward.short.d64"
-
-
-@pytest.mark.parametrize("layout", [SHORT, SHORTER_THAN_256], ids=["192", "256"])
-def test_short_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
-    """A sequence alone, and with max_len, gives the bits that it gives among others."""
-    case = CASES["jagged_flash_attention"]
-    sample = case.sample(spec_of(layout, heads=(2, 2)), torch.bfloat16, CUDA)
-    whole = run(case, sample, calls(case), None)
-    for begin, end in itertools.pairwise(layout.offsets().tolist()):
-        if begin == end:
-            continue
-        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
-        offsets = torch.tensor([0, end - begin], device=CUDA)
-        for max_len in (False, True):
-            spec = spec_of(Layout((end - begin,)), heads=(2, 2), max_len=max_len)
-            found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
-            assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
 def test_many_short_sequences() -> None:

@@ -53,17 +53,15 @@ bool all_tiny(const AttentionParams& params) {
          (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
 }
 
-// Whether the kernels for short sequences take these operands, which the kernels for tiny ones and
-// wgmma take.
+// Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
 bool takes_short(const AttentionParams& params) {
   return params.split_by_length && attention::dim_bucket(params) == 64;
 }
 
 // Whether no sequence can be longer than short.
 bool all_short(const AttentionParams& params) {
-  return (params.max_len > 0 && params.max_len <= params.short_rows) ||
-         (params.q_offsets.total <= params.short_rows &&
-          params.kv_offsets.total <= params.short_rows);
+  return (params.max_len > 0 && params.max_len <= kShortRows) ||
+         (params.q_offsets.total <= kShortRows && params.kv_offsets.total <= kShortRows);
 }
 
 // Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
@@ -96,12 +94,12 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
           if (!takes_long(longer)) longer.long_plan = nullptr;
           cudaError_t error = cudaSuccess;
           if (takes_short(longer)) {
-            longer.short_rows = kShortRows;
             error = attention::launch_forward_short<Element>(longer, stream);
             if (error == cudaSuccess && all_short(longer)) return error;
+            longer.short_apart = error == cudaSuccess;
           }
           // In self-attention nothing lies between short and long sequences.
-          const bool any_between = longer.short_rows == 0 || longer.long_plan == nullptr ||
+          const bool any_between = !longer.short_apart || longer.long_plan == nullptr ||
                                    longer.q_offsets.data != longer.kv_offsets.data;
           if (error == cudaSuccess && any_between)
             error = attention::launch_forward_wgmma<Element>(longer, stream);
@@ -110,7 +108,6 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
           if (error != cudaErrorNotSupported) return error;
         }
         longer.long_plan = nullptr;
-        longer.short_rows = 0;
         return attention::launch_forward_mma_sync<Element>(longer, stream);
       };
       return launch_by_length(params, params.out, stream, launch_longer,
@@ -126,17 +123,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_backward_fma<Element>(params, stream);
     } else {
-      const auto launch_longer = [&](AttentionBackwardParams longer) {
-        if (takes_wgmma(longer) && takes_short(longer) && longer.heads == longer.kv_heads) {
-          longer.short_rows = kShortBackwardRows;
-          const cudaError_t error = attention::launch_backward_short<Element>(longer, stream);
-          if (error == cudaSuccess && all_short(longer)) return error;
-          if (error == cudaErrorNotSupported) {
-            longer.short_rows = 0;
-          } else if (error != cudaSuccess) {
-            return error;
-          }
-        }
+      const auto launch_longer = [&](const AttentionBackwardParams& longer) {
         return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
                                    : attention::launch_backward_mma_sync<Element>(longer, stream);
       };

@@ -99,7 +99,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
-  if (left_to_shorter(params, tile.rows.len, kv.len)) return;
+  if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const int64_t last_key = window.last_column(tile.row, rows, kv.len);
   const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;

@@ -11,17 +11,17 @@ __device__ __forceinline__ bool is_tiny(int64_t queries, int64_t keys) {
   return queries <= kTinyRows && keys <= kTinyRows;
 }
 
-// Whether a kernel for short sequences takes one that is not tiny.
-__device__ __forceinline__ bool is_short(const AttentionParams& params, int64_t queries,
-                                         int64_t keys) {
-  return queries <= params.short_rows && keys <= params.short_rows;
+// Whether another kernel leaves a sequence to those for tiny ones, as it leaves to them the rows
+// outside all sequences where params.split_by_length.
+__device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int64_t queries,
+                                             int64_t keys) {
+  return params.split_by_length && is_tiny(queries, keys);
 }
 
-// Whether another kernel leaves a sequence to those for tiny and short ones, as it leaves to the
-// former the rows outside all sequences where params.split_by_length.
-__device__ __forceinline__ bool left_to_shorter(const AttentionParams& params, int64_t queries,
-                                                int64_t keys) {
-  return (params.split_by_length && is_tiny(queries, keys)) || is_short(params, queries, keys);
+// Whether another kernel leaves a sequence to that for short ones.
+__device__ __forceinline__ bool left_to_short(const AttentionParams& params, int64_t queries,
+                                              int64_t keys) {
+  return params.short_apart && queries <= kShortRows && keys <= kShortRows;
 }
 
 // Whether another kernel leaves a sequence to that for long ones.
