@@ -16,6 +16,7 @@ from benchmarks import (
     attention,
     build,
     host,
+    modules,
     peers,
     plot,
     report,
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     **attention.COMMANDS,
     "sweep": sweep.COMMAND,
     "host": host.COMMAND,
+    "modules": modules.COMMAND,
     "build": build.COMMAND,
 }
 # These measure nothing: they read a results file.

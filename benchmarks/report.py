@@ -34,6 +34,7 @@ TITLES = {
     "target": "Target attention: items against histories",
     "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
+    "modules": "Modules beside the operators that they are made of",
 }
 
 

@@ -10,7 +10,7 @@ from jagged_cuda._version import __version__
 _load.load_libraries()
 
 # Operators register on libraries that are loaded.
-from jagged_cuda import offsets, ops  # noqa: E402
+from jagged_cuda import lists, nested, nn, offsets, ops, torchrec  # noqa: E402, F401
 from jagged_cuda._checks import check_errors, set_checks  # noqa: E402
 from jagged_cuda.offsets import *  # noqa: E402, F403
 from jagged_cuda.ops import *  # noqa: E402, F403

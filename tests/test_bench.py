@@ -20,6 +20,7 @@ from benchmarks import (
     build,
     checking,
     implementations,
+    modules,
     peers,
     report,
     shapes,
@@ -177,6 +178,28 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert session.sections["build"]["cold_build_s"] == 0.05
     table = report.tables(session, report.environment(session.timer))
     assert "cold build" in table and "_C_cuda 9.0a (compiled here), MB" in table
+
+
+def test_modules_beside_their_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.modules.QUICK_HOST_CALLS", 2)
+    monkeypatch.setattr("benchmarks.modules.DIM", 32)
+    monkeypatch.setattr("benchmarks.timing.HOST_CALLS_IN_A_ROW", 1)
+    found = run(tmp_path, "modules")
+    assert [row["case"] for row in found["rows"][::3]] == list(modules.COMMAND.cases)
+    for row in found["rows"]:
+        assert set(row["results"]) == {OURS, modules.OPERATORS}
+        assert all(len(entry["medians_us"]) == 2 for entry in row["results"].values())
+
+
+def test_a_module_that_is_not_its_operators_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = modules.CASES[-1]
+    wrong = case._replace(operators=lambda m, inputs: 2 * case.operators(m, inputs))
+    monkeypatch.setattr(modules, "CASES", (wrong,))
+    monkeypatch.setattr("benchmarks.timing.HOST_CALLS_IN_A_ROW", 1)
+    found = run(tmp_path, "modules", status=1)
+    assert all("wrong" in row["results"][OURS] for row in found["rows"])
 
 
 def test_a_failed_build_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         )
         for dtype, tf32, path in _PRODUCT_PATHS
     ),
+    # Few terms per sum, y with stride 1 along N, and along D in gradients.
+    *(
+        (name, dtype, False, {"D": dim, "N": 72}, f"{first}.{element}", f"{last}.{element}")
+        for element, dtype in _DTYPES.items()
+        for dim in (8, 16)
+        for name, first, last in (
+            ("jagged_dense_bmm", f"{_DENSE}.thin", f"{_JAGGED}.mma_sync"),
+            ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.thin"),
+        )
+    ),
     *(
         (
             "jagged_softmax",

@@ -229,6 +229,23 @@ def test_nested_tensors_get_a_sentence_under_compile(kind: str) -> None:
         compiled(make())
 
 
+# --- compilers
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:ast")
+@pytest.mark.parametrize("traced", [False, True], ids=["function", "after fx"])
+def test_torch_jit_script_gets_a_sentence(traced: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x, offsets):  # torch.jit.script reads no annotations that are text
+            return jagged_sum(x, offsets)
+
+    refused = torch.fx.symbolic_trace(Model()) if traced else jagged_sum
+    text = sentence(torch.jit.script, refused)
+    assert text == (
+        "jagged_sum: torch.jit.script is not supported; use torch.export or torch.compile"
+    )
+
+
 # --- transforms
 
 

@@ -1,4 +1,4 @@
-"""examples/torchrec_model.py with TorchRec itself: right, differentiable, traceable."""
+"""With TorchRec itself: examples/torchrec_model.py, jagged_cuda.torchrec, jagged_cuda.nn."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from plain import sentence
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_cuda
+from jagged_cuda.nn import (
+    DINAttention,
+    JaggedFeatureInteraction,
+    JaggedMultiheadAttention,
+    JaggedTransformerLayer,
+    TargetAttention,
+)
+from jagged_cuda.torchrec import pack, unpack, unpack_features, with_values
 
 pytestmark = pytest.mark.torchrec
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +95,170 @@ def test_a_feature_by_its_part_of_all_offsets(features: Any) -> None:
         feature = features[key]
         expected = jagged_cuda.jagged_sum(feature.values().float()[:, None], feature.offsets())
         assert torch.equal(found, expected)
+
+
+# --- jagged_cuda.torchrec
+
+X, OFFSETS = torch.randn(7, 16), torch.tensor([0, 2, 2, 7])
+
+
+def jagged_tensor(*, offsets: bool = True, dtype: torch.dtype = torch.int64) -> Any:
+    from torchrec import JaggedTensor
+
+    if offsets:
+        return JaggedTensor(X, offsets=OFFSETS.to(dtype), weights=torch.rand(7))
+    return JaggedTensor(X, lengths=OFFSETS.diff().to(dtype))
+
+
+def keyed(values: Tensor, *, variable: bool = False) -> Any:
+    """Features of 3 and 3 sequences, or of 1 and 5."""
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=values,
+        lengths=torch.tensor([1, 2, 3, 0, 3, 1]),
+        stride_per_key_per_rank=[[1], [5]] if variable else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("offsets", [False, True], ids=["lengths", "offsets"])
+def test_jagged_tensors_lend_what_they_hold(offsets: bool, dtype: torch.dtype) -> None:
+    jt = jagged_tensor(offsets=offsets, dtype=dtype)
+    values, found = unpack(jt)
+    assert values is jt.values() and found is jt.offsets() and found.dtype == dtype
+    out = torch.randn(7, 3)
+    back = with_values(jt, out)
+    assert type(back) is type(jt)
+    assert back.values() is out and back.offsets() is found
+    assert back.lengths_or_none() is jt.lengths_or_none()
+    assert back.weights_or_none() is jt.weights_or_none()
+
+
+def test_jagged_tensors_of_parts() -> None:
+    weights = torch.rand(7)
+    jt = pack(X, OFFSETS, weights=weights)
+    assert jt.values() is X and jt.offsets() is OFFSETS and jt.weights() is weights
+    assert jt.lengths().tolist() == [2, 0, 5]
+    assert [len(part) for part in jt.to_dense()] == [2, 0, 5]
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["stride", "stride of each key"])
+def test_features_are_slices_of_all_offsets(variable: bool) -> None:
+    values = torch.randn(10, 4)
+    kjt = keyed(values, variable=variable)
+    found = unpack_features(kjt)
+    assert list(found) == ["a", "b"] and list(unpack_features(kjt, ["b"])) == ["b"]
+    for key, (rows, offsets) in found.items():
+        assert rows is values
+        assert offsets.untyped_storage().data_ptr() == kjt.offsets().untyped_storage().data_ptr()
+        sums = jagged_cuda.jagged_sum(rows, offsets)
+        jt = kjt[key]
+        torch.testing.assert_close(sums, jagged_cuda.jagged_sum(jt.values(), jt.offsets()))
+    out = torch.randn(10, 3)
+    back = with_values(kjt, out)
+    assert type(back) is type(kjt) and back.keys() == kjt.keys()
+    assert back.values() is out and back.lengths() is kjt.lengths()
+    assert back.stride_per_key() == kjt.stride_per_key()
+    assert torch.equal(back["b"].values(), out[unpack_features(kjt)["b"][1][0] :])
+
+
+def test_nothing_is_read() -> None:
+    """Fake tensors have no values to wait for; to take one feature TorchRec reads them."""
+    with FakeTensorMode():
+        kjt = keyed(torch.randn(10, 4))
+        found = unpack_features(kjt)
+        assert [offsets.shape[0] for _, offsets in found.values()] == [4, 4]
+        with_values(kjt, torch.randn(10, 2))
+        jt = pack(*found["b"])
+        assert with_values(jt, unpack(jt)[0]).values().shape == (10, 4)
+        with pytest.raises(RuntimeError):
+            keyed(torch.randn(10, 4))["b"]
+
+
+def test_wrong_calls() -> None:
+    kjt = keyed(torch.randn(10, 16))
+    feature = "got a KeyedJaggedTensor: take one feature of it, with unpack_features(...)[key]"
+    assert sentence(unpack, kjt) == f"torchrec.unpack: jt must be a JaggedTensor, {feature}"
+    assert sentence(JaggedMultiheadAttention(16, 2), kjt) == (
+        "JaggedMultiheadAttention: x must be a tensor, a JaggedTensor or a nested tensor,"
+        f" {feature}"
+    )
+    assert sentence(unpack_features, X) == (
+        "torchrec.unpack_features: kjt must be a KeyedJaggedTensor, got a tensor"
+    )
+    assert sentence(unpack_features, kjt, ["c"]) == (
+        "torchrec.unpack_features: keys must be among ['a', 'b'], got 'c'"
+    )
+    assert sentence(with_values, X, X) == (
+        "torchrec.with_values: jt must be a JaggedTensor or a KeyedJaggedTensor, got a tensor"
+    )
+    assert sentence(with_values, jagged_tensor(), X[1:]) == (
+        "torchrec.with_values: values must be [7, ...], got [6, 16]"
+    )
+
+
+# --- jagged_cuda.nn on TorchRec's tensors
+
+
+@pytest.mark.parametrize("offsets", [False, True], ids=["lengths", "offsets"])
+def test_modules_take_and_give_jagged_tensors(offsets: bool) -> None:
+    torch.manual_seed(0)
+    layer, cross = JaggedTransformerLayer(16, 2), JaggedMultiheadAttention(16, 2)
+    jt, targets = jagged_tensor(offsets=offsets), torch.randn(3, 4, 16)
+    out = layer(jt, causal=True)
+    assert type(out) is type(jt) and torch.equal(out.offsets(), OFFSETS)
+    assert torch.equal(out.values(), layer(X, OFFSETS, causal=True))
+    read = cross(out, kv=jt)
+    assert torch.equal(read.values(), cross(out.values(), OFFSETS, kv=X))
+    for reader in (TargetAttention(16, 2), DINAttention(16), JaggedFeatureInteraction(16)):
+        assert torch.equal(reader(targets, jt), reader(targets, X, OFFSETS))
+
+
+def test_modules_compile_for_jagged_tensors() -> None:
+    torch._dynamo.reset()
+    attention = JaggedMultiheadAttention(16, 2)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    jt = jagged_tensor()
+    out = compiled(jt, causal=True)
+    assert type(out) is type(jt)
+    torch.testing.assert_close(out.values(), attention(X, OFFSETS, causal=True))
+
+
+class Ranker(torch.nn.Module):
+    """Without annotations: torch.fx does not store those that are strings."""
+
+    def __init__(self):
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        super().__init__()
+        table = EmbeddingConfig(
+            name="item_table",
+            num_embeddings=50,
+            embedding_dim=16,
+            feature_names=["history", "candidates"],
+        )
+        self.embeddings = EmbeddingCollection([table])
+        self.layer = JaggedTransformerLayer(16, 2)
+        self.cross = JaggedMultiheadAttention(16, 2)
+        self.rank = torch.nn.Linear(16, 1)
+
+    def forward(self, features):
+        embedded = self.embeddings(features)
+        history = self.layer(embedded["history"], causal=True)
+        found = self.cross(embedded["candidates"], kv=history)
+        return self.rank(found.values())
+
+
+def test_its_tracer_takes_modules(features: Any) -> None:
+    """The tensors that embeddings return go from module to module."""
+    from torchrec.fx import Tracer
+
+    model = Ranker()
+    graph = Tracer(leaf_modules=["EmbeddingCollection"]).trace(model)
+    traced = torch.fx.GraphModule(model, graph)
+    assert torch.equal(traced(features), model(features))
 
 
 def test_training_lowers_the_loss(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

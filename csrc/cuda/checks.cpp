@@ -55,7 +55,6 @@ bool is_capturing(const char* op, cudaStream_t stream) {
 
 // Where a kernel writes what it finds; null where there is no place and none can be made.
 ErrorWord* find_error_word(const char* op, cudaStream_t stream) {
-  throw_pending_error();
   ErrorWord* word = error_word.load();
   return word != nullptr || is_capturing(op, stream) ? word : allocate_error_word();
 }
@@ -84,9 +83,10 @@ void for_dtype(const Tensor& offsets, Check check) {
 }  // namespace
 
 void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                            int64_t total, std::optional<int64_t> max_len) {
+                            int64_t total, std::optional<int64_t> max_len, bool is_first) {
   const CheckMode mode = check_mode();
   if (mode == CheckMode::kOff) return;
+  if (mode == CheckMode::kAsync && is_first) throw_pending_error();
   const cudaStream_t stream = current_stream(offsets);
   const int64_t num_seqs = offsets.size(0) - 1, most_rows = max_len.value_or(kUnlimited);
   if (mode == CheckMode::kAsync) {
@@ -110,7 +110,8 @@ void maybe_validate_matrices(const char* op, const char* argument, const Tensor&
   const CheckMode mode = check_mode();
   if (mode == CheckMode::kOff) return;
   maybe_validate_offsets(op, "offsets", rows, total_rows);
-  maybe_validate_offsets(op, has_y_offsets ? "y_offsets" : "offsets", columns, total_columns);
+  maybe_validate_offsets(op, has_y_offsets ? "y_offsets" : "offsets", columns, total_columns,
+                         std::nullopt, /*is_first=*/false);
   const cudaStream_t stream = current_stream(rows);
   const int64_t num_seqs = rows.size(0) - 1;
   if (mode == CheckMode::kAsync) {

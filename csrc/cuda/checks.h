@@ -13,9 +13,11 @@
 
 namespace jagged_cuda {
 
-// offsets [B + 1] into `total` rows. Contiguous, and alive until the stream has passed.
+// offsets [B + 1] into `total` rows. Contiguous, and alive until the stream has passed. Only the
+// first check of a call throws what an earlier call left: its own may be done already.
 void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                            int64_t total, std::optional<int64_t> max_len = std::nullopt);
+                            int64_t total, std::optional<int64_t> max_len = std::nullopt,
+                            bool is_first = true);
 
 // Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
 // `argument` gives the `capacity`.

@@ -41,7 +41,9 @@ void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, co
 void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
               const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
   maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
-  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len);
+  if (kv_offsets) {
+    maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len, /*is_first=*/false);
+  }
 }
 
 std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,

@@ -58,6 +58,14 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             arguments.look_at_all(args, kwargs)
             raise
 
+    def refuse_script() -> None:
+        raise RuntimeError(
+            f"{function.__name__}: torch.jit.script is not supported; use torch.export or"
+            " torch.compile"
+        )
+
+    # What torch.jit.script calls first, also in a model that torch.fx has traced.
+    public.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
     return public
 
 

@@ -162,6 +162,30 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// mma.sync.aligned.m16n8k8.row.col, the same with half as many terms: a [16, 8], b [8, 8].
+template <typename Element>
+__device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b);
+
+template <>
+__device__ __forceinline__ void mma_m16n8k8<__half>(float (&c)[4], const uint32_t (&a)[2],
+                                                    uint32_t b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
+      "%2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+template <>
+__device__ __forceinline__ void mma_m16n8k8<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[2],
+                                                           uint32_t b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, "
+      "%1, %2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in f32; lane l holds a[l / 4 + 8 (i %
 // 2)][l % 4 + 4 (i / 2)] and b[l % 4 + 4 i][l / 4].
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
