@@ -156,7 +156,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
-            f"cuda.attention.forward.{path}",
+            # Where a kernel for short sequences takes all that are not tiny.
+            f"cuda.attention.forward.{'short.d64' if path == 'wgmma.d64' else path}",
             f"cuda.attention.backward.{path}",
         )
         for dtype in _DTYPES.values()
@@ -429,6 +430,9 @@ SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
+# Beside the edges of blocks of 16 rows, and of tiny and long sequences.
+SHORT = Layout((65, 0, 80, 64, 81, 256, 1, 129, 255, 16, 66, 0, 96, 97), base=5, tail=70)
+SHORT_KEYS = Layout((70, 100, 0, 65, 256, 3, 128, 64, 176, 90, 7, 0, 145, 33), base=2, tail=66)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
@@ -467,8 +471,8 @@ def test_tiny_among_longer_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
-@pytest.mark.parametrize("layout", [MIXED, SLABS], ids=["mixed", "slabs"])
-def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [MIXED, SLABS, SHORT], ids=["mixed", "slabs", "short"])
+def test_tiny_and_short_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
     """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
     sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
@@ -482,6 +486,33 @@ def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
             spec = spec_of(Layout((end - begin,)), max_len=max_len)
             found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (48, 16)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_short_sequences(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    """Where the caller says that none is longer, no kernel runs behind that for short ones."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (50, 13)}, {"scale": -0.3}):
+        spec = spec_of(SHORT, dims=dims, heads=heads, max_len=True, **options)
+        spec = dataclasses.replace(spec, kv_layout=SHORT_KEYS if cross else None)
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        kernel = "short.d64" if HOPPER else "mma_sync.d64"
+        assert last_kernel("cuda") == f"cuda.attention.forward.{kernel}"
+        judge(case, spec, dtype, CUDA)
+
+
+def test_many_short_sequences() -> None:
+    """So many that their kernels hand them out in turn."""
+    draw = random.Random(0)
+    layout = Layout(tuple(draw.choice((0, 1, 64, 65, 70, 120)) for _ in range(3000)))
+    for max_len in (False, True):
+        spec = spec_of(layout, heads=(1, 1), max_len=max_len)
+        judge(CASES["jagged_flash_attention"], spec, torch.bfloat16, CUDA)
 
 
 # Beside the longest sequences that are not long, 128 and 256 queries, and edges of larger tiles.

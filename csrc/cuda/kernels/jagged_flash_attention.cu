@@ -54,6 +54,17 @@ bool all_tiny(const AttentionParams& params) {
          (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
 }
 
+// Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
+bool takes_short(const AttentionParams& params) {
+  return params.split_by_length && attention::dim_bucket(params) == 64;
+}
+
+// Whether no sequence can be longer than short.
+bool all_short(const AttentionParams& params) {
+  return (params.max_len > 0 && params.max_len <= kShortRows) ||
+         (params.q_offsets.total <= kShortRows && params.kv_offsets.total <= kShortRows);
+}
+
 // Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
 // operands, and not at all where no sequence can be longer. A sequence's own length decides which
 // of the two takes it, so its bits do not depend on the batch. The path is that of the last.
@@ -87,7 +98,17 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
-          cudaError_t error = attention::launch_forward_wgmma<Element>(longer, stream);
+          cudaError_t error = cudaSuccess;
+          if (takes_short(longer)) {
+            error = attention::launch_forward_short<Element>(longer, stream);
+            if (error == cudaSuccess && all_short(longer)) return error;
+            longer.short_apart = error == cudaSuccess;
+          }
+          // In self-attention nothing lies between short and long sequences.
+          const bool any_between = !longer.short_apart || longer.long_plan == nullptr ||
+                                   longer.q_offsets.data != longer.kv_offsets.data;
+          if (error == cudaSuccess && any_between)
+            error = attention::launch_forward_wgmma<Element>(longer, stream);
           if (error == cudaSuccess && longer.long_plan != nullptr)
             error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;

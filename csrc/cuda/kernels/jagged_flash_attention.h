@@ -12,6 +12,9 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
+// Others of at most this many queries and keys have a forward kernel of their own on compute
+// capability 9.0, for head dims of 33 to 64.
+constexpr int kShortRows = 256;
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty.
@@ -55,6 +58,8 @@ struct AttentionParams {
   // True where the former looks for its tiles in slabs of kTinyRows rows, whose number does not grow
   // with that of sequences; self-attention only.
   bool longer_in_slabs;
+  // True where a kernel for short sequences takes those that are not tiny.
+  bool short_apart;
   // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
   // there are none, or no such kernel.
   void* long_plan;

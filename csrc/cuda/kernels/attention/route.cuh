@@ -18,6 +18,12 @@ __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int6
   return params.split_by_length && is_tiny(queries, keys);
 }
 
+// Whether another kernel leaves a sequence to that for short ones.
+__device__ __forceinline__ bool left_to_short(const AttentionParams& params, int64_t queries,
+                                              int64_t keys) {
+  return params.short_apart && queries <= kShortRows && keys <= kShortRows;
+}
+
 // Whether another kernel leaves a sequence to that for long ones.
 template <typename Params>
 __device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries) {

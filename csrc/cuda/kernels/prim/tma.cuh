@@ -35,6 +35,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
       "mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+// The same for `arrivals` at once.
+__device__ __forceinline__ void mbarrier_arrive_count(uint64_t& barrier, int arrivals) {
+  JAGGED_CUDA_TMA("mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier)),
+                  "r"(arrivals) : "memory");
+}
+
 // mbarrier.arrive.expect_tx: arrives, and lets the phase wait for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t& barrier, int bytes) {
   JAGGED_CUDA_TMA(
