@@ -104,8 +104,10 @@ class AttentionCheck:
                 self.parts.append((batch, of_q, of_k))
 
     def require_out(self, out: Tensor, slack: float = 1.0) -> None:
-        """Check the result, of q's shape."""
+        """Check the result, of q's shape; a peer's may come in another dtype."""
         self._same_shapes("result", (out,), (self.operands.q,))
+        if slack > 1:
+            out = out.to(self.operands.q.dtype)
         for batch, of_q, _ in self.parts:
             batch.require_out(out[of_q], slack)
 

@@ -2,10 +2,10 @@
 
 Example:
     >>> import torch, jagged_cuda
-    >>> values, offsets = jagged_cuda.lists.unpack([torch.ones(2), torch.ones(0), torch.ones(3)])
+    >>> values, offsets = jagged_cuda.lists.to_jagged([torch.ones(2), torch.ones(0), torch.ones(3)])
     >>> offsets
     tensor([0, 2, 2, 5])
-    >>> jagged_cuda.lists.pack(values, offsets)
+    >>> jagged_cuda.lists.from_jagged(values, offsets)
     [tensor([1., 1.]), tensor([]), tensor([1., 1., 1.])]
 """
 
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from jagged_cuda.ops._contract import check_offsets, fail_argument
 
-__all__ = ["pack", "unpack"]
+__all__ = ["from_jagged", "to_jagged"]
 
 
-def unpack(tensors: Sequence[Tensor], *, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+def to_jagged(
+    tensors: Sequence[Tensor], *, dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor]:
     """Put the rows of all tensors one after another.
 
     Args:
@@ -40,13 +42,13 @@ def unpack(tensors: Sequence[Tensor], *, dtype: torch.dtype = torch.int64) -> tu
         the host, so nothing synchronises.
     """
     if len(tensors) == 0:
-        fail_argument("lists.unpack", "tensors", "at least one tensor", "none")
+        fail_argument("lists.to_jagged", "tensors", "at least one tensor", "none")
     values = torch.cat([*tensors])
     ends = [*accumulate((len(tensor) for tensor in tensors), initial=0)]
     return values, torch.tensor(ends, dtype=dtype).to(values.device, non_blocking=True)
 
 
-def pack(values: Tensor, offsets: Tensor | Sequence[int]) -> list[Tensor]:
+def from_jagged(values: Tensor, offsets: Tensor | Sequence[int]) -> list[Tensor]:
     """Give each sequence a tensor of its own.
 
     Args:
@@ -61,6 +63,6 @@ def pack(values: Tensor, offsets: Tensor | Sequence[int]) -> list[Tensor]:
         RuntimeError: a shape or dtype does not fit.
     """
     if isinstance(offsets, Tensor):
-        check_offsets("lists.pack", offsets)
+        check_offsets("lists.from_jagged", offsets)
         offsets = offsets.tolist()
     return [values[begin:end] for begin, end in pairwise(offsets)]

@@ -1,14 +1,14 @@
 """torch.nested tensors with layout=torch.jagged as (values, offsets), and back, without copies.
 
 A jagged nested tensor holds values and offsets as this package's functions take them. Two of them
-have equal shapes only if they hold the same offsets object: `unpack` gives the caller's own, and
-what `pack` and `with_values` make of it can be added to the tensor that it came from.
+have equal shapes only if they hold the same offsets object: `to_jagged` gives the caller's own, and
+what `from_jagged` and `with_values` make of it can be added to the tensor that it came from.
 
 Example:
     >>> import torch, jagged_cuda
     >>> parts = [torch.ones(2, 4), torch.ones(3, 4)]
     >>> nt = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    >>> values, offsets = jagged_cuda.nested.unpack(nt)
+    >>> values, offsets = jagged_cuda.nested.to_jagged(nt)
     >>> out = jagged_cuda.jagged_softmax(values, offsets)
     >>> jagged_cuda.nested.with_values(nt, out).shape == nt.shape
     True
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from jagged_cuda.ops._contract import fail_argument, shape_text
 
-__all__ = ["pack", "unpack", "with_values"]
+__all__ = ["from_jagged", "to_jagged", "with_values"]
 
 
-def unpack(nt: Any, *, compact: bool = False) -> tuple[Tensor, Tensor]:
+def to_jagged(nt: Any, *, compact: bool = False) -> tuple[Tensor, Tensor]:
     """Take a nested tensor apart.
 
     Args:
@@ -45,17 +45,17 @@ def unpack(nt: Any, *, compact: bool = False) -> tuple[Tensor, Tensor]:
     Notes:
         Nothing is copied, except by compact, and nothing synchronises.
     """
-    _check("unpack", nt)
+    _check("to_jagged", nt)
     if nt.lengths() is not None:
         if not compact:
             expected = "without holes"
             remedy = "one made with lengths: pass compact=True, or its contiguous()"
-            fail_argument("nested.unpack", "nt", expected, remedy)
+            fail_argument("nested.to_jagged", "nt", expected, remedy)
         nt = nt.contiguous()
     return _rows_first(nt.values(), nt), nt.offsets()
 
 
-def pack(
+def from_jagged(
     values: Tensor, offsets: Tensor, *, min_len: int | None = None, max_len: int | None = None
 ) -> Tensor:
     """Make a nested tensor `[B, j, ...]` of rows and offsets.
@@ -78,7 +78,7 @@ def with_values(nt: Any, values: Tensor) -> Tensor:
     """Make a nested tensor of other rows, where nt's lie.
 
     Args:
-        nt: a nested tensor that `unpack` takes, without holes.
+        nt: a nested tensor that `to_jagged` takes, without holes.
         values: `[T, ...]`, one row for each of nt's; `[T, H, D]` if nt is `[B, H, j, D]`.
 
     Returns:

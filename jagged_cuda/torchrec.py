@@ -1,12 +1,12 @@
 """TorchRec's JaggedTensor and KeyedJaggedTensor as (values, offsets), and back, without copies.
 
-TorchRec is imported only by `pack`, which has to make one of its tensors; everything else goes by
-the methods of the tensor that it is given.
+TorchRec is imported only by `from_jagged`, which has to make one of its tensors; everything else
+goes by the methods of the tensor that it is given.
 
 Example::
 
     history = embeddings(features)["history"]            # JaggedTensor
-    x, offsets = jagged_cuda.torchrec.unpack(history)
+    x, offsets = jagged_cuda.torchrec.to_jagged(history)
     out = jagged_cuda.jagged_flash_attention(x, x, x, offsets)
     history = jagged_cuda.torchrec.with_values(history, out)
 """
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from jagged_cuda.ops._contract import fail_argument, shape_text
 
-__all__ = ["pack", "unpack", "unpack_features", "with_values"]
+__all__ = ["features_to_jagged", "from_jagged", "to_jagged", "with_values"]
 
 
-def unpack(jt: Any) -> tuple[Tensor, Tensor]:
+def to_jagged(jt: Any) -> tuple[Tensor, Tensor]:
     """Take a JaggedTensor apart.
 
     Args:
@@ -41,11 +41,11 @@ def unpack(jt: Any) -> tuple[Tensor, Tensor]:
         Nothing is copied and nothing synchronises. Weights stay with jt: ``jt.weights_or_none()``.
     """
     if not is_jagged_tensor(jt):
-        fail_argument("torchrec.unpack", "jt", "a JaggedTensor", describe(jt))
+        fail_argument("torchrec.to_jagged", "jt", "a JaggedTensor", describe(jt))
     return jt.values(), jt.offsets()
 
 
-def unpack_features(
+def features_to_jagged(
     kjt: Any, keys: Sequence[str] | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Take a KeyedJaggedTensor apart by features, without waiting for the GPU.
@@ -71,7 +71,7 @@ def unpack_features(
         treat all rows, so for a small feature among large ones ``kjt[key]`` may cost less.
     """
     if not is_keyed_jagged_tensor(kjt):
-        fail_argument("torchrec.unpack_features", "kjt", "a KeyedJaggedTensor", describe(kjt))
+        fail_argument("torchrec.features_to_jagged", "kjt", "a KeyedJaggedTensor", describe(kjt))
     names, strides = list(kjt.keys()), list(kjt.stride_per_key())
     values, offsets = kjt.values(), kjt.offsets()
     begins = dict(zip(names, accumulate(strides, initial=0), strict=False))
@@ -79,18 +79,18 @@ def unpack_features(
     found = {}
     for key in names if keys is None else keys:
         if key not in begins:
-            fail_argument("torchrec.unpack_features", "keys", f"among {names}", repr(key))
+            fail_argument("torchrec.features_to_jagged", "keys", f"among {names}", repr(key))
         found[key] = values, offsets[begins[key] : begins[key] + stride_of[key] + 1]
     return found
 
 
-def pack(values: Tensor, offsets: Tensor, *, weights: Tensor | None = None) -> Any:
+def from_jagged(values: Tensor, offsets: Tensor, *, weights: Tensor | None = None) -> Any:
     """Make a JaggedTensor of rows and offsets.
 
     Args:
         values: `[T, ...]`.
         offsets: `[B + 1]` int32 or int64. They have to begin at 0 for the methods of JaggedTensor
-            that go by lengths alone, and for other modules of TorchRec; `unpack` gives them back
+            that go by lengths alone, and for other modules of TorchRec; `to_jagged` gives them back
             as they are.
         weights: `[T]`, or None.
 
@@ -158,7 +158,7 @@ def is_keyed_jagged_tensor(x: Any) -> bool:
 def describe(x: object) -> str:
     """For messages: what x is, and how to get what is asked for."""
     if is_keyed_jagged_tensor(x):
-        return "a KeyedJaggedTensor: take one feature of it, with unpack_features(...)[key]"
+        return "a KeyedJaggedTensor: take one feature of it, with features_to_jagged(...)[key]"
     if isinstance(x, Tensor):
         return "a nested tensor" if x.is_nested else "a tensor"
     return f"a {type(x).__name__}"

@@ -607,7 +607,7 @@ def test_one_graph_for_every_kind_of_rows() -> None:
     targets = torch.randn(2, N, E)
     expected = model(targets, x, offsets)
     assert all(map(torch.equal, traced(targets, x, offsets), expected))
-    nt = jagged_cuda.nested.pack(x, offsets)
+    nt = jagged_cuda.nested.from_jagged(x, offsets)
     assert all(map(torch.equal, traced(targets, nt, None), expected))
     stored = pickle.loads(pickle.dumps(traced))
     assert all(map(torch.equal, stored(targets, x, offsets), expected))
@@ -625,7 +625,7 @@ def test_nested_tensors(compiled: bool, device: torch.device) -> None:
         )
     x, offsets = torch.randn(9, E, device=device), torch.tensor([0, 2, 2, 9], device=device)
     targets = torch.randn(3, N, E, device=device)
-    nt = jagged_cuda.nested.pack(x, offsets, min_len=0, max_len=7).requires_grad_()
+    nt = jagged_cuda.nested.from_jagged(x, offsets, min_len=0, max_len=7).requires_grad_()
     out = layer(nt, causal=True)
     assert out.shape == nt.shape
     torch.testing.assert_close(out.values(), model.layer(x, offsets, causal=True))
@@ -645,7 +645,7 @@ def test_nothing_waits_for_the_gpu() -> None:
     targets = torch.randn(2, N, E, device="cuda")
 
     def step() -> None:
-        for rows in ((x, offsets), (jagged_cuda.nested.pack(x, offsets), None)):
+        for rows in ((x, offsets), (jagged_cuda.nested.from_jagged(x, offsets), None)):
             y = model.layer(*rows, causal=True)
             found = model.target(targets, y, rows[1]) + model.din(targets, y, rows[1])
             (found.sum() + model.interaction(targets, y, rows[1]).sum()).backward()
@@ -661,7 +661,7 @@ def test_nothing_waits_for_the_gpu() -> None:
 # --- wrong calls
 
 X, OFFSETS = torch.randn(5, E), torch.tensor([0, 2, 5])
-NESTED = jagged_cuda.nested.pack(X, OFFSETS)
+NESTED = jagged_cuda.nested.from_jagged(X, OFFSETS)
 ATTENTION, TARGET = JaggedMultiheadAttention(E, H), TargetAttention(E, H)
 WRONG = {
     "heads": (

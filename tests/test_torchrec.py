@@ -21,7 +21,7 @@ from jagged_cuda.nn import (
     JaggedTransformerLayer,
     TargetAttention,
 )
-from jagged_cuda.torchrec import pack, unpack, unpack_features, with_values
+from jagged_cuda.torchrec import features_to_jagged, from_jagged, to_jagged, with_values
 
 pytestmark = pytest.mark.torchrec
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,7 +213,7 @@ def keyed(values: Tensor, *, variable: bool = False) -> Any:
 @pytest.mark.parametrize("offsets", [False, True], ids=["lengths", "offsets"])
 def test_jagged_tensors_lend_what_they_hold(offsets: bool, dtype: torch.dtype) -> None:
     jt = jagged_tensor(offsets=offsets, dtype=dtype)
-    values, found = unpack(jt)
+    values, found = to_jagged(jt)
     assert values is jt.values() and found is jt.offsets() and found.dtype == dtype
     out = torch.randn(7, 3)
     back = with_values(jt, out)
@@ -225,7 +225,7 @@ def test_jagged_tensors_lend_what_they_hold(offsets: bool, dtype: torch.dtype) -
 
 def test_jagged_tensors_of_parts() -> None:
     weights = torch.rand(7)
-    jt = pack(X, OFFSETS, weights=weights)
+    jt = from_jagged(X, OFFSETS, weights=weights)
     assert jt.values() is X and jt.offsets() is OFFSETS and jt.weights() is weights
     assert jt.lengths().tolist() == [2, 0, 5]
     assert [len(part) for part in jt.to_dense()] == [2, 0, 5]
@@ -235,8 +235,8 @@ def test_jagged_tensors_of_parts() -> None:
 def test_features_are_slices_of_all_offsets(variable: bool) -> None:
     values = torch.randn(10, 4)
     kjt = keyed(values, variable=variable)
-    found = unpack_features(kjt)
-    assert list(found) == ["a", "b"] and list(unpack_features(kjt, ["b"])) == ["b"]
+    found = features_to_jagged(kjt)
+    assert list(found) == ["a", "b"] and list(features_to_jagged(kjt, ["b"])) == ["b"]
     for key, (rows, offsets) in found.items():
         assert rows is values
         assert offsets.untyped_storage().data_ptr() == kjt.offsets().untyped_storage().data_ptr()
@@ -248,35 +248,35 @@ def test_features_are_slices_of_all_offsets(variable: bool) -> None:
     assert type(back) is type(kjt) and back.keys() == kjt.keys()
     assert back.values() is out and back.lengths() is kjt.lengths()
     assert back.stride_per_key() == kjt.stride_per_key()
-    assert torch.equal(back["b"].values(), out[unpack_features(kjt)["b"][1][0] :])
+    assert torch.equal(back["b"].values(), out[features_to_jagged(kjt)["b"][1][0] :])
 
 
 def test_nothing_is_read() -> None:
     """Fake tensors have no values to wait for; to take one feature TorchRec reads them."""
     with FakeTensorMode():
         kjt = keyed(torch.randn(10, 4))
-        found = unpack_features(kjt)
+        found = features_to_jagged(kjt)
         assert [offsets.shape[0] for _, offsets in found.values()] == [4, 4]
         with_values(kjt, torch.randn(10, 2))
-        jt = pack(*found["b"])
-        assert with_values(jt, unpack(jt)[0]).values().shape == (10, 4)
+        jt = from_jagged(*found["b"])
+        assert with_values(jt, to_jagged(jt)[0]).values().shape == (10, 4)
         with pytest.raises(RuntimeError):
             keyed(torch.randn(10, 4))["b"]
 
 
 def test_wrong_calls() -> None:
     kjt = keyed(torch.randn(10, 16))
-    feature = "got a KeyedJaggedTensor: take one feature of it, with unpack_features(...)[key]"
-    assert sentence(unpack, kjt) == f"torchrec.unpack: jt must be a JaggedTensor, {feature}"
+    feature = "got a KeyedJaggedTensor: take one feature of it, with features_to_jagged(...)[key]"
+    assert sentence(to_jagged, kjt) == f"torchrec.to_jagged: jt must be a JaggedTensor, {feature}"
     assert sentence(JaggedMultiheadAttention(16, 2), kjt) == (
         "JaggedMultiheadAttention: x must be a tensor, a JaggedTensor or a nested tensor,"
         f" {feature}"
     )
-    assert sentence(unpack_features, X) == (
-        "torchrec.unpack_features: kjt must be a KeyedJaggedTensor, got a tensor"
+    assert sentence(features_to_jagged, X) == (
+        "torchrec.features_to_jagged: kjt must be a KeyedJaggedTensor, got a tensor"
     )
-    assert sentence(unpack_features, kjt, ["c"]) == (
-        "torchrec.unpack_features: keys must be among ['a', 'b'], got 'c'"
+    assert sentence(features_to_jagged, kjt, ["c"]) == (
+        "torchrec.features_to_jagged: keys must be among ['a', 'b'], got 'c'"
     )
     assert sentence(with_values, X, X) == (
         "torchrec.with_values: jt must be a JaggedTensor or a KeyedJaggedTensor, got a tensor"

@@ -55,9 +55,9 @@ def take_apart(
         if offsets is not None:
             fail_argument(module, _offsets_of(name), f"None, since {name} has its own", "a tensor")
         if nested.is_nested(x):
-            values, offsets = nested.unpack(x)
+            values, offsets = nested.to_jagged(x)
         elif torchrec.is_jagged_tensor(x):
-            values, offsets = torchrec.unpack(x)
+            values, offsets = torchrec.to_jagged(x)
         else:
             expected = "a tensor, a JaggedTensor or a nested tensor"
             fail_argument(module, name, expected, torchrec.describe(x))
