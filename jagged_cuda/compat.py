@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from jagged_cuda import offsets, ops
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops._dispatch import overridable
+from jagged_cuda.ops.jagged_flash_attention import attend
 
 __all__ = [
     "asynchronous_complete_cumsum",
@@ -72,7 +73,8 @@ def flash_attn_varlen_func(
         window_size: (left, right), in rows; -1 is unbounded.
         softcap: must be 0.
         alibi_slopes: must be None.
-        deterministic: taken, and true either way.
+        deterministic: the same bits at every run in the backward too, as under
+            torch.use_deterministic_algorithms(True).
         return_attn_probs: also return the logarithms of the sums, and None for the probabilities,
             which flash-attn has only with dropout.
         block_table: must be None.
@@ -103,17 +105,17 @@ def flash_attn_varlen_func(
     if block_table is not None:
         fail_argument(op, "block_table", "None: keys are not paged", "a tensor")
     left, right = window_size
-    out, lse = ops.jagged_flash_attention(
+    out, lse = attend(
         q,
         k,
         v,
         cu_seqlens_q,
-        kv_offsets=None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k,
-        causal=causal,
-        window_size=(left, min(right, 0)) if causal else (left, right),
-        scale=softmax_scale,
-        max_len=max(max_seqlen_q, max_seqlen_k),
-        return_lse=True,
+        None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k,
+        causal,
+        (left, min(right, 0)) if causal else (left, right),
+        softmax_scale,
+        max(max_seqlen_q, max_seqlen_k),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     return (out, lse.t(), None) if return_attn_probs else out
 

@@ -80,6 +80,26 @@ def jagged_flash_attention(
         >>> lse[:, 0].exp()
         tensor([4., 4., 4., 4., 1.])
     """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse = attend(
+        q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic
+    )
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    kv_offsets: Tensor | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    scale: float | None,
+    max_len: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """What jagged_flash_attention computes: the result and the LSE."""
     window_left, window_right = window_size
     if window_left < -1 or window_right < -1:
         expected = "(left, right), each -1 or more"
@@ -106,11 +126,11 @@ def jagged_flash_attention(
         scale,
         max_len,
         allow_tf32(q.dtype),
-        torch.are_deterministic_algorithms_enabled(),
+        deterministic,
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
