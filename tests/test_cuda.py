@@ -19,7 +19,7 @@ from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, cotangents_o
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
+from jagged_cuda.testing.cases import CASES, EVERY, INDEX_OPERATORS, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec
@@ -567,8 +567,13 @@ def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
     assert last_kernel("cuda").endswith("tf32")
 
 
+# They return indices, by one kernel each, and have tests of their own.
+INDICES = ("hstu_key_ranges",)
+
+
 def test_every_operator_has_paths() -> None:
     assert {name for name, *_ in PATHS} == CASES.keys()
+    assert set(INDICES) == INDEX_OPERATORS
 
 
 # --- no host synchronisation

@@ -6,6 +6,7 @@ CPU tensors in fp32, fp16 and fp64.
 """
 
 from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from .hstu_key_ranges import hstu_key_ranges
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
 from .jagged_dense_bmm import jagged_dense_bmm
@@ -21,6 +22,7 @@ from .padded_to_jagged import padded_to_jagged
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "hstu_key_ranges",
     "jagged2_softmax",
     "jagged_broadcast",
     "jagged_dense_bmm",

@@ -144,13 +144,19 @@ def input_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def check(op: str, **arguments: Any) -> None:
-    """Check arguments by the operator's contract, and that they can be served here."""
+def check_place(op: str, **arguments: Any) -> None:
+    """Check arguments by the operator's contract, and that they are on this device."""
     _contract.check(op, **arguments)
     name, x = next(iter(arguments.items()))
     if (x.device.type == "cpu") != INTERPRETED:
         place = "on the CPU (TRITON_INTERPRET=1)" if INTERPRETED else "on a CUDA device"
         _contract.fail_argument(op, name, place, x.device)
+
+
+def check(op: str, **arguments: Any) -> None:
+    """The same, and that the first one's dtype can be served here."""
+    check_place(op, **arguments)
+    name, x = next(iter(arguments.items()))
     if x.dtype not in DTYPES:
         names = ", ".join(map(_contract.dtype_name, DTYPES))
         _contract.fail_argument(op, name, f"one of {names}", _contract.dtype_name(x.dtype))

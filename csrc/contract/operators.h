@@ -10,8 +10,9 @@
 //   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these,
 //             int16, int8, uint8, bool), a dtype, the name of an earlier argument (its dtype),
 //             acc(argument) (its dtype of sums: float64 for float64, else float32); ?: may be None
-//   dims      sizes, size + 1, and last ..., any further dimensions. A size's first occurrence
-//             sets it, each other one must agree; all tensors are on the first one's device
+//   dims      sizes, size + 1, numbers, and last ..., any further dimensions. A size's first
+//             occurrence sets it, each other one must agree; all tensors are on the first one's
+//             device
 //   relation  between sizes, numbers and the integers among the arguments: <=, >=, ==, of products
 //             and remainders (H % G == 0 means that H is a multiple of G, also for G == 0).
 //             `unless argument`: not if that is given. An integer that is None passes
@@ -84,6 +85,14 @@ constexpr Operator kOperators[] = {
    "x: float [T, ...], offsets: index [B + 1] -> x [B, ...]"},
   {"jagged_broadcast(Tensor x, Tensor offsets, SymInt total) -> Tensor",
    "x: any [B, ...], offsets: index [B + 1]; total >= 0 -> x [total, ...]"},
+
+  // contextual_lens: in place of contextual_len, one for each sequence
+  {"hstu_key_ranges(Tensor offsets, Tensor? kv_offsets, Tensor? num_targets, Tensor? contextual_lens,"
+   " int contextual_len, int max_attn_len, int min_full_attn_len, int target_group, bool causal, SymInt total)"
+   " -> Tensor",
+   "offsets: index [B + 1], kv_offsets: offsets? [B + 1], num_targets: index? [B], contextual_lens: index? [B];"
+   " contextual_len >= 0; max_attn_len >= 0; min_full_attn_len >= 0; target_group >= 1; total >= 0"
+   " -> int32 [total, 2, 2]"},
 
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"

@@ -24,6 +24,7 @@ const std::map<std::string, Dtypes> kClasses = {
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16,
       ScalarType::Int, ScalarType::Long, ScalarType::Short, ScalarType::Char, ScalarType::Byte,
       ScalarType::Bool}},
+    {"int32", {ScalarType::Int}},
     {"int64", {ScalarType::Long}}};
 
 // "int32 or int64"
@@ -190,6 +191,10 @@ struct Contract::Line {
     }
     for (int64_t i = 0; i < leading; ++i) {
       const Word& dim = rule.dims[i];
+      if (dim.kind == Word::kNumber) {
+        check_shape(shape[i] == dim.value);
+        continue;
+      }
       int64_t& size = call.sizes.*kSizes[dim.value];
       check_shape(call.knows(dim.value) ? shape[i] == size + dim.plus : shape[i] >= dim.plus);
       size = shape[i] - dim.plus;

@@ -1,6 +1,7 @@
 """The public operators, one module each."""
 
 from jagged_cuda.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from jagged_cuda.ops.hstu_key_ranges import hstu_key_ranges
 from jagged_cuda.ops.jagged2_softmax import jagged2_softmax
 from jagged_cuda.ops.jagged_broadcast import jagged_broadcast
 from jagged_cuda.ops.jagged_dense_bmm import jagged_dense_bmm
@@ -16,6 +17,7 @@ from jagged_cuda.ops.padded_to_jagged import padded_to_jagged
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "hstu_key_ranges",
     "jagged2_softmax",
     "jagged_broadcast",
     "jagged_dense_bmm",

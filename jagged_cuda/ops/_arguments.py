@@ -25,6 +25,7 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "Tensor": (_TENSORS, "a tensor"),
     "Tensor | None": (_TENSORS | {_NONE}, "a tensor or None"),
     "int": (frozenset((int,)), "an int"),
+    "int | Tensor": (_TENSORS | {int}, "an int or a tensor"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
@@ -77,6 +78,8 @@ class Arguments:
 def _will_do(text: str, value: Any) -> bool:
     if text == "a tensor":
         return isinstance(value, Tensor) and not value.is_nested
+    if text == "an int or a tensor":
+        return _will_do("an int", value) or _will_do("a tensor", value)
     if isinstance(value, Tensor):
         return False
     if text == "an int":

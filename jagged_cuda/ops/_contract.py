@@ -23,7 +23,10 @@ from jagged_cuda import _load
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
+_CLASSES = {
+    **{"float": _FLOAT, "index": _INDEX, "any": _ANY},
+    **{"int32": (torch.int32,), "int64": (torch.int64,)},
+}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -60,6 +63,8 @@ class _Rule:
         return self.dims[:-1] if self.dims[-1] == "..." else self.dims
 
     def dtype(self, arguments: Mapping[str, Any]) -> torch.dtype:
+        if self.dtypes:
+            return self.dtypes[0]
         like: torch.dtype = arguments[self.like].dtype
         sums = torch.float64 if like is torch.float64 else torch.float32
         return sums if self.accumulates else like
@@ -69,7 +74,7 @@ class _Rule:
         shape: list[Any] = []
         for dim in self.dims:
             size, _, one = dim.partition(" + ")
-            known = sizes.get(size, dim)
+            known: Any = int(dim) if dim.isdigit() else sizes.get(size, dim)
             shape += known if size == "..." and size in sizes else [known]
             if one and size in sizes:
                 shape[-1] = known + 1
@@ -123,6 +128,8 @@ class Contract:
         for dim, actual in zip(rule.leading, tensor.shape, strict=False):
             size, _, one = dim.partition(" + ")
             plus = 1 if one else 0
+            if size.isdigit():
+                sizes.setdefault(size, int(size))
             if size not in sizes and actual >= plus:
                 sizes[size] = actual - plus
             elif size not in sizes or sizes[size] + plus != actual:
@@ -161,9 +168,9 @@ class Contract:
     def results_of(self, op: str, arguments: Mapping[str, Any]) -> Any:
         """Describe what a call returns, without values."""
         known = {**arguments, **self.check(op, arguments)}
+        first = arguments[self.rules[0].name]
         results = tuple(
-            arguments[rule.like].new_empty(rule.shape(known), dtype=rule.dtype(arguments))
-            for rule in self.results
+            first.new_empty(rule.shape(known), dtype=rule.dtype(arguments)) for rule in self.results
         )
         return results if len(results) > 1 else results[0]
 
