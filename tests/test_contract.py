@@ -23,7 +23,7 @@ from jagged_cuda.ops._contract import Contract, operators
 
 SIZES = {
     **{"B": 2, "T": 6, "Tq": 6, "Tk": 6, "Tx": 6, "Ty": 6, "M": 4, "N": 5, "D": 3, "Dv": 7},
-    **{"H": 4, "G": 2, "sum Lx*Ly": 10, "...": (3, 2)},
+    **{"H": 4, "G": 2, "R": 2, "sum Lx*Ly": 10, "...": (3, 2)},
 }
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),

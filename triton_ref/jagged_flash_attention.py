@@ -29,15 +29,31 @@ from .attention import (
 )
 from .common import accumulator_type, check, input_precision, launch, num_tiles
 
-RUN_TIME_SIZES = ["num_seqs", "total_q", "total_k", "group_size", "left", "right"]
+RUN_TIME_SIZES = ["num_seqs", "total_q", "total_k", "group_size", "left", "right", "num_ranges"]
 
 
 @triton.jit
-def sees(o_row, o_col, len_q, len_k, left, right):
-    """Which of the rows [M] see which of the columns [N]: [M, N]."""
+def sees(o_row, o_col, len_q, len_k, left, right, p_ranges, num_ranges):
+    """Which of the rows [M] see which of the columns [N]: [M, N].
+
+    p_ranges points to the ranges of the sequence's first row, [Lq, num_ranges, 2], or is None.
+    """
     distance = o_col[None, :] - (o_row[:, None] + len_k - len_q)
     inside = (o_row < len_q)[:, None] & (o_col < len_k)[None, :]
-    return inside & (distance >= -left) & (distance <= right)
+    inside = inside & (distance >= -left) & (distance <= right)
+    if p_ranges is not None:
+        p_range = p_ranges + o_row.to(tl.int64) * num_ranges * 2
+        m_row = o_row < len_q
+        in_some = inside & (o_col < 0)[None, :]
+        for _ in range(num_ranges):
+            # [M], both
+            b_begin = tl.load(p_range, mask=m_row, other=0)
+            b_end = tl.load(p_range + 1, mask=m_row, other=0)
+            in_one = (o_col[None, :] >= b_begin[:, None]) & (o_col[None, :] < b_end[:, None])
+            in_some = in_some | in_one
+            p_range += 2
+        inside = inside & in_some
+    return inside
 
 
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
@@ -47,6 +63,7 @@ def jagged_flash_attention_kernel(
     p_v,  # [Tk, G, Dv]
     p_offsets,  # [B + 1]
     p_kv_offsets,  # [B + 1]
+    p_ranges,  # [Tq, num_ranges, 2], contiguous, or None
     p_out,  # [Tq, H, Dv], contiguous
     p_lse,  # [Tq, H], contiguous
     num_seqs,
@@ -55,6 +72,7 @@ def jagged_flash_attention_kernel(
     group_size,
     left,
     right,
+    num_ranges,
     scale,
     q_strides,
     k_strides,
@@ -70,6 +88,8 @@ def jagged_flash_attention_kernel(
     first_row, begin_q, len_q, begin_k, len_k = find_rows(
         p_offsets, p_kv_offsets, num_seqs, total_q, total_k, TILE
     )
+    if p_ranges is not None:
+        p_ranges += begin_q * num_ranges * 2
     i_head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     i_kv_head = i_head // group_size
@@ -92,7 +112,9 @@ def jagged_flash_attention_kernel(
         # [TILE, BLOCK_DV]
         b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-        b_s = tl.where(sees(o_m, o_n, len_q, len_k, left, right), b_s, float("-inf"))
+        b_s = tl.where(
+            sees(o_m, o_n, len_q, len_k, left, right, p_ranges, num_ranges), b_s, float("-inf")
+        )
         b_max, b_sum, b_out = add_keys(b_s, b_v, b_max, b_sum, b_out, INPUT_PRECISION)
 
     b_out, b_lse = end_rows(b_max, b_sum, b_out)
@@ -112,6 +134,7 @@ def jagged_flash_attention_backward_dq_kernel(
     p_lse,  # [Tq, H], contiguous
     p_offsets,  # [B + 1]
     p_kv_offsets,  # [B + 1]
+    p_ranges,  # [Tq, num_ranges, 2], contiguous, or None
     p_grad_q,  # [Tq, H, D], contiguous
     p_delta,  # [Tq, H], contiguous, written for the other kernel
     num_seqs,
@@ -120,6 +143,7 @@ def jagged_flash_attention_backward_dq_kernel(
     group_size,
     left,
     right,
+    num_ranges,
     scale,
     grad_strides,
     q_strides,
@@ -136,6 +160,8 @@ def jagged_flash_attention_backward_dq_kernel(
     first_row, begin_q, len_q, begin_k, len_k = find_rows(
         p_offsets, p_kv_offsets, num_seqs, total_q, total_k, TILE
     )
+    if p_ranges is not None:
+        p_ranges += begin_q * num_ranges * 2
     i_head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     i_kv_head = i_head // group_size
@@ -167,7 +193,7 @@ def jagged_flash_attention_backward_dq_kernel(
         b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, m_n, D, BLOCK_D)
         # [TILE, BLOCK_DV]
         b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
-        m_s = sees(o_m, o_n, len_q, len_k, left, right)
+        m_s = sees(o_m, o_n, len_q, len_k, left, right, p_ranges, num_ranges)
         _, b_grad_s = probs_and_grad_logits(
             b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
         )
@@ -186,6 +212,7 @@ def jagged_flash_attention_backward_dkdv_kernel(
     p_delta,  # [Tq, H], contiguous
     p_offsets,  # [B + 1]
     p_kv_offsets,  # [B + 1]
+    p_ranges,  # [Tq, num_ranges, 2], contiguous, or None
     p_grad_k,  # [Tk, G, D], contiguous
     p_grad_v,  # [Tk, G, Dv], contiguous
     num_seqs,
@@ -194,6 +221,7 @@ def jagged_flash_attention_backward_dkdv_kernel(
     group_size,
     left,
     right,
+    num_ranges,
     scale,
     grad_strides,
     q_strides,
@@ -210,6 +238,8 @@ def jagged_flash_attention_backward_dkdv_kernel(
     first_key, begin_k, len_k, begin_q, len_q = find_rows(
         p_kv_offsets, p_offsets, num_seqs, total_k, total_q, TILE
     )
+    if p_ranges is not None:
+        p_ranges += begin_q * num_ranges * 2
     i_kv_head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1) * group_size
 
@@ -240,7 +270,7 @@ def jagged_flash_attention_backward_dkdv_kernel(
             # [TILE]
             b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
 
-            m_s = sees(o_m, o_n, len_q, len_k, left, right)
+            m_s = sees(o_m, o_n, len_q, len_k, left, right, p_ranges, num_ranges)
             b_p, b_grad_s = probs_and_grad_logits(
                 b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
             )
@@ -258,11 +288,11 @@ def jagged_flash_attention_backward_dkdv_kernel(
 
 class JaggedFlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, offsets, kv_offsets, left, right, scale, precision):
+    def forward(ctx, q, k, v, offsets, kv_offsets, key_ranges, left, right, scale, precision):
         out = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty(q.shape[:2], dtype=accumulator_type(q))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, offsets, kv_offsets)
+        ctx.save_for_backward(q, k, v, out, lse, offsets, kv_offsets, key_ranges)
         ctx.options = left, right, scale, precision
         config = plan(q, v, precision)
         num_seqs = len(offsets) - 1
@@ -274,9 +304,11 @@ class JaggedFlashAttention(torch.autograd.Function):
             v,
             offsets,
             kv_offsets,
+            key_ranges,
             out,
             lse,
             *(num_seqs, len(q), len(k), q.shape[1] // max(1, k.shape[1]), left, right),
+            1 if key_ranges is None else key_ranges.shape[1],
             scale,
             q.stride(),
             k.stride(),
@@ -288,7 +320,7 @@ class JaggedFlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, offsets, kv_offsets = ctx.saved_tensors
+        q, k, v, out, lse, offsets, kv_offsets, key_ranges = ctx.saved_tensors
         left, right, scale, precision = ctx.options
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -299,6 +331,7 @@ class JaggedFlashAttention(torch.autograd.Function):
         config = plan(q, v, precision)
         num_seqs = len(offsets) - 1
         sizes = (num_seqs, len(q), len(k), q.shape[1] // max(1, k.shape[1]), left, right)
+        sizes = (*sizes, 1 if key_ranges is None else key_ranges.shape[1])
         strides = [x.stride() for x in (grad_out, q, k, v)]
         launch(
             jagged_flash_attention_backward_dq_kernel,
@@ -312,6 +345,7 @@ class JaggedFlashAttention(torch.autograd.Function):
             lse,
             offsets,
             kv_offsets,
+            key_ranges,
             grad_q,
             delta,
             *sizes,
@@ -330,6 +364,7 @@ class JaggedFlashAttention(torch.autograd.Function):
             delta,
             offsets,
             kv_offsets,
+            key_ranges,
             grad_k,
             grad_v,
             *sizes,
@@ -337,7 +372,7 @@ class JaggedFlashAttention(torch.autograd.Function):
             *strides,
             **config,
         )
-        return grad_q, grad_k, grad_v, None, None, None, None, None, None
+        return grad_q, grad_k, grad_v, *(None,) * 7
 
 
 def jagged_flash_attention(
@@ -352,13 +387,15 @@ def jagged_flash_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    key_ranges: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale Q_b K_b^T + mask) V_b for each sequence b.
 
     q [Tq, H, D], k [Tk, G, D] and v [Tk, G, Dv] give out [Tq, H, Dv]; query head h reads key head
     h // (H / G); [T, D] means one head. kv_offsets is offsets where it is not given, the default
     scale 1 / sqrt(D). Row i sees key j iff
-    i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unbounded, causal is right = 0.
+    i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unbounded, causal is right = 0. With
+    key_ranges [Tq, 2] or [Tq, 2, 2], int32, j is also in one of the row's ranges (begin, end).
     return_lse adds the natural log of each row's sum of exponentials, [Tq, H], differentiable too.
     max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE
     and its gradient are fp32.
@@ -368,8 +405,10 @@ def jagged_flash_attention(
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     left, right = window_size
     op = "jagged_flash_attention"
-    window = {"window_left": left, "window_right": right}
-    check(op, q=q, k=k, v=v, offsets=offsets, kv_offsets=kv_offsets, **window)
+    if key_ranges is not None and key_ranges.dim() == 2:
+        key_ranges = key_ranges.unsqueeze(1)
+    mask = {"window_left": left, "window_right": right, "key_ranges": key_ranges}
+    check(op, q=q, k=k, v=v, offsets=offsets, kv_offsets=kv_offsets, **mask)
     kv_offsets = offsets if kv_offsets is None else kv_offsets
     if causal:
         right = 0
@@ -383,6 +422,7 @@ def jagged_flash_attention(
         v,
         offsets.contiguous(),
         kv_offsets.contiguous(),
+        None if key_ranges is None else key_ranges.contiguous(),
         left,
         right,
         1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale),

@@ -8,17 +8,12 @@
 // the targets of its group up to itself, and every other row sees itself.
 #pragma once
 
+#include "contract/key_interval.h"
 #include "contract/offsets_rule.h"
 
 #include <cstdint>
 
 namespace jagged_cuda {
-
-// Keys [begin, end), counted from the sequence's first. As two int32, a row of a tensor [..., 2].
-struct KeyInterval {
-  int32_t begin = 0;
-  int32_t end = 0;
-};
 
 struct KeyIntervals {
   KeyInterval first;

@@ -15,7 +15,8 @@
 //             device
 //   relation  between sizes, numbers and the integers among the arguments: <=, >=, ==, of products
 //             and remainders (H % G == 0 means that H is a multiple of G, also for G == 0).
-//             `unless argument`: not if that is given. An integer that is None passes
+//             `unless argument`: not if that is given. An integer that is None passes, and a size
+//             of tensors that are
 //   result    class [dims]
 //
 // The first argument that does not fit, left to right, is named, and then the first relation.
@@ -36,9 +37,11 @@ struct Operator {
 #define MATRICES "offsets: index [B + 1], y_offsets: offsets? [B + 1], matrix_offsets: int64 [B + 1]"
 #define FLASH \
   "q: float [Tq, H, D], k: q [Tk, G, D], v: q [Tk, G, Dv], offsets: index [B + 1], kv_offsets: offsets? [B + 1]"
+// Ranges of keys, R of them for each query
+#define FLASH_RANGES "key_ranges: int32? [Tq, R, 2]"
 #define FLASH_RELATIONS \
   "Tk == Tq unless kv_offsets; 1 <= D <= 256; 1 <= Dv <= 256; H % G == 0; H <= 65535;" \
-  " window_left >= -1; window_right >= -1; max_len >= 0"
+  " window_left >= -1; window_right >= -1; max_len >= 0; 1 <= R <= 2"
 #define TARGET "q: float [B, N, H, D], k: q [T, G, D], v: q [T, G, Dv], offsets: index [B + 1]"
 #define TARGET_RELATIONS \
   "1 <= D <= 256; 1 <= Dv <= 256; H % G == 0; H <= 65535; N * H <= 16777216 * G; max_len >= 0"
@@ -96,13 +99,14 @@ constexpr Operator kOperators[] = {
 
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
-   " int window_right, float scale, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor)",
-   FLASH "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
+   " int window_right, float scale, int? max_len=None, bool allow_tf32=False, Tensor? key_ranges=None)"
+   " -> (Tensor, Tensor)",
+   FLASH ", " FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
   {"jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
    " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
-   " int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)",
-   FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H]; "
-   FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
+   " int? max_len=None, bool allow_tf32=False, Tensor? key_ranges=None) -> (Tensor, Tensor, Tensor)",
+   FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H], "
+   FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
 
   {"jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, float scale, int? max_len=None,"
    " bool allow_tf32=False) -> (Tensor, Tensor)",

@@ -10,11 +10,11 @@
 
 namespace jagged_cuda {
 
-constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T, &Sizes::Tq,   &Sizes::Tk, &Sizes::Tx,
-                                       &Sizes::Ty, &Sizes::M, &Sizes::N,    &Sizes::D,  &Sizes::Dv,
-                                       &Sizes::H,  &Sizes::G, &Sizes::elems};
-const std::vector<std::string> kSizeNames = {"B", "T", "Tq", "Tk", "Tx", "Ty",       "M",
-                                             "N", "D", "Dv", "H",  "G",  "sum Lx*Ly"};
+constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T, &Sizes::Tq, &Sizes::Tk,   &Sizes::Tx,
+                                       &Sizes::Ty, &Sizes::M, &Sizes::N,  &Sizes::D,    &Sizes::Dv,
+                                       &Sizes::H,  &Sizes::G, &Sizes::R,  &Sizes::elems};
+const std::vector<std::string> kSizeNames = {"B", "T", "Tq", "Tk", "Tx", "Ty", "M",
+                                             "N", "D", "Dv", "H",  "G",  "R",  "sum Lx*Ly"};
 
 using Dtypes = std::vector<ScalarType>;
 const std::map<std::string, Dtypes> kClasses = {
@@ -94,9 +94,11 @@ struct Call {
 
   bool knows(int64_t size) const { return known >> size & 1; }
 
-  // Of a number, a size, or an integer, which may be None.
+  // Of a number, a size, or an integer. An integer may be None, and a size that of a tensor which
+  // is.
   std::optional<int64_t> value_of(const Word& word) const {
     if (word.kind == Word::kArgument) return arguments[word.value].value;
+    if (word.kind == Word::kSize && !knows(word.value)) return std::nullopt;
     return word.kind == Word::kSize ? sizes.*kSizes[word.value] : word.value;
   }
 };

@@ -23,7 +23,7 @@ inline Rows rows_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-// What both directions share, without a window.
+// What both directions share, without a window or ranges of keys.
 inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const Tensor& k,
                                         const Tensor& v, double scale) {
   AttentionParams params{};
@@ -62,9 +62,7 @@ inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& 
   const int64_t step = std::max<int64_t>(1, (row_end - row_begin) / kSamples);
   int64_t keys = 0;
   for (int64_t row = row_begin; row < row_end; row += step) {
-    const int64_t begin = std::max(key_begin, visible.begin(row));
-    const int64_t end = std::min(key_end, visible.end(row));
-    keys += std::max<int64_t>(0, end - begin) * std::min(step, row_end - row);
+    keys += visible.of(row).count_within(key_begin, key_end) * std::min(step, row_end - row);
   }
   const int64_t dims = params.dim_qk + params.dim_v;
   return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
@@ -82,8 +80,7 @@ inline void run_attention_forward(const AttentionParams& params,
     AttentionItem item{};
     item.q = queries[seq];
     item.kv = keys[seq];
-    const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, params.window_left,
-                              params.window_right};
+    const VisibleKeys visible = params.visible_keys(item.q, item.kv);
     for (item.row_begin = 0; item.row_begin < item.q.len; item.row_begin += item_rows) {
       item.row_end = std::min(item.q.len, item.row_begin + item_rows);
       const int64_t cost =
@@ -106,8 +103,7 @@ inline void run_attention_backward(const AttentionParams& params,
   const size_t num_seqs = params.kv_heads > 0 ? queries.size() : 0;
   const int64_t group = params.kv_heads > 0 ? params.heads / params.kv_heads : 0;
   const auto visible_keys = [&](size_t seq) {
-    const int64_t q_len = queries[seq].len, kv_len = keys[seq].len;
-    return VisibleKeys{kv_len - q_len, kv_len, params.window_left, params.window_right};
+    return params.visible_keys(queries[seq], keys[seq]);
   };
   std::vector<int64_t> costs(num_seqs);
   int64_t total_cost = 0;

@@ -11,12 +11,24 @@
 namespace jagged_cuda {
 namespace {
 
+// Contiguous, and at an address that a range can be read from at once.
+std::optional<Tensor> aligned_ranges(const char* op, const std::optional<Tensor>& given) {
+  if (!given) return std::nullopt;
+  const Tensor ranges = as_contiguous(op, *given);
+  const auto address = reinterpret_cast<uintptr_t>(ranges.const_data_ptr());
+  if (address % alignof(KeyInterval) == 0) return ranges;
+  const Tensor copy = allocate(op, ranges, ranges.sizes());
+  torch::stable::copy_(const_cast<Tensor&>(copy), ranges);
+  return copy;
+}
+
 int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
 
 void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                  const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
-                 int64_t window_right, double scale, std::optional<int64_t> max_len) {
+                 int64_t window_right, double scale, std::optional<int64_t> max_len,
+                 const std::optional<Tensor>& key_ranges) {
   params.type = element_type(q.scalar_type());
   params.q_offsets = view_offsets(offsets, sizes.Tq);
   params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
@@ -32,6 +44,9 @@ void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, co
   params.window_left = window_rows(window_left);
   params.window_right = window_rows(window_right);
   params.scale = scale;
+  params.key_ranges =
+      key_ranges ? static_cast<const KeyInterval*>(key_ranges->const_data_ptr()) : nullptr;
+  params.num_key_ranges = static_cast<int>(sizes.R);
   params.max_len = max_len.value_or(0);
   params.mma_sync_only = mma_sync_only(op);
   params.aligned = has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) &&
@@ -49,16 +64,18 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
                                                   const std::optional<Tensor>& kv_offsets_any,
                                                   int64_t window_left, int64_t window_right,
                                                   double scale, std::optional<int64_t> max_len,
-                                                  bool allow_tf32) {
+                                                  bool allow_tf32,
+                                                  const std::optional<Tensor>& key_ranges_any) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
   const Sizes sizes = contract.check({q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left,
-                                      window_right, scale, max_len, allow_tf32});
+                                      window_right, scale, max_len, allow_tf32, key_ranges_any});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+  const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
   Tensor lse = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
@@ -66,9 +83,9 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
 
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale, max_len);
+              scale, max_len, key_ranges);
   Tensor long_plan;
-  if (sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type)) {
+  if (!key_ranges && sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type)) {
     constexpr int64_t kWordBytes = 4;
     long_plan = allocate(op, q, {long_plan_bytes(sizes.B) / kWordBytes}, ScalarType::Int);
     params.long_plan = long_plan.mutable_data_ptr();
@@ -81,12 +98,13 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
     const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any, int64_t window_left,
-    int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32) {
+    int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32,
+    const std::optional<Tensor>& key_ranges_any) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
   const Sizes sizes = contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any,
                                       lse_any, offsets_any, kv_offsets_any, window_left,
-                                      window_right, scale, max_len, allow_tf32});
+                                      window_right, scale, max_len, allow_tf32, key_ranges_any});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
@@ -96,6 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+  const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});
   Tensor grad_k = allocate(op, q, {sizes.Tk, sizes.G, sizes.D});
@@ -110,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
 
   AttentionBackwardParams params{};
   fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale, max_len);
+              scale, max_len, key_ranges);
   params.grad_out = view_heads(grad_out);
   params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;

@@ -25,12 +25,14 @@ def jagged_flash_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    key_ranges: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let each sequence's queries attend to its own keys, never storing the matrix of scores.
 
     For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + mask) @ v_b``. Row i
     sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
-    ``(left, right) = window_size`` (bottom-right alignment).
+    ``(left, right) = window_size`` (bottom-right alignment), and, with key_ranges, j is in one of
+    the row's ranges.
 
     Args:
         q: `[Tq, H, D]` jagged, or `[Tq, D]` for one head; float32, float64, float16 or bfloat16;
@@ -45,6 +47,9 @@ def jagged_flash_attention(
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
         return_lse: also return the logarithm of each row's sum of exponentials.
+        key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
+            ``begin <= j < end``, counted from the first key of the sequence; empty if
+            ``end <= begin``. hstu_key_ranges makes those of HSTU.
 
     Returns:
         `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head); with return_lse also lse `[Tq, H]`
@@ -60,6 +65,8 @@ def jagged_flash_attention(
         multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
         TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
         result does not depend on its neighbours, bit for bit.
+        Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
+        backward. Calls with key_ranges run on mma.sync on every GPU, on Hopper too.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, forward and backward; no double backward. q, k and v are read in place if
@@ -103,6 +110,7 @@ def jagged_flash_attention(
         scale,
         max_len,
         allow_tf32(q.dtype),
+        key_ranges if key_ranges is None or key_ranges.dim() != 2 else key_ranges.unsqueeze(1),
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)
@@ -110,8 +118,8 @@ def jagged_flash_attention(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, kv_offsets, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets)
+    q, k, v, offsets, kv_offsets, *ctx.options, key_ranges = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets, key_ranges)
     ctx.set_materialize_grads(False)
 
 
@@ -119,7 +127,7 @@ def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
-    return _attention.backward(op, ctx, grad_out, grad_lse)
+    return _attention.backward(op, ctx, grad_out, grad_lse, offsets=2)
 
 
 register("jagged_flash_attention_backward")

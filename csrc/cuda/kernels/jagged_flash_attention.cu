@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, plain FMA for
-// f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
+// keys always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -78,6 +78,8 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
+      if (params.key_ranges != nullptr)
+        return attention::launch_forward_mma_sync<Element>(params, stream);
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
@@ -102,6 +104,8 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_backward_fma<Element>(params, stream);
     } else {
+      if (params.key_ranges != nullptr)
+        return attention::launch_backward_mma_sync<Element>(params, stream);
       const auto launch_longer = [&](const AttentionBackwardParams& longer) {
         return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
                                    : attention::launch_backward_mma_sync<Element>(longer, stream);

@@ -1,6 +1,7 @@
 // The kernels of jagged_flash_attention, as host code sees them.
 #pragma once
 
+#include "contract/key_interval.h"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -44,6 +45,8 @@ struct AttentionParams {
   int64_t window_left;     // rows, at least 0; kUnbounded for all
   int64_t window_right;
   double scale;
+  const KeyInterval* key_ranges;  // [Tq, num_key_ranges], contiguous; may be null: all keys
+  int num_key_ranges;             // 1 or 2
   int64_t max_len;  // rows of the longest sequence, as the caller says; 0 if it says nothing
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.

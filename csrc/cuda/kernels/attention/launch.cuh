@@ -29,11 +29,14 @@ cudaError_t for_dim(const Params& params, Launch launch) {
   return cudaErrorInvalidValue;
 }
 
-// for_dim with Constant<16-row blocks of a warp>.
+// for_dim with Constant<16-row blocks of a warp> and Constant<whether there are ranges of keys>,
+// which smaller tiles leave more steps out for.
 template <typename Launch>
-cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
+cudaError_t for_mma_sync(const AttentionParams& params, Launch launch) {
   return for_dim(params, [&](auto dim) {
-    return has_long_sequences(params) ? launch(dim, Constant<2>{}) : launch(dim, Constant<1>{});
+    if (params.key_ranges != nullptr) return launch(dim, Constant<1>{}, Constant<1>{});
+    return has_long_sequences(params) ? launch(dim, Constant<2>{}, Constant<0>{})
+                                      : launch(dim, Constant<1>{}, Constant<0>{});
   });
 }
 
