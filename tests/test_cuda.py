@@ -153,6 +153,35 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     ),
     *(
         (
+            "jagged_hstu_attention",
+            dtype,
+            False,
+            {"dims": dims, "ranges": ranges, "row_scale": ranges is None},
+            f"cuda.attention.forward.mma_sync.{path}.silu",
+            f"cuda.attention.backward.mma_sync.{path}.silu",
+        )
+        for dtype in _DTYPES.values()
+        for ranges in (None, "hstu near")
+        for dims, path in (
+            ((1, 1), "d32"),
+            ((64, 40), "d64"),
+            ((128, 128), "d128"),
+            ((129, 1), "d256"),
+        )
+    ),
+    *(
+        (
+            "jagged_hstu_attention",
+            dtype,
+            False,
+            {"row_scale": True},
+            f"cuda.attention.forward.fma.{name}",
+            f"cuda.attention.backward.fma.{name}",
+        )
+        for name, dtype in (("f32", torch.float32), ("f64", torch.float64))
+    ),
+    *(
+        (
             "jagged_target_attention",
             dtype,
             False,
@@ -243,7 +272,7 @@ def test_in_a_new_thread(case: Case) -> None:
         f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}"
         f"-{choices.get('dims', choices.get('dim', ''))}"
         f"{'transpose' if choices.get('transpose') else ''}"
-        f"-{choices.get('queries', '')}"
+        f"-{choices.get('queries', '')}{choices.get('ranges') or ''}"
         for name, dtype, tf32, choices, *_ in PATHS
     ],
 )
@@ -731,10 +760,14 @@ LAYOUT_OF_RESULT = {
 }
 LAYOUT_OF_GRADIENT = {"jagged_broadcast": MANY, "jagged_dense_bmm": Layout((100,) * 500)}
 BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
-BIG_CHOICES |= {"queries": 256}
+BIG_CHOICES |= {"queries": 256, "ranges": None, "row_scale": False}
 
 
-@CASE
+# Ranges of keys are made in the call, and there is no room for them either.
+WITHOUT_RANGES = [n for n, case in EVERY.items() if None in case.choices.get("ranges", (None,))]
+
+
+@pytest.mark.parametrize("case", map(EVERY.get, WITHOUT_RANGES), ids=WITHOUT_RANGES)
 @pytest.mark.parametrize("storage", ["contiguous", "expanded"])
 def test_out_of_memory_forward(case: Case, storage: str) -> None:
     layout = LAYOUT_OF_RESULT.get(case.name, BIG)
@@ -753,7 +786,8 @@ def test_out_of_memory_forward(case: Case, storage: str) -> None:
 @CASE
 def test_out_of_memory_backward(case: Case) -> None:
     layout = LAYOUT_OF_GRADIENT.get(case.name, BIG)
-    sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
+    ranges = case.choices.get("ranges", (None,))[0]
+    sample = case.sample(spec_of(layout, **BIG_CHOICES | {"ranges": ranges}), torch.bfloat16, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
     cotangent = torch.ones_like(out)

@@ -54,6 +54,7 @@ def call_with_offsets(
     layout = Layout((0,) * (offsets.shape[0] - 1), tail=6)
     choices = dict(spec.choices)
     fixed = {"max_len": False, "capacity": capacity, "transpose": False, "padded_len": 6}
+    fixed |= {"ranges": None, "row_scale": False}  # which are made from the offsets first
     choices |= {name: value for name, value in fixed.items() if name in choices}
     spec = dataclasses.replace(
         spec, layout=layout, kv_layout=None, choices=choices, storage={}, poisoned=False

@@ -108,6 +108,17 @@ constexpr Operator kOperators[] = {
    FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H], "
    FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
 
+  // SiLU in place of softmax. divisor 0: the number of keys of the sequence
+  {"jagged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
+   " int window_right, float scale, float divisor, Tensor? row_scale=None, Tensor? key_ranges=None,"
+   " int? max_len=None, bool allow_tf32=False) -> Tensor",
+   FLASH ", row_scale: acc(q)? [Tq], " FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, Dv]"},
+  {"jagged_hstu_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor offsets,"
+   " Tensor? kv_offsets, int window_left, int window_right, float scale, float divisor, Tensor? row_scale=None,"
+   " Tensor? key_ranges=None, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)",
+   FLASH ", grad_out: q [Tq, H, Dv], row_scale: acc(q)? [Tq], " FLASH_RANGES "; " FLASH_RELATIONS
+   " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
+
   {"jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, float scale, int? max_len=None,"
    " bool allow_tf32=False) -> (Tensor, Tensor)",
    TARGET "; " TARGET_RELATIONS " -> q [B, N, H, Dv], acc(q) [B, N, H]"},

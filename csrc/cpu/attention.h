@@ -40,6 +40,33 @@ inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const
   return params;
 }
 
+// The same for attention between jagged tensors. Windows larger than any sequence are cut;
+// `key_ranges` is contiguous.
+inline AttentionParams flash_params(const Sizes& sizes, const Tensor& q, const Tensor& k,
+                                    const Tensor& v, int64_t window_left, int64_t window_right,
+                                    double scale, const std::optional<Tensor>& key_ranges) {
+  AttentionParams params = attention_params(sizes, rows_of(q), k, v, scale);
+  params.window_left = std::min(window_left, sizes.Tq + sizes.Tk);
+  params.window_right = std::min(window_right, sizes.Tq + sizes.Tk);
+  params.key_ranges = key_ranges ? key_ranges->const_data_ptr<int32_t>() : nullptr;
+  params.num_key_ranges = sizes.R;
+  return params;
+}
+
+struct SequencePairs {
+  std::vector<Sequence> q, kv;
+};
+
+inline SequencePairs read_pairs(const char* op, const Tensor& offsets,
+                                const std::optional<Tensor>& kv_offsets, const Sizes& sizes,
+                                std::optional<int64_t> max_len) {
+  SequencePairs pairs;
+  pairs.q = read_sequences(op, "offsets", offsets, sizes.Tq, max_len);
+  pairs.kv =
+      kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len) : pairs.q;
+  return pairs;
+}
+
 // Adds what the backward pass reads and writes.
 inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& grad_out,
                           const Tensor& lse, const std::optional<Tensor>& grad_lse,
@@ -51,6 +78,16 @@ inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& 
   params.dq = dq.mutable_data_ptr();
   params.dk = dk.mutable_data_ptr();
   params.dv = dv.mutable_data_ptr();
+}
+
+// Zeros for the gradients of rows outside all sequences.
+inline void zero_gradients_outside(const AttentionParams& params, const Sizes& sizes,
+                                   const std::vector<Sequence>& queries,
+                                   const std::vector<Sequence>& keys) {
+  const int64_t bytes_each = element_bytes(params.element);
+  zero_rows_outside(queries, sizes.Tq, sizes.H * sizes.D * bytes_each, params.dq);
+  zero_rows_outside(keys, sizes.Tk, sizes.G * sizes.D * bytes_each, params.dk);
+  zero_rows_outside(keys, sizes.Tk, sizes.G * sizes.Dv * bytes_each, params.dv);
 }
 
 // Multiply-adds of query rows [row_begin, row_end) against keys [key_begin, key_end): exact enough

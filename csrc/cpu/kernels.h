@@ -286,6 +286,9 @@ struct AttentionParams {
   const int32_t* key_ranges;  // [Tq, num_key_ranges, 2], contiguous, or null
   int64_t num_key_ranges;
   double scale;
+  bool silu;              // in place of softmax: there is no lse then, nor out_rows
+  double divisor;         // of silu; 0: the number of keys
+  const void* row_scale;  // [Tq] accumulators, of silu; or null
   // Backward only.
   Rows out_rows, grad_out;  // [Tq, heads, dim_v]
   const void* grad_lse;     // [Tq, heads], contiguous accumulators, or null
@@ -295,6 +298,13 @@ struct AttentionParams {
     const int32_t* ranges =
         key_ranges == nullptr ? nullptr : key_ranges + queries.begin * num_key_ranges * 2;
     return {keys.len - queries.len, keys.len, window_left, window_right, ranges, num_key_ranges};
+  }
+
+  // What the sum of a row's silu(scores) v is multiplied by.
+  template <class T>
+  T row_weight(int64_t global_row, int64_t num_keys) const {
+    const T factor = row_scale == nullptr ? T(1) : static_cast<const T*>(row_scale)[global_row];
+    return factor / (divisor == 0 ? static_cast<T>(num_keys) : static_cast<T>(divisor));
   }
 };
 
@@ -358,7 +368,7 @@ struct AttentionBackwardBuffers {
   T* dscore = arena.take<T>(kQueryBlock * kScoreRow);  // dP, then dS
   // Of one head.
   T* lse = arena.take<T>(size.max_rows);
-  T* delta = arena.take<T>(size.max_rows);
+  T* delta = arena.take<T>(size.max_rows);  // of silu: what a row is multiplied by
   T* dq = arena.take<T>(size.max_rows * qk_row);
   T* dk = arena.take<T>(size.max_keys * qk_row);
   T* dv = arena.take<T>(size.max_keys * v_row);

@@ -2,7 +2,7 @@
 
 #include "cuda/kernels/jagged_flash_attention.h"
 
-#include "cuda/glue.h"
+#include "cuda/attention_glue.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -10,54 +10,6 @@
 
 namespace jagged_cuda {
 namespace {
-
-// Contiguous, and at an address that a range can be read from at once.
-std::optional<Tensor> aligned_ranges(const char* op, const std::optional<Tensor>& given) {
-  if (!given) return std::nullopt;
-  const Tensor ranges = as_contiguous(op, *given);
-  const auto address = reinterpret_cast<uintptr_t>(ranges.const_data_ptr());
-  if (address % alignof(KeyInterval) == 0) return ranges;
-  const Tensor copy = allocate(op, ranges, ranges.sizes());
-  torch::stable::copy_(const_cast<Tensor&>(copy), ranges);
-  return copy;
-}
-
-int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
-
-void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
-                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                 const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
-                 int64_t window_right, double scale, std::optional<int64_t> max_len,
-                 const std::optional<Tensor>& key_ranges) {
-  params.type = element_type(q.scalar_type());
-  params.q_offsets = view_offsets(offsets, sizes.Tq);
-  params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
-  params.q = view_heads(q);
-  params.k = view_heads(k);
-  params.v = view_heads(v);
-  params.out = view_heads(out);
-  params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.heads = static_cast<int>(sizes.H);
-  params.kv_heads = static_cast<int>(sizes.G);
-  params.dim_qk = static_cast<int>(sizes.D);
-  params.dim_v = static_cast<int>(sizes.Dv);
-  params.window_left = window_rows(window_left);
-  params.window_right = window_rows(window_right);
-  params.scale = scale;
-  params.key_ranges =
-      key_ranges ? static_cast<const KeyInterval*>(key_ranges->const_data_ptr()) : nullptr;
-  params.num_key_ranges = static_cast<int>(sizes.R);
-  params.max_len = max_len.value_or(0);
-  params.mma_sync_only = mma_sync_only(op);
-  params.aligned = has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) &&
-                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1});
-}
-
-void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
-              const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
-  maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
-  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len);
-}
 
 std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
                                                   const Tensor& v_any, const Tensor& offsets_any,
@@ -82,8 +34,10 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
   if (sizes.Tq == 0 || sizes.H == 0) return {out, lse};
 
   AttentionParams params{};
-  fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale, max_len, key_ranges);
+  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
+              max_len, key_ranges);
+  set_out(params, out);
+  params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
   if (!key_ranges && sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type)) {
     constexpr int64_t kWordBytes = 4;
@@ -128,10 +82,11 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   }
 
   AttentionBackwardParams params{};
-  fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale, max_len, key_ranges);
-  params.grad_out = view_heads(grad_out);
-  params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
+  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
+              max_len, key_ranges);
+  set_out(params, out);
+  params.lse = const_cast<void*>(lse.const_data_ptr());
+  set_grad_out(params, grad_out);
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
   params.delta = delta.mutable_data_ptr();
   params.grad_q = view_heads(grad_q);

@@ -6,6 +6,7 @@ from jagged_cuda.ops.jagged2_softmax import jagged2_softmax
 from jagged_cuda.ops.jagged_broadcast import jagged_broadcast
 from jagged_cuda.ops.jagged_dense_bmm import jagged_dense_bmm
 from jagged_cuda.ops.jagged_flash_attention import jagged_flash_attention
+from jagged_cuda.ops.jagged_hstu_attention import jagged_hstu_attention
 from jagged_cuda.ops.jagged_jagged_bmm import jagged_jagged_bmm
 from jagged_cuda.ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 from jagged_cuda.ops.jagged_mean import jagged_mean
@@ -22,6 +23,7 @@ __all__ = [
     "jagged_broadcast",
     "jagged_dense_bmm",
     "jagged_flash_attention",
+    "jagged_hstu_attention",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
     "jagged_mean",

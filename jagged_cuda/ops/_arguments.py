@@ -28,6 +28,7 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "int | Tensor": (_TENSORS | {int}, "an int or a tensor"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
+    "float | Literal['length']": (frozenset((float, int, str)), 'a number or "length"'),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
     "bool": (frozenset((bool,)), "True or False"),
     "tuple[int, int]": (frozenset(), "(left, right), two ints"),
@@ -78,6 +79,8 @@ class Arguments:
 def _will_do(text: str, value: Any) -> bool:
     if text == "a tensor":
         return isinstance(value, Tensor) and not value.is_nested
+    if text == 'a number or "length"':
+        return _will_do("a number", value)
     if text == "an int or a tensor":
         return _will_do("an int", value) or _will_do("a tensor", value)
     if isinstance(value, Tensor):

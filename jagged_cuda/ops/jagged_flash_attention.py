@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _attention
-from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
@@ -84,15 +83,7 @@ def jagged_flash_attention(
         >>> lse[:, 0].exp()
         tensor([4., 4., 4., 4., 1.])
     """
-    window_left, window_right = window_size
-    if window_left < -1 or window_right < -1:
-        expected = "(left, right), each -1 or more"
-        fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-    if causal:
-        if window_right > 0:
-            expected = "(left, 0) or (left, -1) with causal=True"
-            fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-        window_right = 0
+    window_left, window_right = _attention.window("jagged_flash_attention", window_size, causal)
     one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
     if one_head:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
@@ -110,7 +101,7 @@ def jagged_flash_attention(
         scale,
         max_len,
         allow_tf32(q.dtype),
-        key_ranges if key_ranges is None or key_ranges.dim() != 2 else key_ranges.unsqueeze(1),
+        _attention.three_dims(key_ranges),
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)

@@ -1,4 +1,5 @@
-// jagged_flash_attention: blocks of kQueryBlock query rows against blocks of kKeyBlock keys, both
+// jagged_flash_attention, and jagged_hstu_attention, where silu(score) is in the place of a
+// probability: blocks of kQueryBlock query rows against blocks of kKeyBlock keys, both
 // counted from the start of their sequence, so that a row's result depends on its sequence alone.
 //
 // q is multiplied by scale as it is loaded: logits need no scale then, dk = dS^T q comes out right,
@@ -72,6 +73,23 @@ JAGGED_INLINE T softmax_row(T* row, const RowKeys& keys, const ScoreColumns& col
   return rescale;
 }
 
+// 1 / (1 + exp(-z)), where exp(-z) is finite.
+template <class T>
+JAGGED_INLINE Vector<T> sigmoid(Vector<T> z) {
+  constexpr T kLargest = sizeof(T) == 8 ? 700 : 80;
+  return T(1) / (T(1) + vector_exp<T>(-vector_max<T>(z, broadcast<T>(-kLargest))));
+}
+
+// silu(logit) in place of the logits of one row.
+template <class T>
+JAGGED_INLINE void silu_row(T* row, const RowKeys& keys, const ScoreColumns& columns) {
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    const Vector<T> z = load(row + j);
+    store<T>(row + j, z * sigmoid<T>(z));
+  }
+  fill_outside(row, keys, columns, T(0));
+}
+
 template <class T>
 const void* rows_at(const Rows& rows, Element element, int64_t row, int64_t head) {
   return element_at(rows.data, element, row * rows.row_stride + head * rows.head_stride);
@@ -137,9 +155,15 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
       multiply(logits);
 
       for (int64_t i = 0; i < block_rows; ++i) {
-        buffers.rescale[i] = softmax_row<T>(
-            buffers.score + i * kScoreRow, visible.of(row_begin + i).counted_from(key_block),
-            columns, buffers.max[block + i], buffers.sum[block + i]);
+        T* score = buffers.score + i * kScoreRow;
+        const RowKeys seen = visible.of(row_begin + i).counted_from(key_block);
+        if (p.silu) {
+          silu_row<T>(score, seen, columns);
+          buffers.rescale[i] = T(1);
+        } else {
+          buffers.rescale[i] =
+              softmax_row<T>(score, seen, columns, buffers.max[block + i], buffers.sum[block + i]);
+        }
       }
 
       Product<T> values{};  // out [block_rows, dim_v] = rescale out + P v
@@ -160,15 +184,22 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
 
   T* lse = static_cast<T*>(p.lse);
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t row = item.row_begin + i;
+    const int64_t row = item.row_begin + i, index = (first_row + i) * p.heads + item.head;
     T* out = buffers.out + i * buffers.v_row;
+    void* result = element_at(p.out, p.element, index * p.dim_v);
+    if (p.silu) {
+      if (!visible.of(row).empty()) {
+        scale_rows(out, buffers.v_row, 1, p.dim_v, p.row_weight<T>(first_row + i, item.kv.len));
+      }
+      store_elements(result, out, p.element, p.dim_v);
+      continue;
+    }
     // A row that sees keys whose logits are all -inf is NaN, as softmax is; one that sees none is
     // 0.
     if (!visible.of(row).empty()) {
       scale_rows(out, buffers.v_row, 1, p.dim_v, 1 / buffers.sum[i]);
     }
-    const int64_t index = (first_row + i) * p.heads + item.head;
-    store_elements(element_at(p.out, p.element, index * p.dim_v), out, p.element, p.dim_v);
+    store_elements(result, out, p.element, p.dim_v);
     lse[index] = buffers.max[i] + std::log(buffers.sum[i]);
   }
 }
@@ -186,6 +217,19 @@ JAGGED_INLINE void softmax_grad_row(T* prob, T* dscore, const RowKeys& keys,
   fill_outside(dscore, keys, columns, T(0));
 }
 
+// The same of silu: weight silu(z) in place of the logits z, weight silu'(z) dP in place of dP.
+template <class T>
+JAGGED_INLINE void silu_grad_row(T* score, T* dscore, const RowKeys& keys,
+                                 const ScoreColumns& columns, T weight) {
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    const Vector<T> z = load(score + j), gate = sigmoid<T>(z);
+    store<T>(score + j, weight * (z * gate));
+    store<T>(dscore + j, weight * gate * (T(1) + z * (T(1) - gate)) * load(dscore + j));
+  }
+  fill_outside(score, keys, columns, T(0));
+  fill_outside(dscore, keys, columns, T(0));
+}
+
 // Rows [first, first + rows) of grad_out; rows that see nothing count as 0 whatever is there.
 template <class T>
 void load_grad_out(const AttentionParams& p, const AttentionItem& item, const VisibleKeys& visible,
@@ -199,13 +243,19 @@ void load_grad_out(const AttentionParams& p, const AttentionItem& item, const Vi
   }
 }
 
-// lse and delta = rowsum(grad_out * out) - grad_lse of the item's rows.
+// lse and delta = rowsum(grad_out * out) - grad_lse of the item's rows, or their weights.
 template <class T>
 void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
                          const VisibleKeys& visible, int64_t head,
                          const AttentionBackwardBuffers<T>& buffers) {
   const T* lse = static_cast<const T*>(p.lse);
   const T* grad_lse = static_cast<const T*>(p.grad_lse);
+  if (p.silu) {
+    for (int64_t row = item.row_begin; row < item.row_end; ++row) {
+      buffers.delta[row - item.row_begin] = p.row_weight<T>(item.q.begin + row, item.kv.len);
+    }
+    return;
+  }
   for (int64_t row = item.row_begin; row < item.row_end; row += kQueryBlock) {
     const int64_t rows = std::min(kQueryBlock, item.row_end - row);
     load_grad_out(p, item, visible, head, row, rows, buffers.grad_out, buffers.v_row);
@@ -305,9 +355,14 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
 
         for (int64_t i = 0; i < rows; ++i) {
           const int64_t local = block + i - item.row_begin;
-          softmax_grad_row<T>(buffers.prob + i * kScoreRow, buffers.dscore + i * kScoreRow,
-                              visible.of(block + i).counted_from(key_block), columns,
-                              buffers.lse[local], buffers.delta[local]);
+          T *score = buffers.prob + i * kScoreRow, *dscore = buffers.dscore + i * kScoreRow;
+          const RowKeys seen = visible.of(block + i).counted_from(key_block);
+          if (p.silu) {
+            silu_grad_row<T>(score, dscore, seen, columns, buffers.delta[local]);
+          } else {
+            softmax_grad_row<T>(score, dscore, seen, columns, buffers.lse[local],
+                                buffers.delta[local]);
+          }
         }
 
         if (item.wants_dkv) {

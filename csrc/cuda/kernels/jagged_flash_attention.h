@@ -47,7 +47,11 @@ struct AttentionParams {
   double scale;
   const KeyInterval* key_ranges;  // [Tq, num_key_ranges], contiguous; may be null: all keys
   int num_key_ranges;             // 1 or 2
-  int64_t max_len;  // rows of the longest sequence, as the caller says; 0 if it says nothing
+  // silu(score) in place of a probability (jagged_hstu_attention): no lse is read or written.
+  bool silu;
+  double divisor;         // of silu: of its sums; 0: the number of keys
+  const void* row_scale;  // [Tq], of silu: a factor for each row, of the type of sums; may be null
+  int64_t max_len;        // rows of the longest sequence, as the caller says; 0 if it says nothing
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.
   bool aligned;
@@ -70,10 +74,11 @@ constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
-  void* delta;           // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse
-  HeadsView grad_q;      // [Tq, H, D] contiguous
-  HeadsView grad_k;      // [Tk, G, D] contiguous
-  HeadsView grad_v;      // [Tk, G, Dv] contiguous
+  void*
+      delta;  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
+  HeadsView grad_q;  // [Tq, H, D] contiguous
+  HeadsView grad_k;  // [Tk, G, D] contiguous
+  HeadsView grad_v;  // [Tk, G, Dv] contiguous
 };
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);

@@ -51,7 +51,7 @@ def key_ranges(kind: str, q: Tensor, offsets: Tensor, kv_offsets: Tensor | None)
     return torch.where((end % 2 == 0)[:, None, None], ranges.flip(1), ranges)
 
 
-def _three_dims(ranges: Tensor) -> Tensor:
+def three_dims(ranges: Tensor) -> Tensor:
     return ranges.unsqueeze(1) if ranges.dim() == 2 else ranges
 
 
@@ -59,12 +59,12 @@ def _in_ranges(spec: Spec, q: Tensor) -> Tensor:
     """`[B, M, N]`: whether key j is in a range of row i."""
     kv = None if spec.kv_layout is None else spec.kv_layout.offsets(q.device)
     ranges = key_ranges(spec.choices["ranges"], q, spec.layout.offsets(q.device), kv)
-    begin, end = pad(_three_dims(ranges), spec.layout)[..., None].unbind(3)
+    begin, end = pad(three_dims(ranges), spec.layout)[..., None].unbind(3)
     j = torch.arange(spec.kv.max_len, device=q.device)
     return ((begin <= j) & (j < end)).any(2)
 
 
-def _visible(spec: Spec, q: Tensor, ranges: bool) -> Tensor:
+def visible_keys(spec: Spec, q: Tensor, ranges: bool) -> Tensor:
     """`[B, 1, M, N]`: whether query i sees key j.
 
     That is ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``, where -1 is unbounded, and with
@@ -88,7 +88,7 @@ def _visible(spec: Spec, q: Tensor, ranges: bool) -> Tensor:
     return visible[:, None]
 
 
-def _padded(
+def pad_heads(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, kv_layout: Layout
 ) -> tuple[Tensor, ...]:
     """`[B, H, M, D]` each, a key/value head repeated for the query heads that read it."""
@@ -115,8 +115,8 @@ def _lse(logits: Tensor, visible: Tensor) -> Tensor:
 
 def definition(spec: Spec, q: Tensor, k: Tensor, v: Tensor, ranges: bool) -> Tensors:
     """q `[Tq, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` -> out `[Tq, H, Dv]`, lse `[Tq, H]`"""
-    visible = _visible(spec, q, ranges)
-    q, k, v = _padded(q, k, v, spec.layout, spec.kv)
+    visible = visible_keys(spec, q, ranges)
+    q, k, v = pad_heads(q, k, v, spec.layout, spec.kv)
     logits = attention_scale(spec) * (q @ k.transpose(2, 3))
     out = masked_softmax(logits, visible, dim=3) @ v
     return _unpadded(out, _lse(logits, visible), spec.layout, -math.inf)
@@ -182,33 +182,33 @@ def attention_scale(spec: Spec) -> float:
     return dim**-0.5 if scale is None else scale
 
 
-def _with_heads(spec: Spec, tensors: Tensors) -> Tensors:
+def with_heads(spec: Spec, tensors: Tensors) -> Tensors:
     """The tensor with a dimension of heads, which it lacks if the spec has none."""
     if spec.choices["heads"] is not None:
         return tensors
     return {name: t.unsqueeze(-1 if name == "lse" else -2) for name, t in tensors.items()}
 
 
-def _without_heads(spec: Spec, tensors: Tensors) -> Tensors:
+def without_heads(spec: Spec, tensors: Tensors) -> Tensors:
     if spec.choices["heads"] is not None:
         return tensors
     return {name: t.squeeze(-1 if name == "lse" else -2) for name, t in tensors.items()}
 
 
 def reference(spec: Spec, tensors: Tensors, ranges: bool = False) -> Tensors:
-    q, k, v = _with_heads(spec, tensors).values()
-    return _without_heads(spec, definition(spec, q, k, v, ranges))
+    q, k, v = with_heads(spec, tensors).values()
+    return without_heads(spec, definition(spec, q, k, v, ranges))
 
 
 def rounded(
     divide_last: bool, ranges: bool = False
 ) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
     def way(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-        q, k, v = _with_heads(spec, tensors).values()
-        padded = _padded(q, k, v, spec.layout, spec.kv)
-        visible = _visible(spec, q, ranges)
+        q, k, v = with_heads(spec, tensors).values()
+        padded = pad_heads(q, k, v, spec.layout, spec.kv)
+        visible = visible_keys(spec, q, ranges)
         out, lse = _Rounded.apply(*padded, visible, attention_scale(spec), storage, divide_last)
-        return _without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
+        return without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
 
     return way
 
@@ -219,9 +219,9 @@ def terms(
     """A logit is a sum of terms of size ``a = scale * sum(|q| * |k|)``, so that its error is one of
     P of ``P * (a + sum(P * a))``."""
     layout, scale = spec.layout, attention_scale(spec)
-    leaves = [t.detach().requires_grad_() for t in _with_heads(spec, tensors).values()]
-    padded = _padded(leaves[0], leaves[1], leaves[2], layout, spec.kv)
-    visible = _visible(spec, leaves[0], ranges)
+    leaves = [t.detach().requires_grad_() for t in with_heads(spec, tensors).values()]
+    padded = pad_heads(leaves[0], leaves[1], leaves[2], layout, spec.kv)
+    visible = visible_keys(spec, leaves[0], ranges)
     q, k, v = (t.detach() for t in padded)
     probs = masked_softmax(scale * (q @ k.transpose(2, 3)), visible, dim=3)
     logit_terms = abs(scale) * (q.abs() @ k.abs().transpose(2, 3))
@@ -230,7 +230,7 @@ def terms(
     out_terms = prob_terms @ v.abs()
     found = _unpadded(out_terms, 1 + mean_logit_terms[..., 0], layout, 0.0)
     if cotangents is not None:
-        given = _with_heads(spec, cotangents)
+        given = with_heads(spec, cotangents)
         grad_out, grad_lse = (pad(given[n], layout).transpose(1, 2) for n in ("out", "lse"))
         grad_lse = grad_lse[..., None]
         delta = (grad_out * (probs @ v)).sum(3, keepdim=True) - grad_lse
@@ -250,7 +250,7 @@ def terms(
             ),
         )
         found |= {f"grad_{name}": g for name, g in zip("qkv", gradients, strict=True)}
-    return _without_heads(spec, found)
+    return without_heads(spec, found)
 
 
 def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -264,6 +264,19 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     }
 
 
+def call_options(spec: Spec) -> dict[str, Any]:
+    """The options of attention's public functions."""
+    choices = spec.choices
+    left, right = choices["window_size"]
+    return {
+        "causal": choices["causal"],
+        # Later keys and causal contradict each other: the functions refuse both together.
+        "window_size": (left, min(right, 0) if choices["causal"] else right),
+        "scale": None if choices["scale"] is None else attention_scale(spec),
+        "max_len": max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
+    }
+
+
 def _call(
     ops: Any,
     spec: Spec,
@@ -272,20 +285,13 @@ def _call(
     kv_offsets: Tensor | None,
     ranges: bool = False,
 ) -> Tensors:
-    choices = spec.choices
-    more: Tensors = {}
+    more = call_options(spec)
     if ranges:
-        more["key_ranges"] = key_ranges(choices["ranges"], tensors["q"], offsets, kv_offsets)
-    left, right = choices["window_size"]
+        more["key_ranges"] = key_ranges(spec.choices["ranges"], tensors["q"], offsets, kv_offsets)
     out, lse = ops.jagged_flash_attention(
         *(tensors[name] for name in "qkv"),
         offsets,
         kv_offsets=kv_offsets,
-        causal=choices["causal"],
-        # Later keys and causal contradict each other: the function refuses both together.
-        window_size=(left, min(right, 0) if choices["causal"] else right),
-        scale=None if choices["scale"] is None else attention_scale(spec),
-        max_len=max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
         return_lse=True,
         **more,
     )
@@ -294,7 +300,7 @@ def _call(
 
 def registered(name: str, sample: Sample, *options: Any) -> dict[str, tuple[Any, ...]]:
     """The arguments of an attention operator and of its gradient; `options` follow q, k and v."""
-    qkv = tuple(_with_heads(sample.spec, sample.tensors).values())
+    qkv = tuple(with_heads(sample.spec, sample.tensors).values())
     detached = tuple(t.detach() for t in qkv)
     out, lse = getattr(torch.ops.jagged_cuda, name)(*detached, *options)
     gradients = (torch.randn_like(out), torch.randn_like(lse))
@@ -354,7 +360,7 @@ def _registered_ranges(sample: Sample) -> dict[str, tuple[Any, ...]]:
     ranges = key_ranges(sample.spec.choices["ranges"], sample.tensors["q"], offsets, kv_offsets)
     options = (*window(sample.spec), attention_scale(sample.spec), None, False)
     name = "jagged_flash_attention"
-    return registered(name, sample, offsets, kv_offsets, *options, _three_dims(ranges))
+    return registered(name, sample, offsets, kv_offsets, *options, three_dims(ranges))
 
 
 _FEWER = {"dims": ((1, 1), (8, 8), (16, 32), (64, 64), (40, 24), (128, 128), (192, 128), (7, 250))}

@@ -18,6 +18,7 @@
 
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/ranges.cuh"
+#include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
 
@@ -221,6 +222,14 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
     for (int i = 0; i < kPerThread; ++i) {
       const int row = y + Config::kSide * i;
       const SeenKeys seen(params, window, tile, min(row, tile_rows - 1), key, kTile, kv.len);
+      if (params.silu) {
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j) {
+          const T z = s[i][j] * scale;
+          s[i][j] = seen.contains(x + Config::kSide * j) ? z * precise_sigmoid(z) : T(0);
+        }
+        continue;
+      }
       T tile_max = -INFINITY;
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
@@ -249,6 +258,11 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   for (int i = 0; i < kPerThread; ++i) {
     inverse_sum[i] = sum[i] == T(0) ? T(0) : T(1) / sum[i];
     const int row = y + Config::kSide * i;
+    if (params.silu) {
+      inverse_sum[i] =
+          tile.seq < 0 ? T(0) : row_weight<T>(params, global_row + min(row, tile_rows - 1), kv.len);
+      continue;
+    }
     if (x == 0 && row < rows) {
       static_cast<T*>(params.lse)[(global_row + row) * params.heads + head] =
           sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log(sum[i]);
@@ -288,6 +302,11 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
       const int row = y + Config::kSide * i;
       const bool valid = row < rows;
       const int64_t statistic = (global_row + (valid ? row : 0)) * params.heads + head;
+      if (params.silu) {
+        delta[i] = row_weight<T>(params, global_row + (valid ? row : 0), kv.len);
+        if (valid && x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
+        continue;
+      }
       const T* gOut = static_cast<const T*>(params.out.data) +
                       (global_row + (valid ? row : 0)) * params.out.row_stride +
                       head * params.out.head_stride;
@@ -315,7 +334,9 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
       const SeenKeys seen(params, window, tile, min(row, tile_rows - 1), key, kTile, kv.len);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        const T ds = exp(s[i][j] * scale - lse[i]) * (dp[i][j] - delta[i]);
+        const T z = s[i][j] * scale;
+        const T ds = params.silu ? delta[i] * silu_slope(z, precise_sigmoid(z)) * dp[i][j]
+                                 : exp(z - lse[i]) * (dp[i][j] - delta[i]);
         s[i][j] = seen.contains(x + Config::kSide * j) ? ds : T(0);
       }
     }
@@ -373,7 +394,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
         const int column = x + Config::kSide * j;
         const bool valid = query + column < queries.len;
         const int64_t statistic = (first + (valid ? column : 0)) * params.heads + head;
-        const T lse = static_cast<const T*>(params.lse)[statistic];
+        const T lse = params.silu ? T(0) : static_cast<const T*>(params.lse)[statistic];
         delta[j] = static_cast<const T*>(params.delta)[statistic];
         const bool ranged = params.key_ranges != nullptr;
         const RowRanges ranges =
@@ -383,14 +404,22 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
           const int64_t key = tile.row + y + Config::kSide * i;
           const VisibleColumns visible(window, key, query, kTile, queries.len);
           const bool seen = visible.contains(column) && (!ranged || ranges.contains(key));
-          p[i][j] = seen ? exp(p[i][j] * scale - lse) : T(0);
+          const T z = p[i][j] * scale;
+          if (params.silu) {
+            const T gate = precise_sigmoid(z);
+            p[i][j] = seen ? delta[j] * (z * gate) : T(0);
+            dp[i][j] *= seen ? delta[j] * silu_slope(z, gate) : T(0);
+          } else {
+            p[i][j] = seen ? exp(z - lse) : T(0);
+          }
         }
       }
       accumulate<Config>(dv, p, shared.sP, shared.sGradOut, x, y);
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPerThread; ++j) p[i][j] *= dp[i][j] - delta[j];
+        for (int j = 0; j < kPerThread; ++j)
+          p[i][j] = params.silu ? dp[i][j] : p[i][j] * (dp[i][j] - delta[j]);
       }
       accumulate<Config>(dk, p, shared.sP, shared.sQ, x, y);
     }
