@@ -19,21 +19,25 @@ TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),torch==2.11.0,torch==2.13.0)
 TEST_TOOLS := 'numpy<2.4' pytest pytest-xdist hypothesis matplotlib \
   'setuptools>=77.0.3,<82' wheel ninja
 LINT_TOOLS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+# Python 3.11 or newer.
+DOCS_TOOLS := sphinx==9.0.4 myst-nb==1.4.0 myst-parser==5.2.0 furo==2025.12.19
 
 ifeq ($(strip $(VENV)),)
   PY := $(PYTHON)
   CLANG_FORMAT := clang-format
   READY :=
   LINT_READY :=
+  DOCS_READY :=
 else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
   READY := $(VENV)/.ready
   LINT_READY := $(VENV)/.lint-ready
+  DOCS_READY := $(VENV)/.docs-ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz sanitize mutate readme lint format compdb wheel sdist info clean
+.PHONY: help setup demo test fuzz sanitize mutate readme docs lint format compdb wheel sdist info clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -49,6 +53,10 @@ $(VENV)/.ready:
 
 $(VENV)/.lint-ready: $(READY)
 	$(VENV)/bin/pip install --quiet $(LINT_TOOLS)
+	touch $@
+
+$(VENV)/.docs-ready: $(READY)
+	$(VENV)/bin/pip install --quiet $(DOCS_TOOLS)
 	touch $@
 
 demo: $(READY) ## Train a ranking model padded and jagged, and compare (EVENTS=file.csv)
@@ -75,6 +83,10 @@ readme: $(READY) ## Make README's tables and figures anew from benchmarks/result
 	$(PY) -m benchmarks table $(RESULTS).json --update README.md
 	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS).png --panels time,memory,fill,operators
 	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS)_roofline.png --panels roofline
+
+docs: $(DOCS_READY) ## Build the documentation in build/site; any warning is an error
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env \
+	  -d build/doctrees docs build/site
 
 SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 

@@ -16,9 +16,11 @@ from benchmarks import (
     attention,
     build,
     host,
+    modules,
     peers,
     plot,
     report,
+    rows,
     shapes,
     stamp,
     sweep,
@@ -32,8 +34,10 @@ from jagged_cuda import _load
 COMMANDS: dict[str, Command] = {
     "table1": table1.COMMAND,
     **attention.COMMANDS,
+    "rows": rows.COMMAND,
     "sweep": sweep.COMMAND,
     "host": host.COMMAND,
+    "modules": modules.COMMAND,
     "build": build.COMMAND,
 }
 # These measure nothing: they read a results file.

@@ -23,6 +23,7 @@ DESCRIPTIONS = {
     "cudnn_frontend": "cuDNN's ragged attention, through the package nvidia-cudnn-frontend",
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
     "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
+    "indexing": "plain PyTorch: boolean masks, cat, repeat_interleave, indexing",
     "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
 }
 

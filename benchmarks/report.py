@@ -32,8 +32,10 @@ TITLES = {
     "attention": "Self-attention",
     "figure2": "Figure 2 of the paper: forward and backward together",
     "target": "Target attention: items against histories",
+    "rows": "Moving rows",
     "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
+    "modules": "Modules beside the operators that they are made of",
 }
 
 

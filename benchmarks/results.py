@@ -21,6 +21,7 @@ STYLES = {
     "fa3": ("FlashAttention-3", "#0f9fd6"),
     "cudnn_frontend": ("cuDNN", "#7d4fa8"),
     "flex": ("FlexAttention", "#a8832b"),
+    "indexing": ("PyTorch indexing", "#3c3c3c"),
     "sll": ("FBGEMM sll", "#2f8f5b"),
 }
 

@@ -359,7 +359,7 @@ class Session:
             peak = self.timer.peak_bytes(call) if row.has_memory else None
             row.set_measurement(name, self.timer.measure(call), self.timer.max_sm_mhz)
             if row.has_memory:
-                row.results[name]["peak_mib"] = None if peak is None else round(peak / 2**20, 1)
+                row.results[name]["peak_mib"] = None if peak is None else round(peak / 2**20, 3)
             self._compare_with_record(row, name)
         if any(row.has_memory for row in rows):
             self.empty_cache()

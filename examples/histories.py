@@ -45,6 +45,7 @@ class Histories(NamedTuple):
     offsets: Tensor  # [B + 1] int64
     num_items: int
     source: str
+    times: Tensor | None = None  # [T] float64, of each event, in the log's unit
 
     @property
     def lengths(self) -> Tensor:  # [B]
@@ -109,6 +110,7 @@ def read_events(path: Path, progress: Callable[[float], None] = lambda fraction:
         offsets=offsets_from_lengths(counts[kept]),
         num_items=len(item_index),
         source=path.name,
+        times=torch.tensor(times, dtype=torch.float64)[order][kept[user[order]]],
     )
 
 
@@ -184,6 +186,7 @@ def draw_histories(num_users: int, seed: int) -> Histories:
         offsets=offsets_from_lengths(lengths),
         num_items=ML20M_ITEMS,
         source=f"{num_users:,} histories as long as MovieLens-20M's, seed {seed}",
+        times=3600.0 * torch.arange(total, dtype=torch.float64),
     )
 
 
@@ -211,23 +214,37 @@ def make_batches(
     for _ in range(num_batches):
         groups = groups or _shuffle_into_groups(all_lengths, batch_size, bucketed, generator)
         users = groups.pop()
-        lengths = all_lengths[users]
-        offsets = offsets_from_lengths(lengths)
-        positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
-        begin = histories.offsets[users + 1] - 1 - lengths
-        rows = begin.repeat_interleave(lengths) + positions
         draws = torch.randint(len(histories.items), (num_negatives,), generator=generator)
-        batches.append(
-            Batch(
-                items=histories.items[rows],
-                positions=positions,
-                targets=histories.items[rows + 1],
-                labels=torch.zeros_like(rows),
-                negatives=histories.items[draws],
-                offsets=offsets,
-            )
-        )
+        batches.append(cut_batch(histories, users, cap, histories.items[draws]))
     return batches
+
+
+def cut_batch(histories: Histories, users: Tensor, cap: int, negatives: Tensor) -> Batch:
+    """The latest ``cap + 1`` events of these users: all but the last are inputs of the model."""
+    lengths = (histories.lengths[users] - 1).clamp(max=cap)
+    offsets = offsets_from_lengths(lengths)
+    positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+    begin = histories.offsets[users + 1] - 1 - lengths
+    rows = begin.repeat_interleave(lengths) + positions
+    return Batch(
+        items=histories.items[rows],
+        positions=positions,
+        targets=histories.items[rows + 1],
+        labels=torch.zeros_like(rows),
+        negatives=negatives,
+        offsets=offsets,
+    )
+
+
+def without_last_events(histories: Histories) -> Histories:
+    """The histories without the last event of each user; who has too few left is left out."""
+    lengths = histories.lengths - 1
+    kept = lengths >= 2
+    is_kept = kept.repeat_interleave(histories.lengths)
+    is_kept[histories.offsets[1:] - 1] = False
+    return histories._replace(
+        items=histories.items[is_kept], offsets=offsets_from_lengths(lengths[kept])
+    )
 
 
 def _shuffle_into_groups(

@@ -34,6 +34,24 @@ class Attention(NamedTuple):
     causal: AttentionFunction
     target: AttentionFunction
 
+    def make_block(self, dim: int, num_heads: int) -> nn.Module:
+        return Block(dim, num_heads, self.causal)
+
+    def make_target(self, dim: int, num_heads: int) -> nn.Module:
+        return TargetAttention(dim, num_heads, self.target)
+
+
+class Layers(NamedTuple):
+    """Other layers in the place of those around the two attentions.
+
+    Args:
+        make_block: (dim, num_heads) -> a module that is called as Block is.
+        make_target: (dim, num_heads) -> a module that is called as TargetAttention is.
+    """
+
+    make_block: Callable[[int, int], nn.Module]
+    make_target: Callable[[int, int], nn.Module]
+
 
 def causal_on_padded(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
     """Causal attention on [B, M, H, D], padded behind each history.
@@ -126,16 +144,14 @@ class Ranker(nn.Module):
         dim: int,
         num_heads: int,
         num_blocks: int,
-        attention: Attention,
+        attention: Attention | Layers,
     ) -> None:
         super().__init__()
         self.item_embedding = nn.Embedding(num_items + 1, dim, padding_idx=PADDING_ITEM)
         self.position_embedding = nn.Embedding(max_positions, dim)
-        self.blocks = nn.ModuleList(
-            Block(dim, num_heads, attention.causal) for _ in range(num_blocks)
-        )
+        self.blocks = nn.ModuleList(attention.make_block(dim, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(dim)
-        self.target_attention = TargetAttention(dim, num_heads, attention.target)
+        self.target_attention = attention.make_target(dim, num_heads)
         for embedding in (self.item_embedding, self.position_embedding):
             nn.init.normal_(embedding.weight, std=0.02)
 
@@ -146,14 +162,24 @@ class Ranker(nn.Module):
             Of each event, by its state: [..., 1 + N]. Of each history, by its last state and by
             what each candidate finds in all of its states: [B, 1 + N].
         """
-        x = self.item_embedding(batch.items) + self.position_embedding(batch.positions)
-        for block in self.blocks:
-            x = block(x, batch)
-        states = self.norm(x)
+        states = self.encode(batch)
         negatives = self.item_embedding(batch.negatives)  # [N, dim]
         target = (states * self.item_embedding(batch.targets)).sum(-1, keepdim=True)
         by_event = torch.cat([target, states @ negatives.T], dim=-1)
+        return (
+            _without_targets(by_event, batch.targets, batch),
+            self.score_histories(states, negatives, batch),
+        )
 
+    def encode(self, batch: Batch) -> Tensor:
+        """The state of each event: [..., dim]."""
+        x = self.item_embedding(batch.items) + self.position_embedding(batch.positions)
+        for block in self.blocks:
+            x = block(x, batch)
+        return self.norm(x)
+
+    def score_histories(self, states: Tensor, negatives: Tensor, batch: Batch) -> Tensor:
+        """Scores of what follows each history, and of the negatives [N, dim]: [B, 1 + N]."""
         targets = of_last_events(batch.targets, batch)  # [B]
         candidates = torch.cat(
             [
@@ -164,21 +190,17 @@ class Ranker(nn.Module):
         )
         last_state = of_last_events(states, batch).unsqueeze(1)
         found = last_state + self.target_attention(candidates, states, batch)
-        by_history = (candidates * found).sum(-1)
-        return (
-            _without_targets(by_event, batch.targets, batch),
-            _without_targets(by_history, targets, batch),
-        )
+        return _without_targets((candidates * found).sum(-1), targets, batch)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean of -log softmax(scores)[target] over all events and histories together.
+    def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
+        """Mean of -log softmax(scores)[target] over all events and histories together, or the sum.
 
         There are few histories and many events: in a mean of their own their noise would dominate.
         """
         by_event, by_history = self(batch)
         scores = torch.cat([by_event.flatten(0, -2), by_history])
         labels = torch.cat([batch.labels.flatten(), batch.labels.new_zeros(len(by_history))])
-        return F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL)
+        return F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction=reduction)
 
 
 def _without_targets(scores: Tensor, targets: Tensor, batch: Batch) -> Tensor:

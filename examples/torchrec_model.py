@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-import jagged_cuda
+from jagged_cuda.nn import JaggedMultiheadAttention, TargetAttention
 
 
 class HistoryRanker(nn.Module):
@@ -21,12 +21,11 @@ class HistoryRanker(nn.Module):
     Args:
         num_items: rows of the embedding table that history and candidates share.
         dim: columns of the table; a multiple of heads.
-        heads: of the self-attention.
+        heads: of both attentions.
     """
 
     def __init__(self, num_items: int, dim: int = 32, heads: int = 2) -> None:
         super().__init__()
-        self.heads = heads
         self.embeddings = EmbeddingCollection(
             tables=[
                 EmbeddingConfig(
@@ -37,22 +36,17 @@ class HistoryRanker(nn.Module):
                 )
             ]
         )
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.within = JaggedMultiheadAttention(dim, heads)
+        self.interest = TargetAttention(dim, heads)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """`[B, N]` logits of "candidates", N for each user, after "history", `[sum L]`."""
         embedded = self.embeddings(features)
         history, candidates = embedded["history"], embedded["candidates"]
         x, offsets = history.values(), history.offsets()
-
-        q, k, v = self.qkv(x).unflatten(1, (3, self.heads, -1)).unbind(1)
-        read = jagged_cuda.jagged_flash_attention(q, k, v, offsets, causal=True)
-        x = x + self.out(read.flatten(1))
-
+        x = x + self.within(x, offsets, causal=True)
         items = candidates.values().unflatten(0, (history.lengths().shape[0], -1))
-        interest = jagged_cuda.jagged_target_attention(items, x, x, offsets)
-        return (items * interest).sum(2)
+        return (items * self.interest(items, x, offsets)).sum(2)
 
 
 def draw(num_users: int, num_items: int, candidates: int, seed: int) -> KeyedJaggedTensor:

@@ -80,8 +80,7 @@ def train(
         return Measurement(losses, step_seconds, peak_bytes, queue_seconds)
     optimizer.zero_grad()
     largest = max(batches, key=lambda batch: batch.items.numel())
-    held_bytes = _held_bytes(model, optimizer)
-    peak_bytes = held_bytes + peak_allocated_bytes(lambda: step(largest))
+    peak_bytes = held_bytes(model, optimizer) + peak_allocated_bytes(lambda: step(largest))
     return Measurement(losses, step_seconds, peak_bytes)
 
 
@@ -89,7 +88,7 @@ def move(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(None if tensor is None else tensor.to(device) for tensor in batch))
 
 
-def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of weights and of the optimizer's state, which live between steps."""
     tensors = list(model.parameters())
     for state in optimizer.state.values():

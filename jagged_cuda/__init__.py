@@ -10,9 +10,11 @@ from jagged_cuda._version import __version__
 _load.load_libraries()
 
 # Operators register on libraries that are loaded.
-from jagged_cuda import offsets, ops  # noqa: E402
+from jagged_cuda import lists, nested, nn, offsets, ops, rows, torchrec  # noqa: E402, F401
 from jagged_cuda._checks import check_errors, set_checks  # noqa: E402
 from jagged_cuda.offsets import *  # noqa: E402, F403
 from jagged_cuda.ops import *  # noqa: E402, F403
+from jagged_cuda.rows import *  # noqa: E402, F403
 
-__all__ = ["__version__", "check_errors", "set_checks", *offsets.__all__, *ops.__all__]
+__all__ = ["__version__", "check_errors", "set_checks"]
+__all__ += [*offsets.__all__, *ops.__all__, *rows.__all__]

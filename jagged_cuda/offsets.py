@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,23 +41,12 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     op = "offsets_from_lengths"
     _contract.check_lengths(op, lengths)
     sums = lengths.cumsum(0, dtype=torch.int64)
-    if lengths.dtype is torch.int32 and lengths.numel() > 0 and _may_read(lengths):
+    if lengths.dtype is torch.int32 and lengths.numel() > 0 and _contract.may_read(lengths):
         rows = int(sums[-1])
         if rows > torch.iinfo(torch.int32).max:
             expected = "int64 for more than 2^31 - 1 rows"
             _contract.fail_argument(op, "lengths", expected, f"int32 for {rows}")
     return F.pad(sums.to(lengths.dtype), (1, 0))
-
-
-def _may_read(tensor: Tensor) -> bool:
-    """Whether its values are there, and reading them costs nothing or was asked for."""
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
-        return False
-    if tensor.is_cpu:
-        return True
-    # A stream that is being captured into a graph cannot be waited for.
-    asked = os.environ.get("JAGGED_CUDA_CHECK") == "1"
-    return asked and not torch.cuda.is_current_stream_capturing()
 
 
 @overridable

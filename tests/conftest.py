@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU; deselected without one")
     config.addinivalue_line("markers", "multi_gpu: needs two of them; deselected without")
     config.addinivalue_line("markers", "torchrec: needs TorchRec; deselected without")
+    config.addinivalue_line("markers", "fbgemm: needs FBGEMM; deselected without")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
@@ -72,8 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {"cuda"} if not HAS_GPU else set()
     if torch.cuda.device_count() < 2:
         absent.add("multi_gpu")
-    if importlib.util.find_spec("torchrec") is None:
-        absent.add("torchrec")
+    for mark, package in {"torchrec": "torchrec", "fbgemm": "fbgemm_gpu"}.items():
+        if importlib.util.find_spec(package) is None:
+            absent.add(mark)
     lacking = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=lacking)
     kept = set(items).difference(lacking)

@@ -20,8 +20,10 @@ from benchmarks import (
     build,
     checking,
     implementations,
+    modules,
     peers,
     report,
+    rows,
     shapes,
     sweep,
     table1,
@@ -114,6 +116,17 @@ def test_target_beside_padded_attention(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Target attention" in capsys.readouterr().out
 
 
+def test_rows_beside_plain_indexing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "rows", "--cases", "*_128")
+    assert {row["case"].removesuffix("_128") for row in found["rows"]} == {
+        function.name for function in rows.FUNCTIONS
+    }
+    for row in found["rows"]:
+        assert all(row["results"][name]["median_us"] > 0 for name in (OURS, "indexing"))
+        assert row["shape"]["row_bytes"] == (4 if "numbers" in row["case"] else 128)
+    assert "Moving rows" in capsys.readouterr().out
+
+
 def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:
     found = run(tmp_path, "sweep")
     cases = sweep.COMMAND.cases
@@ -177,6 +190,28 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert session.sections["build"]["cold_build_s"] == 0.05
     table = report.tables(session, report.environment(session.timer))
     assert "cold build" in table and "_C_cuda 9.0a (compiled here), MB" in table
+
+
+def test_modules_beside_their_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.modules.QUICK_HOST_CALLS", 2)
+    monkeypatch.setattr("benchmarks.modules.DIM", 32)
+    monkeypatch.setattr("benchmarks.timing.HOST_CALLS_IN_A_ROW", 1)
+    found = run(tmp_path, "modules")
+    assert [row["case"] for row in found["rows"][::3]] == list(modules.COMMAND.cases)
+    for row in found["rows"]:
+        assert set(row["results"]) == {OURS, modules.OPERATORS}
+        assert all(len(entry["medians_us"]) == 2 for entry in row["results"].values())
+
+
+def test_a_module_that_is_not_its_operators_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = modules.CASES[-1]
+    wrong = case._replace(operators=lambda m, inputs: 2 * case.operators(m, inputs))
+    monkeypatch.setattr(modules, "CASES", (wrong,))
+    monkeypatch.setattr("benchmarks.timing.HOST_CALLS_IN_A_ROW", 1)
+    found = run(tmp_path, "modules", status=1)
+    assert all("wrong" in row["results"][OURS] for row in found["rows"])
 
 
 def test_a_failed_build_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,25 @@ def test_compile(case: Case, backend: str, device: str, cross: bool) -> None:
         check(case, sample, found, cotangents)
 
 
+def test_compile_with_sizes_that_only_the_run_knows(device: torch.device) -> None:
+    """As TorchRec's features have them, and queries made of those."""
+
+    def function(counts: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
+        rows, queries = counts.tolist()
+        x = k.new_ones(rows, 1, 8)
+        q = jagged_cuda.jagged_sum(x, offsets)[:, None].expand(-1, queries, -1, -1)
+        return jagged_cuda.jagged_target_attention(q, k, k, offsets)
+
+    offsets = torch.tensor([0, 2, 5], device=device)
+    k = torch.randn(5, 1, 8, device=device)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for queries in (3, 4):
+            counts = torch.tensor([5, queries])
+            expected = function(counts, k, offsets)
+            torch.testing.assert_close(compiled(counts, k, offsets), expected)
+
+
 @CASE
 def test_compile_obeys_the_precision_setting(case: Case) -> None:
     """The setting is read while tracing: it is a constant of the graph, not a graph break."""

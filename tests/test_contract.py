@@ -208,6 +208,8 @@ def test_whatever_is_changed_both_say_the_same(op: str, device: torch.device) ->
             for other in others:
                 arguments = right | {name: other}
                 text = sentence(call, op, arguments, device)
+                if "the number of one of 0 sequences" in text:  # of values, which fakes have not
+                    continue
                 with FakeTensorMode():
                     assert sentence(call, op, arguments, device) == text
                 assert re.fullmatch(rf"({op}: \w+ must be .+, got .+)?", text), text

@@ -35,6 +35,39 @@ def test_ids(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(spread[2:5], padded[:1].expand(3, 4)) and not spread[:2].any()
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
+@pytest.mark.parametrize("columns", [3, 16])
+def test_integers_are_added(dtype: torch.dtype, columns: int, device: torch.device) -> None:
+    """As torch adds them: they wrap around, and of bools one is enough."""
+    offsets = LAYOUT.offsets(device)
+    highest = 1 if dtype is torch.bool else torch.iinfo(dtype).max
+    generator = torch.Generator().manual_seed(columns)
+    x, y = (
+        (highest - torch.randint(0, 2, shape, generator=generator)).to(device, dtype)
+        for shape in ((LAYOUT.total, columns), (4, 4, columns))
+    )
+    found = jagged_cuda.jagged_dense_add(x, y, offsets)
+    added = jagged_cuda.padded_to_jagged(y, offsets, total=LAYOUT.total)
+    expected = (x + added) * (LAYOUT.seq_of_row(device) < LAYOUT.num_seqs)[:, None]
+    assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
+
+
+def test_an_expanded_table_is_added(device: torch.device) -> None:
+    """One table for every sequence, read in place; its gradient is the sum over sequences."""
+    offsets = LAYOUT.offsets(device)
+    x = torch.randn(LAYOUT.total, 8, device=device)
+    table = torch.randn(6, 8, device=device, requires_grad=True)
+    found = jagged_cuda.jagged_dense_add(x, table.expand(4, 6, 8), offsets)
+    position = jagged_cuda.jagged_positions(offsets, total=LAYOUT.total).long()
+    inside = (LAYOUT.seq_of_row(device) < LAYOUT.num_seqs)[:, None]
+    expected = torch.where(inside, x + table[position], 0.0)
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), table)[0] for out in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("trailing", [(), (5,), (16,), (3, 8)])
 def test_round_trip_is_exact(

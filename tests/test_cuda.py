@@ -79,6 +79,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         )
         for dtype, tf32, path in _PRODUCT_PATHS
     ),
+    # Few terms per sum, y with stride 1 along N, and along D in gradients.
+    *(
+        (name, dtype, False, {"D": dim, "N": 72}, f"{first}.{element}", f"{last}.{element}")
+        for element, dtype in _DTYPES.items()
+        for dim in (8, 16)
+        for name, first, last in (
+            ("jagged_dense_bmm", f"{_DENSE}.thin", f"{_JAGGED}.mma_sync"),
+            ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.thin"),
+        )
+    ),
     *(
         (
             "jagged_softmax",
@@ -110,6 +120,33 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_sum", "jagged_broadcast"),
             ("jagged_mean", "jagged_broadcast"),
             ("jagged_broadcast", "jagged_sum"),
+            ("jagged_dense_add", "jagged_to_padded"),
+            ("jagged_dense_mul", "jagged_dense_mul_backward"),
+            ("jagged_take", "jagged_take"),
+        )
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    *(
+        (name, dtype, False, {}, *(f"cuda.{name}",) * 2)
+        for name in (
+            "jagged_positions",
+            "jagged_sessionize",
+            "jagged_topk",
+        )
+        for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    # After its plan, the move is what runs last.
+    *(
+        (name, dtype, False, choices, "cuda.jagged_take", f"cuda.{gradient}")
+        for name, choices, gradient in (
+            ("jagged_select", {}, "jagged_take"),
+            ("jagged_slice", {}, "jagged_take"),
+            (
+                "jagged_index_select",
+                {"function": "jagged_index_select"},
+                "jagged_index_select_backward",
+            ),
+            ("jagged_index_select", {"function": "jagged_concat"}, "jagged_take"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
@@ -119,7 +156,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
-            f"cuda.attention.forward.{path}",
+            # Where a kernel for short sequences takes all that are not tiny.
+            f"cuda.attention.forward.{'short.d64' if path == 'wgmma.d64' else path}",
             f"cuda.attention.backward.{path}",
         )
         for dtype in _DTYPES.values()
@@ -272,7 +310,7 @@ def test_in_a_new_thread(case: Case) -> None:
         f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}"
         f"-{choices.get('dims', choices.get('dim', ''))}"
         f"{'transpose' if choices.get('transpose') else ''}"
-        f"-{choices.get('queries', '')}{choices.get('ranges') or ''}"
+        f"-{choices.get('queries', choices.get('function', ''))}{choices.get('ranges') or ''}"
         for name, dtype, tf32, choices, *_ in PATHS
     ],
 )
@@ -401,8 +439,15 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
     step = "" if dim == 128 else ".step64"
-    backward = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    in_fixed_order = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
+    backward = f"long.d{dim}" if wgmma and dim > 32 else in_fixed_order
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
+    torch.use_deterministic_algorithms(True)
+    try:
+        judge(case, spec, dtype, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert last_kernel("cuda") == f"cuda.attention.backward.{in_fixed_order}"
 
 
 # Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.
@@ -414,6 +459,9 @@ SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
+# Beside the edges of blocks of 16 rows, and of tiny and long sequences.
+SHORT = Layout((65, 0, 80, 64, 81, 256, 1, 129, 255, 16, 66, 0, 96, 97), base=5, tail=70)
+SHORT_KEYS = Layout((70, 100, 0, 65, 256, 3, 128, 64, 176, 90, 7, 0, 145, 33), base=2, tail=66)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
@@ -452,8 +500,8 @@ def test_tiny_among_longer_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
-@pytest.mark.parametrize("layout", [MIXED, SLABS], ids=["mixed", "slabs"])
-def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [MIXED, SLABS, SHORT], ids=["mixed", "slabs", "short"])
+def test_tiny_and_short_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
     """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
     sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
@@ -467,6 +515,33 @@ def test_tiny_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
             spec = spec_of(Layout((end - begin,)), max_len=max_len)
             found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (48, 16)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_short_sequences(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    """Where the caller says that none is longer, no kernel runs behind that for short ones."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (50, 13)}, {"scale": -0.3}):
+        spec = spec_of(SHORT, dims=dims, heads=heads, max_len=True, **options)
+        spec = dataclasses.replace(spec, kv_layout=SHORT_KEYS if cross else None)
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        kernel = "short.d64" if HOPPER else "mma_sync.d64"
+        assert last_kernel("cuda") == f"cuda.attention.forward.{kernel}"
+        judge(case, spec, dtype, CUDA)
+
+
+def test_many_short_sequences() -> None:
+    """So many that their kernels hand them out in turn."""
+    draw = random.Random(0)
+    layout = Layout(tuple(draw.choice((0, 1, 64, 65, 70, 120)) for _ in range(3000)))
+    for max_len in (False, True):
+        spec = spec_of(layout, heads=(1, 1), max_len=max_len)
+        judge(CASES["jagged_flash_attention"], spec, torch.bfloat16, CUDA)
 
 
 # Beside the longest sequences that are not long, 128 and 256 queries, and edges of larger tiles.
@@ -485,6 +560,28 @@ def test_long_among_shorter_sequences(
         spec = spec_of(LONG_MIXED, dims=dims, heads=heads, **options)
         spec = dataclasses.replace(spec, kv_layout=LONG_MIXED_KEYS if cross else None)
         judge(case, spec, torch.bfloat16, CUDA)
+
+
+# The same for the backward pass, where those of 1,024 queries and more are long.
+LONG_BACKWARD = Layout((1023, 1025, 0, 1024, 64, 1153, 1, 1300), base=5, tail=70)
+LONG_BACKWARD_KEYS = Layout((300, 129, 3, 1200, 64, 0, 7, 1), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_long_among_shorter_sequences_backward(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+        spec = spec_of(LONG_BACKWARD, dims=dims, heads=heads, **options)
+        spec = dataclasses.replace(spec, kv_layout=LONG_BACKWARD_KEYS if cross else None)
+        judge(case, spec, dtype, CUDA)
+        if HOPPER:
+            bucket = 64 if max(dims) <= 64 else 128
+            assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -758,16 +855,29 @@ LAYOUT_OF_RESULT = {
     "jagged_jagged_bmm": Layout((1,) * 500),
     "jagged_target_attention": Layout((1,) * 500),
 }
+# Their cases compute a mask or an index on the GPU too; tests/test_rows.py looks at their memory.
+PLANNED = {"jagged_take", "jagged_select", "jagged_slice", "jagged_index_select"}
+# So do the cases of those whose results are numbers.
+NUMBERS = [name for name, case in CASES.items() if not case.differentiable]
+PLANNED |= set(NUMBERS)
 LAYOUT_OF_GRADIENT = {"jagged_broadcast": MANY, "jagged_dense_bmm": Layout((100,) * 500)}
 BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
 BIG_CHOICES |= {"queries": 256, "ranges": None, "row_scale": False}
 
 
+def each_of(names: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [EVERY[name] for name in names], ids=names)
+
+
+UNPLANNED_NAMES = [name for name, case in EVERY.items() if case.name not in PLANNED]
+UNPLANNED = each_of(UNPLANNED_NAMES)
 # Ranges of keys are made in the call, and there is no room for them either.
-WITHOUT_RANGES = [n for n, case in EVERY.items() if None in case.choices.get("ranges", (None,))]
+WITHOUT_RANGES = each_of(
+    [name for name in UNPLANNED_NAMES if None in EVERY[name].choices.get("ranges", (None,))]
+)
 
 
-@pytest.mark.parametrize("case", map(EVERY.get, WITHOUT_RANGES), ids=WITHOUT_RANGES)
+@WITHOUT_RANGES
 @pytest.mark.parametrize("storage", ["contiguous", "expanded"])
 def test_out_of_memory_forward(case: Case, storage: str) -> None:
     layout = LAYOUT_OF_RESULT.get(case.name, BIG)
@@ -783,7 +893,7 @@ def test_out_of_memory_forward(case: Case, storage: str) -> None:
     assert "allocated by PyTorch" in str(caught.value)
 
 
-@CASE
+@UNPLANNED
 def test_out_of_memory_backward(case: Case) -> None:
     layout = LAYOUT_OF_GRADIENT.get(case.name, BIG)
     ranges = case.choices.get("ranges", (None,))[0]
@@ -793,6 +903,20 @@ def test_out_of_memory_backward(case: Case) -> None:
     cotangent = torch.ones_like(out)
     with memory_left(2**21), pytest.raises(torch.OutOfMemoryError, match="out of memory on"):
         torch.autograd.grad(out, list(leaves.values()), cotangent)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_out_of_memory_of_numbers(name: str) -> None:
+    x, offsets = torch.zeros(2**27, device=CUDA), torch.tensor([0, 2**27], device=CUDA)
+    call = {
+        "jagged_positions": lambda: jagged_cuda.jagged_positions(offsets, total=2**27),
+        "jagged_sessionize": lambda: jagged_cuda.jagged_sessionize(x, offsets, 1, sessions=2**27),
+        "jagged_topk": lambda: jagged_cuda.jagged_topk(x, offsets, 1),
+    }[name]
+    with memory_left(2**21), pytest.raises(torch.OutOfMemoryError) as caught:
+        call()
+    text = f"CUDA {name}: out of memory on cuda:0 allocating a tensor of [1342177"
+    assert text in str(caught.value)
 
 
 def memory_at_rest() -> int:
@@ -809,7 +933,7 @@ def memory_at_rest() -> int:
     return now
 
 
-@CASE
+@UNPLANNED
 @DTYPE
 def test_memory_does_not_depend_on_the_longest_sequence(case: Case, dtype: torch.dtype) -> None:
     """No padded copy: forward takes its results, backward its gradients and one float32 copy."""

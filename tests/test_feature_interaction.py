@@ -20,6 +20,7 @@ from feature_interaction import (
 )
 from histories import pad
 
+from jagged_cuda.nn import JaggedFeatureInteraction
 from jagged_cuda.unfused import jagged_attention
 
 TINY = ["--cap", "24", "--batch-size", "8", "--dim", "16", "--candidates", "5", "--device", "cpu"]
@@ -50,6 +51,21 @@ def test_events_meet_by_the_library_s_unfused_attention(device):
     found = FORMS["jagged"].meet(q, k, v, inputs, run_only)
     expected = jagged_attention(q, k, v, inputs.offsets, total_scores=inputs.num_scores)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_candidates_meet_events_by_the_library_s_module(device):
+    """Its result is what the block's last layer ranks."""
+    block = FeatureInteraction(num_items=23, max_positions=6, dim=8).to(device)
+    module = JaggedFeatureInteraction(8, device=device)
+    module.load_state_dict({"query.weight": block.query.weight})
+    _, inputs = inputs_of(small_batches()[0], device)
+    rows = torch.randn(inputs.items.numel(), 8, device=device)
+    candidates = block.embedding.item(inputs.candidates)
+    found = module(candidates, rows, inputs.offsets)
+    flash = FORMS["flash"]
+    pooled = flash.pool(block.query(candidates), rows, inputs, run_only)
+    mean = flash.mean(rows, inputs).unsqueeze(1).expand_as(pooled)
+    assert torch.equal(found, torch.cat([candidates, pooled, mean], dim=-1))
 
 
 @pytest.mark.parametrize("with_events", [False, True])

@@ -46,12 +46,14 @@ def broken(change: Callable[[Tensor, Tensor], None]) -> Any:
             result = function(*args, **options)
             out, *rest = result if isinstance(result, tuple) else (result,)
             out = out.clone()
-            change(out, next(a for a in args if not a.is_floating_point()))
+            tensors = (a for a in args if isinstance(a, Tensor))
+            change(out, next(a for a in tensors if not a.is_floating_point()))
             return (out, *rest) if rest else out
 
         return wrapped
 
-    return SimpleNamespace(**{name: wrap(getattr(jagged_cuda, name)) for name in CASES})
+    wrapped = {name: wrap(getattr(jagged_cuda, name)) for name in CASES}
+    return SimpleNamespace(**(vars(jagged_cuda) | wrapped))
 
 
 def lose_the_tail(out: Tensor, offsets: Tensor) -> None:

@@ -87,13 +87,14 @@ def test_gradgradcheck_of_the_products(name: str, variant: str, device: torch.de
 
 
 ROWS = ["jagged_to_padded", "padded_to_jagged", "jagged_sum", "jagged_mean", "jagged_broadcast"]
+ROWS += ["jagged_dense_add", "jagged_dense_mul"]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_gradgradcheck_of_conversions_and_reductions(name: str, device: torch.device) -> None:
     case = CASES[name]
     function, inputs = function_of(case, small_sample(case, "plain", torch.float64, device))
-    assert gradgradcheck(lambda x: tuple(t.square() for t in function(x)), inputs)
+    assert gradgradcheck(lambda *x: tuple(t.square() for t in function(*x)), inputs)
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if "capacity" in CASES[name].choices])

@@ -148,6 +148,13 @@ def test_wrong_offsets_are_named(argument: str) -> None:
     assert text == f"hstu_key_ranges: {argument}[2] must be >= {argument}[1] = 4, got 2"
 
 
+def test_wrong_counts_are_named() -> None:
+    offsets, counts = torch.tensor([0, 2, 6]), torch.tensor([1, -2])
+    for argument, name in (("num_targets", "num_targets"), ("contextual_len", "contextual_lens")):
+        text = sentence(hstu_key_ranges, offsets, total=6, **{argument: counts})
+        assert text == f"hstu_key_ranges: {name}[1] must be >= 0, got -2"
+
+
 def test_misuse_gets_a_sentence(device: torch.device) -> None:
     offsets = torch.tensor([0, 2, 6], device=device)
     for options, text in (

@@ -264,6 +264,10 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         *(triton_ref.jagged2_softmax(matrices, offsets, dim=dim, **begins) for dim in (-1, -2)),
         triton_ref.jagged_to_padded(x, offsets, 70),
         triton_ref.jagged_sum(x, offsets),
+        triton_ref.jagged_dense_add(x, values(2, 70, 16), offsets),
+        triton_ref.jagged_dense_mul(x, values(2, 70, 16), offsets),
+        triton_ref.jagged_select(x, offsets, offsets.new_empty(100, dtype=bool), total=100)[0],
+        triton_ref.jagged_first(x, offsets, 7, total=14)[0],
         *triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True),
     ]
     counts, rows = torch.tensor([2, 3], device="meta"), values(100).detach().float()
@@ -279,6 +283,9 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
         operands = (x, values(2, 16, 8), offsets)
         triton_ref.jagged_dense_bmm(*operands, bias=values(2, 8), activation=activation)
+    triton_ref.jagged_positions(offsets, total=100, targets=1)
+    triton_ref.jagged_topk(values(100), offsets, 5)
+    triton_ref.jagged_sessionize(values(100), offsets, 0.5, sessions=100)
     modules = [module for name, module in sys.modules.items() if name.startswith("triton_ref.")]
     expected = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == expected, compiled

@@ -9,32 +9,55 @@ from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from .hstu_key_ranges import hstu_key_ranges
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
+from .jagged_dense_add import jagged_dense_add
 from .jagged_dense_bmm import jagged_dense_bmm
+from .jagged_dense_mul import jagged_dense_mul
 from .jagged_flash_attention import jagged_flash_attention
 from .jagged_hstu_attention import jagged_hstu_attention
+from .jagged_index_select import jagged_index_select
 from .jagged_jagged_bmm import jagged_jagged_bmm
 from .jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 from .jagged_mean import jagged_mean
+from .jagged_positions import jagged_positions
+from .jagged_select import jagged_select
+from .jagged_sessionize import jagged_sessionize
+from .jagged_slice import jagged_slice
 from .jagged_softmax import jagged_softmax
 from .jagged_sum import jagged_sum
+from .jagged_take import jagged_take
 from .jagged_target_attention import jagged_target_attention
 from .jagged_to_padded import jagged_to_padded
+from .jagged_topk import jagged_topk
 from .padded_to_jagged import padded_to_jagged
+from .rows import jagged_concat, jagged_first, jagged_last, jagged_split
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
     "hstu_key_ranges",
     "jagged2_softmax",
     "jagged_broadcast",
+    "jagged_concat",
+    "jagged_dense_add",
     "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_first",
     "jagged_flash_attention",
     "jagged_hstu_attention",
+    "jagged_index_select",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
+    "jagged_last",
     "jagged_mean",
+    "jagged_positions",
+    "jagged_select",
+    "jagged_sessionize",
+    "jagged_slice",
     "jagged_softmax",
+    "jagged_split",
     "jagged_sum",
+    "jagged_take",
     "jagged_target_attention",
     "jagged_to_padded",
+    "jagged_topk",
     "padded_to_jagged",
 ]

@@ -145,7 +145,7 @@ def input_precision() -> str:
 
 
 def check_place(op: str, **arguments: Any) -> None:
-    """Check arguments by the operator's contract, and that they are on this device."""
+    """Check arguments by the operator's contract, and that they are where Triton runs."""
     _contract.check(op, **arguments)
     name, x = next(iter(arguments.items()))
     if (x.device.type == "cpu") != INTERPRETED:
@@ -154,12 +154,17 @@ def check_place(op: str, **arguments: Any) -> None:
 
 
 def check(op: str, **arguments: Any) -> None:
-    """The same, and that the first one's dtype can be served here."""
+    """The same, and that the dtype is served here."""
     check_place(op, **arguments)
     name, x = next(iter(arguments.items()))
     if x.dtype not in DTYPES:
         names = ", ".join(map(_contract.dtype_name, DTYPES))
         _contract.fail_argument(op, name, f"one of {names}", _contract.dtype_name(x.dtype))
+
+
+def counts_of(count: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """A number of rows: of each sequence or None, and else of all."""
+    return (count, 0) if isinstance(count, torch.Tensor) else (None, count or 0)
 
 
 def make_matrices(

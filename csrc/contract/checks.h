@@ -46,6 +46,11 @@ inline std::string finding_text(const char* op, const char* argument, const Find
     case Fault::kTooLong:
       return std::string(op) + ": sequence " + number(finding.index) + " of " + argument +
              " must have at most max_len = " + number(finding.reference) + " rows" + got;
+    case Fault::kCapacity:
+      return std::string(op) + ": " + argument + " must be at least " + number(finding.reference) +
+             got;
+    case Fault::kOutOfRange:
+      return must_be + "the number of one of " + number(finding.reference) + " sequences" + got;
     case Fault::kMatrixSum:
       return must_be + name(finding.index - 1) + " + " + number(finding.rows) + " * " +
              number(finding.columns) + " = " + number(finding.reference) + got;

@@ -21,8 +21,10 @@ enum class Fault : int32_t {
   kDecreasing,   // offsets[index] = value < offsets[index - 1] = reference
   kPastTheEnd,   // offsets[index] = value > reference, the number of rows
   kTooLong,      // sequence `index` has `value` rows, more than max_len = reference
+  kCapacity,     // the capacity `value` is less than the `reference` that are needed
   kMatrixBegin,  // matrix_offsets[0] = value < 0
   kMatrixSum,    // matrix_offsets[index] = value, not that before it + rows * columns = reference
+  kOutOfRange,   // index[index] = value is none of `reference` sequences
   kMatrixCapacity,  // the matrix of sequence `index` ends at `reference`, past the capacity `value`
 };
 
@@ -59,6 +61,42 @@ struct OffsetsRule {
     if (value > total) return {Fault::kPastTheEnd, index, value, total};
     if (value - before > max_len) return {Fault::kTooLong, index - 1, value - before, max_len};
     return {};
+  }
+};
+
+// counts [num_seqs + 1]: numbers of rows, one of each sequence.
+template <typename Count>
+struct CountsRule {
+  const Count* counts;
+  int64_t num_seqs;  // one less than there are counts
+
+  JAGGED_CUDA_HOST_DEVICE Finding at(int64_t index) const {
+    const int64_t value = counts[index];
+    return value < 0 ? Finding{Fault::kNegative, index, value} : Finding{};
+  }
+};
+
+// needed [1]: how many elements there are, of which a result holds `capacity`.
+struct CapacityRule {
+  const int64_t* needed;
+  int64_t num_seqs;  // 0: one number
+  int64_t capacity;
+
+  JAGGED_CUDA_HOST_DEVICE Finding at(int64_t index) const {
+    const int64_t value = needed[index];
+    return value > capacity ? Finding{Fault::kCapacity, index, capacity, value} : Finding{};
+  }
+};
+
+// index [num_seqs], each the number of one of num_chosen sequences.
+struct IndexRule {
+  const int64_t* index;
+  int64_t num_seqs;  // of the result
+  int64_t num_chosen;
+
+  JAGGED_CUDA_HOST_DEVICE Finding at(int64_t entry) const {
+    if (entry >= num_seqs || (index[entry] >= 0 && index[entry] < num_chosen)) return {};
+    return {Fault::kOutOfRange, entry, index[entry], num_chosen};
   }
 };
 

@@ -8,8 +8,9 @@
 //   line      arguments; relations -> results
 //   argument  name: class [dims]
 //   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these,
-//             int16, int8, uint8, bool), a dtype, the name of an earlier argument (its dtype),
-//             acc(argument) (its dtype of sums: float64 for float64, else float32); ?: may be None
+//             int16, int8, uint8, bool), a dtype (int32, int64, bool), the name of an earlier
+//             argument (its dtype), acc(argument) (its dtype of sums: float64 for float64, else
+//             float32); ?: may be None
 //   dims      sizes, size + 1, numbers, and last ..., any further dimensions. A size's first
 //             occurrence sets it, each other one must agree; all tensors are on the first one's
 //             device
@@ -89,6 +90,55 @@ constexpr Operator kOperators[] = {
   {"jagged_broadcast(Tensor x, Tensor offsets, SymInt total) -> Tensor",
    "x: any [B, ...], offsets: index [B + 1]; total >= 0 -> x [total, ...]"},
 
+  {"jagged_dense_add(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+   "x: any [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
+  {"jagged_dense_mul(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+   "x: float [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
+  // -> the gradient of y
+  {"jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor offsets, SymInt max_len) -> Tensor",
+   "x: float [T, ...], offsets: index [B + 1], grad_out: x [T, ...]; max_len >= 0 -> x [B, max_len, ...]"},
+
+  // targets: of each sequence, or else same_targets of all
+  {"jagged_positions(Tensor offsets, Tensor? targets, SymInt total, bool from_end=False, SymInt same_targets=0)"
+   " -> Tensor",
+   "offsets: index [B + 1], targets: index? [B]; total >= 0; same_targets >= 0 -> int32 [total]"},
+
+  // k: of each sequence, or else same_k of all
+  {"jagged_topk(Tensor score, Tensor offsets, Tensor? k, SymInt same_k=0) -> Tensor",
+   "score: any [T], offsets: index [B + 1], k: index? [B]; same_k >= 0 -> bool [T]"},
+
+  // -> session_offsets, first_session
+  {"jagged_sessionize(Tensor time, Tensor offsets, float gap, SymInt sessions) -> (Tensor, Tensor)",
+   "time: any [T], offsets: index [B + 1]; sessions >= 0 -> offsets [sessions + 1], offsets [B + 1]"},
+
+  // Rows of x, y, z and w one after another, by number; the backward says where each row went. Where
+  // whole sequences `chosen` of offsets `source` are taken to offsets `taken`, the gradient uses that
+  {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? y=None, Tensor? z=None, Tensor? w=None,"
+   " Tensor? chosen=None, Tensor? source=None, Tensor? taken=None) -> Tensor",
+   "x: any [T, ...], index: int64 [N], y: x? [Tq, ...], z: x? [Tk, ...], w: x? [Tx, ...], chosen: int64? [M],"
+   " source: index? [B + 1], taken: index? [M + 1] -> x [N, ...]"},
+  {"jagged_take_backward(Tensor index, SymInt total) -> Tensor",
+   "index: int64 [N]; total >= 0 -> int64 [total]"},
+
+  // -> index, offsets: which row each of total rows takes (-1: none), and the sequences of these.
+  // function, the public function that asks, is one of contract/plan.h
+  {"jagged_select(Tensor offsets, Tensor keep, SymInt total) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], keep: bool [T]; total >= 0 -> int64 [total], offsets [B + 1]"},
+  // rows skip + begin[b] to skip + begin[b] + min(length[b], most) of each sequence of `rows` rows
+  {"jagged_slice(Tensor offsets, Tensor? begin, Tensor? length, SymInt rows, SymInt total, SymInt skip=0,"
+   " SymInt? most=None, bool from_end=False, int function=0) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], begin: offsets? [B], length: offsets? [B]; rows >= 0; total >= 0; skip >= 0; most >= 0;"
+   " 0 <= function <= 3 -> int64 [total], offsets [B + 1]"},
+  {"jagged_index_select(Tensor offsets, Tensor index, SymInt rows, SymInt total, int function=0) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], index: int64 [N]; rows >= 0; total >= 0; 0 <= function <= 1"
+   " -> int64 [total], offsets [N + 1]"},
+  // Sums the copies of each row of `total`: sequence b is sequences order[groups[b]], ..., order[groups[b + 1] - 1]
+  // of offsets `taken`
+  {"jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken, Tensor order,"
+   " Tensor groups, SymInt total) -> Tensor",
+   "grad_out: float [N, ...], index: int64 [N], offsets: index [B + 1], taken: offsets [M + 1], order: int64 [M],"
+   " groups: int64 [B + 1]; total >= 0 -> grad_out [total, ...]"},
+
   // contextual_lens: in place of contextual_len, one for each sequence
   {"hstu_key_ranges(Tensor offsets, Tensor? kv_offsets, Tensor? num_targets, Tensor? contextual_lens,"
    " int contextual_len, int max_attn_len, int min_full_attn_len, int target_group, bool causal, SymInt total)"
@@ -99,12 +149,13 @@ constexpr Operator kOperators[] = {
 
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
-   " int window_right, float scale, int? max_len=None, bool allow_tf32=False, Tensor? key_ranges=None)"
-   " -> (Tensor, Tensor)",
+   " int window_right, float scale, int? max_len=None, bool allow_tf32=False, bool deterministic=False,"
+   " Tensor? key_ranges=None) -> (Tensor, Tensor)",
    FLASH ", " FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
   {"jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
    " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
-   " int? max_len=None, bool allow_tf32=False, Tensor? key_ranges=None) -> (Tensor, Tensor, Tensor)",
+   " int? max_len=None, bool allow_tf32=False, bool deterministic=False, Tensor? key_ranges=None)"
+   " -> (Tensor, Tensor, Tensor)",
    FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H], "
    FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
 

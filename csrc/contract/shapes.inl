@@ -25,7 +25,8 @@ const std::map<std::string, Dtypes> kClasses = {
       ScalarType::Int, ScalarType::Long, ScalarType::Short, ScalarType::Char, ScalarType::Byte,
       ScalarType::Bool}},
     {"int32", {ScalarType::Int}},
-    {"int64", {ScalarType::Long}}};
+    {"int64", {ScalarType::Long}},
+    {"bool", {ScalarType::Bool}}};
 
 // "int32 or int64"
 static std::string names_of(const Dtypes& dtypes) {

@@ -4,28 +4,12 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
-
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
 #include "contract/last_kernel.h"
 
 namespace jagged_cuda::cpu {
 namespace {
-
-// `count` [B] of each sequence, int32 or int64, or the same for all.
-std::vector<int64_t> counts_of(const std::optional<Tensor>& count, int64_t num_seqs,
-                               int64_t otherwise) {
-  std::vector<int64_t> counts(static_cast<size_t>(num_seqs), otherwise);
-  if (!count) return counts;
-  const Tensor dense = contiguous(*count);
-  if (dense.scalar_type() == ScalarType::Int) {
-    std::copy_n(dense.const_data_ptr<int32_t>(), num_seqs, counts.begin());
-  } else {
-    std::copy_n(dense.const_data_ptr<int64_t>(), num_seqs, counts.begin());
-  }
-  return counts;
-}
 
 Tensor hstu_key_ranges(Tensor offsets, std::optional<Tensor> kv_offsets,
                        std::optional<Tensor> num_targets, std::optional<Tensor> contextual_lens,
@@ -40,8 +24,9 @@ Tensor hstu_key_ranges(Tensor offsets, std::optional<Tensor> kv_offsets,
   // The keys themselves are not here: nothing says how many rows they have.
   const auto keys =
       kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, kUnlimited) : queries;
-  const auto targets = counts_of(num_targets, sizes.B, 0);
-  const auto contextual = counts_of(contextual_lens, sizes.B, contextual_len);
+  const auto targets = read_counts(op, "num_targets", num_targets, 0, sizes.B);
+  const auto contextual =
+      read_counts(op, "contextual_lens", contextual_lens, contextual_len, sizes.B);
   Tensor out = allocate(op, offsets, {total, 2, 2}, ScalarType::Int);
   KeyIntervals* result = static_cast<KeyIntervals*>(out.mutable_data_ptr());
   zero_rows_outside(queries, total, sizeof(KeyIntervals), result);

@@ -37,12 +37,12 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
                                                   std::optional<Tensor> kv_offsets,
                                                   int64_t window_left, int64_t window_right,
                                                   double scale, std::optional<int64_t> max_len,
-                                                  bool allow_tf32,
+                                                  bool allow_tf32, bool deterministic,
                                                   std::optional<Tensor> key_ranges) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
   const Sizes sizes = contract.check({q, k, v, offsets, kv_offsets, window_left, window_right,
-                                      scale, max_len, allow_tf32, key_ranges});
+                                      scale, max_len, allow_tf32, deterministic, key_ranges});
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);
@@ -68,12 +68,12 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,
     Tensor lse, Tensor offsets, std::optional<Tensor> kv_offsets, int64_t window_left,
     int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32,
-    std::optional<Tensor> key_ranges) {
+    bool deterministic, std::optional<Tensor> key_ranges) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
   const Sizes sizes =
       contract.check({grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets, window_left,
-                      window_right, scale, max_len, allow_tf32, key_ranges});
+                      window_right, scale, max_len, allow_tf32, deterministic, key_ranges});
   const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);

@@ -214,6 +214,10 @@ struct SumBuffers {
   T* row = arena.take<T>(kSumColumns);
 };
 
+// ---- jagged_dense_add and jagged_dense_mul, element by element
+
+enum class Combine : int { kAdd, kMultiply };
+
 // ---- jagged_flash_attention
 
 // Keys [begin, gap_begin) and [gap_end, end), in this order; either may be empty.
@@ -403,6 +407,9 @@ struct Kernels {
   // Sums [parts, columns] of all parts, added in order, over `divisor` to `out` [columns].
   void (*store_sums)(const SumParams&, void* sums, int64_t parts, int64_t columns, double divisor,
                      void* out);
+  // x and y, `count` elements each, into `out`.
+  void (*combine_elements)(Element, Combine, const void* x, const void* y, void* out,
+                           int64_t count);
   void (*attention_forward)(const AttentionParams&, const AttentionItem&, void* scratch);
   void (*attention_backward)(const AttentionBackwardSize&, const AttentionItem&, void* scratch);
 };

@@ -5,6 +5,7 @@
 #include "cpu/simd/rows.inl"
 #include "cpu/simd/product.inl"
 #include "cpu/kernels/bmm.inl"
+#include "cpu/kernels/combine.inl"
 #include "cpu/kernels/softmax.inl"
 #include "cpu/kernels/softmax_lines.inl"
 #include "cpu/kernels/sum.inl"
@@ -14,9 +15,10 @@
 // may run.
 template <class T>
 constexpr Kernels make_kernels() {
-  return {dense_bmm<T>,          jagged_bmm<T>,      sum_parts<T>,         softmax<T>,
-          softmax_statistics<T>, softmax_combine<T>, softmax_write<T>,     softmax_lines<T>,
-          sum_rows<T>,           store_sums<T>,      attention_forward<T>, attention_backward<T>};
+  return {dense_bmm<T>,          jagged_bmm<T>,      sum_parts<T>,        softmax<T>,
+          softmax_statistics<T>, softmax_combine<T>, softmax_write<T>,    softmax_lines<T>,
+          sum_rows<T>,           store_sums<T>,      combine_elements<T>, attention_forward<T>,
+          attention_backward<T>};
 }
 
 constexpr KernelTable make_table(const char* name) {

@@ -64,6 +64,20 @@ inline std::vector<Sequence> read_sequences(const char* op, const char* argument
                       rows_of);
 }
 
+// One number of rows for each sequence: those of `counts` [B], or `same` for all.
+inline std::vector<int64_t> read_counts(const char* op, const char* argument,
+                                        const std::optional<Tensor>& counts, int64_t same,
+                                        int64_t num_seqs) {
+  if (!counts) return std::vector<int64_t>(static_cast<size_t>(num_seqs), same);
+  const Tensor dense = contiguous(*counts);
+  const auto read = [&](const auto* values) {
+    enforce(op, argument, CountsRule<std::decay_t<decltype(*values)>>{values, num_seqs - 1});
+    return std::vector<int64_t>(values, values + num_seqs);
+  };
+  if (dense.scalar_type() == ScalarType::Int) return read(dense.const_data_ptr<int32_t>());
+  return read(dense.const_data_ptr<int64_t>());
+}
+
 constexpr int64_t kByteCost = 2;  // of a copy, in multiply-adds
 
 // Copies rows that lie `from_bytes` apart to contiguous ones.

@@ -64,7 +64,9 @@ inline void set_grad_out(AttentionBackwardParams& params, const Tensor& grad_out
 inline void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
                      const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
   maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
-  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len);
+  if (kv_offsets) {
+    maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len, /*is_first=*/false);
+  }
 }
 
 }  // namespace jagged_cuda

@@ -55,7 +55,6 @@ bool is_capturing(const char* op, cudaStream_t stream) {
 
 // Where a kernel writes what it finds; null where there is no place and none can be made.
 ErrorWord* find_error_word(const char* op, cudaStream_t stream) {
-  throw_pending_error();
   ErrorWord* word = error_word.load();
   return word != nullptr || is_capturing(op, stream) ? word : allocate_error_word();
 }
@@ -84,9 +83,10 @@ void for_dtype(const Tensor& offsets, Check check) {
 }  // namespace
 
 void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                            int64_t total, std::optional<int64_t> max_len) {
+                            int64_t total, std::optional<int64_t> max_len, bool is_first) {
   const CheckMode mode = check_mode();
   if (mode == CheckMode::kOff) return;
+  if (mode == CheckMode::kAsync && is_first) throw_pending_error();
   const cudaStream_t stream = current_stream(offsets);
   const int64_t num_seqs = offsets.size(0) - 1, most_rows = max_len.value_or(kUnlimited);
   if (mode == CheckMode::kAsync) {
@@ -103,6 +103,59 @@ void maybe_validate_offsets(const char* op, const char* argument, const Tensor& 
   }
 }
 
+void maybe_validate_counts(const char* op, const char* argument, const Tensor& counts) {
+  const CheckMode mode = check_mode();
+  if (mode == CheckMode::kOff) return;
+  const cudaStream_t stream = current_stream(counts);
+  const int64_t last = counts.size(0) - 1;
+  if (mode == CheckMode::kAsync) {
+    if (ErrorWord* error = find_error_word(op, stream)) {
+      check_cuda(
+          op, launch_check_counts(
+                  {counts.const_data_ptr(), is_wide(counts), last, op, argument, error}, stream));
+    }
+  } else if (!is_capturing(op, stream)) {
+    for_dtype(counts, [&](auto zero) {
+      const auto host = copy_to_host<decltype(zero)>(op, counts, stream);
+      enforce(op, argument, CountsRule<decltype(zero)>{host.data(), last});
+    });
+  }
+}
+
+void maybe_validate_capacity(const char* op, const char* argument, const Tensor& needed,
+                             int64_t capacity) {
+  const CheckMode mode = check_mode();
+  if (mode == CheckMode::kOff) return;
+  const cudaStream_t stream = current_stream(needed);
+  if (mode == CheckMode::kAsync) {
+    if (ErrorWord* error = find_error_word(op, stream)) {
+      check_cuda(op, launch_check_capacity({static_cast<const int64_t*>(needed.const_data_ptr()),
+                                            capacity, op, argument, error},
+                                           stream));
+    }
+  } else if (!is_capturing(op, stream)) {
+    const auto host = copy_to_host<int64_t>(op, needed, stream);
+    enforce(op, argument, CapacityRule{host.data(), 0, capacity});
+  }
+}
+
+void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
+                          int64_t num_seqs) {
+  const CheckMode mode = check_mode();
+  if (mode == CheckMode::kOff) return;
+  const cudaStream_t stream = current_stream(index);
+  if (mode == CheckMode::kAsync) {
+    if (ErrorWord* error = find_error_word(op, stream)) {
+      check_cuda(op, launch_check_index({index.const_data_ptr<int64_t>(), index.size(0), num_seqs,
+                                         op, argument, error},
+                                        stream));
+    }
+  } else if (!is_capturing(op, stream)) {
+    const auto host = copy_to_host<int64_t>(op, index, stream);
+    enforce(op, argument, IndexRule{host.data(), index.size(0), num_seqs});
+  }
+}
+
 void maybe_validate_matrices(const char* op, const char* argument, const Tensor& rows,
                              const Tensor& columns, bool has_y_offsets,
                              const Tensor& matrix_offsets, int64_t total_rows,
@@ -110,7 +163,8 @@ void maybe_validate_matrices(const char* op, const char* argument, const Tensor&
   const CheckMode mode = check_mode();
   if (mode == CheckMode::kOff) return;
   maybe_validate_offsets(op, "offsets", rows, total_rows);
-  maybe_validate_offsets(op, has_y_offsets ? "y_offsets" : "offsets", columns, total_columns);
+  maybe_validate_offsets(op, has_y_offsets ? "y_offsets" : "offsets", columns, total_columns,
+                         std::nullopt, /*is_first=*/false);
   const cudaStream_t stream = current_stream(rows);
   const int64_t num_seqs = rows.size(0) - 1;
   if (mode == CheckMode::kAsync) {

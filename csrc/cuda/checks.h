@@ -13,9 +13,23 @@
 
 namespace jagged_cuda {
 
-// offsets [B + 1] into `total` rows. Contiguous, and alive until the stream has passed.
+// offsets [B + 1] into `total` rows. Contiguous, and alive until the stream has passed. Only the
+// first check of a call throws what an earlier call left: its own may be done already.
 void maybe_validate_offsets(const char* op, const char* argument, const Tensor& offsets,
-                            int64_t total, std::optional<int64_t> max_len = std::nullopt);
+                            int64_t total, std::optional<int64_t> max_len = std::nullopt,
+                            bool is_first = true);
+
+// counts [B], numbers of rows. Contiguous, and alive until the stream has passed.
+void maybe_validate_counts(const char* op, const char* argument, const Tensor& counts);
+
+// needed [1] int64: how many elements there are, of which a result holds `capacity`; `argument`
+// gives it.
+void maybe_validate_capacity(const char* op, const char* argument, const Tensor& needed,
+                             int64_t capacity);
+
+// index [N], int64, each the number of one of `num_seqs` sequences. Contiguous, as above.
+void maybe_validate_index(const char* op, const char* argument, const Tensor& index,
+                          int64_t num_seqs);
 
 // Offsets of the rows and columns of matrices, and matrix_offsets: each contiguous, [B + 1].
 // `argument` gives the `capacity`.

@@ -6,6 +6,7 @@
 
 #include "cuda/checks.h"
 #include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/counts.cuh"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -16,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -104,6 +106,21 @@ inline bool mma_sync_only(const char* op) {
 inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
   return {offsets.const_data_ptr(), offsets.size(0) - 1, total,
           offsets.scalar_type() == ScalarType::Long};
+}
+
+// Counts [B] contiguous, and checked where checks are on.
+inline std::optional<Tensor> checked_counts(const char* op, const char* argument,
+                                            const std::optional<Tensor>& counts) {
+  if (!counts) return counts;
+  const Tensor dense = as_contiguous(op, *counts);
+  maybe_validate_counts(op, argument, dense);
+  return dense;
+}
+
+// Contiguous counts [B] as kernels take them, or `same` for every sequence.
+inline CountsView view_counts(const std::optional<Tensor>& counts, int64_t same) {
+  return {counts ? counts->const_data_ptr() : nullptr, same,
+          counts && counts->scalar_type() == ScalarType::Long};
 }
 
 // A [rows, heads, dim] tensor with a contiguous last dimension. Strides of dimensions of size 1 are

@@ -6,12 +6,6 @@
 namespace jagged_cuda {
 namespace {
 
-// Of a tensor [B], contiguous, or the same for every sequence.
-CountsView view_counts(const std::optional<Tensor>& counts, int64_t otherwise) {
-  if (!counts) return {nullptr, false, otherwise};
-  return {counts->const_data_ptr(), counts->scalar_type() == ScalarType::Long, otherwise};
-}
-
 Tensor hstu_key_ranges(const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any,
                        const std::optional<Tensor>& num_targets_any,
                        const std::optional<Tensor>& contextual_lens_any, int64_t contextual_len,
@@ -22,15 +16,17 @@ Tensor hstu_key_ranges(const Tensor& offsets_any, const std::optional<Tensor>& k
   contract.check({offsets_any, kv_offsets_any, num_targets_any, contextual_lens_any, contextual_len,
                   max_attn_len, min_full_attn_len, target_group, causal, total});
   const torch::stable::accelerator::DeviceGuard guard(offsets_any.get_device_index());
-  const auto dense = [&](const std::optional<Tensor>& given) {
-    return given ? std::optional<Tensor>(as_contiguous(op, *given)) : std::nullopt;
-  };
   const Tensor offsets = as_contiguous(op, offsets_any);
-  const auto kv_offsets = dense(kv_offsets_any), targets = dense(num_targets_any),
-             contextual = dense(contextual_lens_any);
   maybe_validate_offsets(op, "offsets", offsets, total);
-  // The keys themselves are not here: nothing says how many rows they have.
-  if (kv_offsets) maybe_validate_offsets(op, "kv_offsets", *kv_offsets, kUnlimited);
+  std::optional<Tensor> kv_offsets;
+  if (kv_offsets_any) {
+    kv_offsets = as_contiguous(op, *kv_offsets_any);
+    // The keys themselves are not here: nothing says how many rows they have.
+    maybe_validate_offsets(op, "kv_offsets", *kv_offsets, kUnlimited, std::nullopt,
+                           /*is_first=*/false);
+  }
+  const auto targets = checked_counts(op, "num_targets", num_targets_any),
+             contextual = checked_counts(op, "contextual_lens", contextual_lens_any);
   const Tensor out = allocate(op, offsets, {total, 2, 2}, ScalarType::Int);
   if (total == 0) return out;
 

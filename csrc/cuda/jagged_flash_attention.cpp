@@ -11,17 +11,26 @@
 namespace jagged_cuda {
 namespace {
 
+Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like) {
+  constexpr int64_t kWordBytes = 4;
+  const int64_t words = long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
+  Tensor plan = allocate(op, like, {words}, ScalarType::Int);
+  params.long_plan = plan.mutable_data_ptr();
+  return plan;
+}
+
 std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
                                                   const Tensor& v_any, const Tensor& offsets_any,
                                                   const std::optional<Tensor>& kv_offsets_any,
                                                   int64_t window_left, int64_t window_right,
                                                   double scale, std::optional<int64_t> max_len,
-                                                  bool allow_tf32,
+                                                  bool allow_tf32, bool deterministic,
                                                   const std::optional<Tensor>& key_ranges_any) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left,
-                                      window_right, scale, max_len, allow_tf32, key_ranges_any});
+  const Sizes sizes =
+      contract.check({q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right,
+                      scale, max_len, allow_tf32, deterministic, key_ranges_any});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
@@ -39,11 +48,8 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
-  if (!key_ranges && sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type)) {
-    constexpr int64_t kWordBytes = 4;
-    long_plan = allocate(op, q, {long_plan_bytes(sizes.B) / kWordBytes}, ScalarType::Int);
-    params.long_plan = long_plan.mutable_data_ptr();
-  }
+  if (!key_ranges && sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type))
+    long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }
@@ -53,12 +59,13 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
     const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any, int64_t window_left,
     int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32,
-    const std::optional<Tensor>& key_ranges_any) {
+    bool deterministic, const std::optional<Tensor>& key_ranges_any) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any,
-                                      lse_any, offsets_any, kv_offsets_any, window_left,
-                                      window_right, scale, max_len, allow_tf32, key_ranges_any});
+  const Sizes sizes =
+      contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any,
+                      offsets_any, kv_offsets_any, window_left, window_right, scale, max_len,
+                      allow_tf32, deterministic, key_ranges_any});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
@@ -92,6 +99,17 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
+  Tensor long_plan, long_statistics, long_grad_q;
+  if (!deterministic && takes_long_backward(params)) {
+    long_plan = allocate_long_plan(op, params, q);
+    const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+    long_statistics =
+        allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H)}, ScalarType::Float);
+    long_grad_q = allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, dim <= 64 ? 64 : 128)},
+                           ScalarType::Float);
+    params.long_statistics = long_statistics.mutable_data_ptr<float>();
+    params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
+  }
   check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   return {grad_q, grad_k, grad_v};
 }

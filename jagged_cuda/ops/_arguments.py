@@ -26,11 +26,16 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "Tensor | None": (_TENSORS | {_NONE}, "a tensor or None"),
     "int": (frozenset((int,)), "an int"),
     "int | Tensor": (_TENSORS | {int}, "an int or a tensor"),
+    "int | Tensor | None": (_TENSORS | {int, _NONE}, "an int or a tensor or None"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
     "float | Literal['length']": (frozenset((float, int, str)), 'a number or "length"'),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
     "bool": (frozenset((bool,)), "True or False"),
+    "Tensor | Sequence[Tensor]": (_TENSORS, "a tensor or a sequence of tensors"),
+    "Sequence[Tensor]": (frozenset(), "a sequence of tensors"),
+    "Sequence[Tensor | None]": (frozenset(), "a sequence of tensors and Nones"),
+    "tuple[int, int] | None": (frozenset((_NONE,)), "two ints or None"),
     "tuple[int, int]": (frozenset(), "(left, right), two ints"),
 }
 _ADVICE = {
@@ -49,6 +54,7 @@ class Arguments:
         # Annotations are text: `from __future__ import annotations`. Others pass as they are.
         known = {p.name: _KINDS[p.annotation] for p in parameters if p.annotation in _KINDS}
         self.texts = {name: text for name, (_, text) in known.items()}
+        self.takes_sequences = any("a sequence of" in text for text in self.texts.values())
         self.by_name = {name: types for name, (types, _) in known.items()}
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.by_position = tuple((name, self.by_name[name]) for name in names)
@@ -77,14 +83,19 @@ class Arguments:
 
 
 def _will_do(text: str, value: Any) -> bool:
+    if " or " in text and text not in _ADVICE:
+        return any(_will_do(each, value) for each in text.split(" or "))
+    if text.startswith("a sequence of tensors"):
+        may_be_none = text.endswith("Nones")
+        return isinstance(value, (list, tuple)) and all(
+            (may_be_none and each is None) or _will_do("a tensor", each) for each in value
+        )
     if text == "a tensor":
         return isinstance(value, Tensor) and not value.is_nested
-    if text == 'a number or "length"':
-        return _will_do("a number", value)
-    if text == "an int or a tensor":
-        return _will_do("an int", value) or _will_do("a tensor", value)
     if isinstance(value, Tensor):
         return False
+    if text == '"length"':
+        return isinstance(value, str)  # the function says which words it knows
     if text == "an int":
         return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
     if text == "a number":
@@ -118,5 +129,7 @@ def _describe(name: str, text: str, value: Any) -> str:
     if kind == "ndarray":
         return "a numpy array: pass torch.from_numpy(...) of it"
     if "tensor" in text:
-        return f"a {kind}" + (": pass torch.tensor(...) of it" if kind == "list" else "")
+        return f"a {kind}" + (
+            ": pass torch.tensor(...) of it" if kind == "list" and "sequence" not in text else ""
+        )
     return f"{value!r}" if isinstance(value, (int, float, str, tuple)) else f"a {kind}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,8 @@ from jagged_cuda import _load
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
-_CLASSES = {
-    **{"float": _FLOAT, "index": _INDEX, "any": _ANY},
-    **{"int32": (torch.int32,), "int64": (torch.int64,)},
-}
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int32": (torch.int32,)}
+_CLASSES |= {"int64": (torch.int64,), "bool": (torch.bool,)}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -130,9 +129,9 @@ class Contract:
             plus = 1 if one else 0
             if size.isdigit():
                 sizes.setdefault(size, int(size))
-            if size not in sizes and actual >= plus:
+            if size not in sizes and _may_be_true(actual >= plus):
                 sizes[size] = actual - plus
-            elif size not in sizes or sizes[size] + plus != actual:
+            elif size not in sizes or not _may_be_true(sizes[size] + plus == actual):
                 _fail_shape(op, rule, tensor, sizes)
         if rule.dims[-1] == "..." and sizes.setdefault("...", rest) != rest:
             _fail_shape(op, rule, tensor, sizes)
@@ -185,8 +184,17 @@ def _holds(words: tuple[str, ...], arguments: Mapping[str, Any], sizes: Mapping[
     if any(value is None for value in values.values()):
         return True
     if words[1] == "%" and values[words[2]] == 0:  # of 0, only 0 is a multiple
-        return bool(values[words[0]] == 0)
-    return bool(eval(_compiled(words), {}, values))
+        return _may_be_true(values[words[0]] == 0)
+    return _may_be_true(eval(_compiled(words), {}, values))
+
+
+def _may_be_true(condition: Any) -> bool:
+    """Of a condition on sizes. What only the run of a graph knows, its kernels check then."""
+    if isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(condition)
+    return bool(condition)
 
 
 @functools.cache
@@ -232,6 +240,27 @@ _LENGTHS = Contract.parse("lengths: index [B]")
 
 def check_offsets(op: str, offsets: Tensor, y_offsets: Tensor | None = None) -> None:
     _OFFSETS.check(op, {"offsets": offsets, "y_offsets": y_offsets})
+
+
+def check_numbers(op: str, name: str, offsets: Tensor, numbers: Tensor) -> None:
+    """One number for each sequence: `[B]` int32 or int64, on the device of offsets."""
+    if numbers.dtype not in _INDEX:
+        fail_argument(op, name, "int32 or int64", dtype_name(numbers.dtype))
+    if numbers.device != offsets.device:
+        fail_argument(op, name, f"on {offsets.device}", f"on {numbers.device}")
+    if numbers.shape != (offsets.shape[0] - 1,):
+        fail_argument(op, name, f"[{offsets.shape[0] - 1}]", shape_text(numbers.shape))
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether its values are there, and reading them costs nothing or was asked for."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    if tensor.is_cpu:
+        return True
+    # A stream that is being captured into a graph cannot be waited for.
+    asked = os.environ.get("JAGGED_CUDA_CHECK") == "1"
+    return asked and not torch.cuda.is_current_stream_capturing()
 
 
 def check_lengths(op: str, lengths: Tensor) -> None:

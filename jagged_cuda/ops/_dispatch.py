@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -42,8 +42,13 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
 
     @functools.wraps(function)
     def public(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if has_torch_function(args) or (kwargs and has_torch_function((*kwargs.values(),))):
-            relevant: tuple[Any, ...] = (*args, *kwargs.values())
+        relevant: tuple[Any, ...] = ()
+        if arguments.takes_sequences:
+            relevant = tuple(_flat((*args, *kwargs.values())))
+        if has_torch_function(relevant or args) or (
+            kwargs and has_torch_function((*kwargs.values(),))
+        ):
+            relevant = relevant or (*args, *kwargs.values())
             try:
                 result: _Result = handle_torch_function(public, relevant, *args, **kwargs)
             except Exception:
@@ -58,7 +63,24 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             arguments.look_at_all(args, kwargs)
             raise
 
+    def refuse_script() -> None:
+        raise RuntimeError(
+            f"{function.__name__}: torch.jit.script is not supported; use torch.export or"
+            " torch.compile"
+        )
+
+    # What torch.jit.script calls first, also in a model that torch.fx has traced.
+    public.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
     return public
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in sequences among them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def allow_tf32(dtype: torch.dtype) -> bool:
@@ -110,9 +132,20 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
         raise torch.OutOfMemoryError(f"CUDA {error}. {figures}") from None
 
 
+def refuse_transforms(name: str, args: Sequence[Any]) -> None:
+    """Raise RuntimeError where a transform would silently get wrong derivatives, or none.
+
+    Functions that are made of operators ask first, so that the message has their own name.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
+        _refuse_transforms(name, args)
+
+
 def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
-        _refuse_transforms(op, args)
+        _refuse_transforms(getattr(op, "__name__", str(op)).partition(".")[0], args)
     found = _formulas.get(op)
     if found is None or not _HAS_PRIVATE or _is_watched():
         return op(*args)
@@ -130,9 +163,7 @@ def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return op(*args)
 
 
-def _refuse_transforms(op: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raise RuntimeError where a transform would silently get wrong derivatives, or none."""
-    name = getattr(op, "__name__", str(op)).partition(".")[0]
+def _refuse_transforms(name: str, args: Sequence[Any]) -> None:
     transforms = {
         interpreter.key().name for interpreter in _C._functorch.get_interpreter_stack() or ()
     }

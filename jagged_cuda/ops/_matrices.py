@@ -26,9 +26,15 @@ def _lengths(offsets: Tensor) -> Tensor:
 def read_size(op: str, argument: str, offsets: Tensor) -> int:
     """The last of offsets `[B + 1]`: waits for the GPU, for a size `argument` that is not given."""
     compiling = torch.compiler.is_compiling()
-    if offsets.is_cuda and not compiling and torch.cuda.is_current_stream_capturing():
-        _contract.fail_argument(op, argument, "given while a CUDA graph is captured", "None")
+    if not compiling:
+        check_not_capturing(op, argument, offsets)
     size = cast(int, offsets[-1].item())  # a symbol to a compiler, which int() would fix
     if compiling:
         torch._check(size >= 0)
     return size
+
+
+def check_not_capturing(op: str, argument: str, offsets: Tensor) -> None:
+    """Raise RuntimeError where a size `argument` that is not given cannot be read."""
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        _contract.fail_argument(op, argument, "given while a CUDA graph is captured", "None")

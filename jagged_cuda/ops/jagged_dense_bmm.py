@@ -78,9 +78,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, y, offsets, bias, known)
 
 
-def _grad_of_activation(ctx: Any, grad_out: Tensor) -> Tensor:
+def _grad_of_activation(
+    ctx: Any,
+    grad_out: Tensor,
+    x: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
     """The gradient of x_b @ y_b + bias. Rows outside every sequence are unspecified."""
-    x, y, offsets, bias, out = ctx.saved_tensors
     aten = torch.ops.aten
     if ctx.activation is None:
         return grad_out
@@ -101,9 +108,10 @@ def _grad_of_activation(ctx: Any, grad_out: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    x, y, offsets, bias, _ = ctx.saved_tensors
+    # Once: activation checkpointing refuses to give them again.
+    x, y, offsets, bias, out = ctx.saved_tensors
     ops = torch.ops.jagged_cuda
-    grad_out = _grad_of_activation(ctx, grad_out)
+    grad_out = _grad_of_activation(ctx, grad_out, x, y, offsets, bias, out)
     grad_x = grad_y = grad_bias = None
     if ctx.needs_input_grad[0]:
         y_transposed = y.transpose(1, 2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
-from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_sample
+from jagged_cuda.testing.samples import STORAGES, Rows, Sample, Spec, draw_sample
 
 Tensors = dict[str, Tensor]
 
@@ -43,13 +43,16 @@ class Case:
         shapes: of the floating arguments of a spec.
         rows: whose rows each argument and output has: "q", "kv", "seq" (one per sequence) or
             "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
-            says how many there are), or "total" (those of "q" in as many as that choice says).
+            says how many there are), "total" (those of "q" in as many as that choice says), or a
+            function that gives the layout of a result that is packed anew, from row 0 on.
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
         profiles: "small", "edge", "large".
         autocast: the policy under autocast.
         product: it multiplies operands, which TF32 may round.
+        differentiable: its results are floating. Else they are integers or bools, which `function`
+            and `reference` bring to what is judged: rows times them, for instance.
         rounded: padded PyTorch in the same precision, in each way in which it can be written:
             arguments in the dtype of sums, what is stored in the other one. Without any, the
             definition serves: it stores nothing between two steps.
@@ -59,6 +62,8 @@ class Case:
         jumps: how far each gradient may be off because sums that are off by an accuracy times their
             terms come to lie on the other side of a kink, or are stored as a neighbouring value; or
             None.
+        functions: the public functions that the choice "function" names, one of which it calls in
+            place of that of its name.
         huge: choices for which 4.2 million rows have more than 2^31 elements, or None.
         huge_dense: choices for which 32,775 sequences have more than 2^31 elements in tensors of
             one row per sequence, or None.
@@ -67,16 +72,18 @@ class Case:
     name: str
     choices: Mapping[str, Sequence[Any]]
     shapes: Callable[[Spec], dict[str, tuple[int, ...]]]
-    rows: Mapping[str, str]
+    rows: Mapping[str, Rows]
     function: Callable[[Any, Spec, Tensors, Tensor, Tensor | None], Tensors]
     registered: Callable[[Sample], dict[str, tuple[Any, ...]]]
     reference: Callable[[Spec, Tensors], Tensors]
     profiles: Mapping[str, Profile]
     autocast: Literal["lower_precision", "float32", "unchanged"]
     product: bool = False
+    differentiable: bool = True
     rounded: tuple[Callable[[Spec, Tensors, torch.dtype], Tensors], ...] = ()
     terms: Callable[[Spec, Tensors, Tensors | None], Tensors] | None = None
     jumps: Callable[[Spec, Tensors, Tensors, torch.dtype, float], Tensors] | None = None
+    functions: tuple[str, ...] = ()
     huge: Mapping[str, Any] | None = None
     huge_dense: Mapping[str, Any] | None = None
 

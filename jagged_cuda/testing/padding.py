@@ -21,26 +21,25 @@ def inside(layout: Layout, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _rows(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`[B * M]` the row of each padded position, T where there is none; both ends of `[sum L]`."""
+def _rows(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each of `[sum L]` rows: its padded position in `[B * M]`, and its place in `[T]`."""
     is_row = inside(layout, device)
     row = layout.offsets(device)[:-1, None] + torch.arange(layout.max_len, device=device)
-    source = row.where(is_row, layout.total).flatten()
-    position = is_row.flatten().nonzero().squeeze(1)
-    return source, position, source[position]
+    return is_row.flatten().nonzero().squeeze(1), row[is_row]
 
 
 def pad(values: Tensor, layout: Layout) -> Tensor:
     """`[T, ...]` -> `[B, M, ...]`, zeros beyond each sequence."""
-    source, _, _ = _rows(layout, values.device)
-    zero_row = values.new_zeros((1, *values.shape[1:]))
-    padded = torch.cat([values, zero_row]).index_select(0, source)
+    position, row = _rows(layout, values.device)
+    padded = values.new_zeros((layout.num_seqs * layout.max_len, *values.shape[1:]))
+    # Not a gather from a row of zeros: its gradient would add up all padding in that one row.
+    padded = padded.index_copy(0, position, values.index_select(0, row))
     return padded.unflatten(0, (layout.num_seqs, layout.max_len))
 
 
 def unpad(padded: Tensor, layout: Layout, outside: float = 0.0) -> Tensor:
     """`[B, M, ...]` -> `[T, ...]`; rows outside every sequence are ``outside``."""
-    _, position, row = _rows(layout, padded.device)
+    position, row = _rows(layout, padded.device)
     values = padded.new_full((layout.total, *padded.shape[2:]), outside)
     return values.index_copy(0, row, padded.flatten(0, 1).index_select(0, position))
 
@@ -60,9 +59,11 @@ def matrix_elements(
 
 def pad_matrices(values: Tensor, layout: Layout, kv_layout: Layout) -> Tensor:
     """`[sum L*Lk]` -> `[B, M, N]`, zeros beyond each matrix, and for one that does not fit."""
-    capacity = values.shape[0]
-    element, there = matrix_elements(layout, kv_layout, capacity, values.device)
-    return torch.cat([values, values.new_zeros(1)])[element.where(there, capacity)]
+    element, there = matrix_elements(layout, kv_layout, values.shape[0], values.device)
+    padded = values.new_zeros(there.numel())
+    position = there.flatten().nonzero().squeeze(1)
+    padded = padded.index_copy(0, position, values.index_select(0, element[there]))
+    return padded.view(there.shape)
 
 
 def unpad_matrices(padded: Tensor, layout: Layout, kv_layout: Layout, capacity: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,12 +50,14 @@ class Spec:
         capacity = self.choices["capacity"]
         return capacity if isinstance(capacity, int) else named[capacity]
 
-    def rows_layout(self, rows: str) -> Layout:
-        """The layout of a tensor by what its rows are.
+    def rows_layout(self, rows: Rows) -> Layout:
+        """The layout of a tensor by what its rows are, or by a function that says so.
 
         Rows of "q", of "kv", one per sequence ("seq"), or elements of its matrix ("matrix");
         "total" are those of "q" in a tensor with as many rows as the choice "total" says.
         """
+        if not isinstance(rows, str):
+            return rows(self)
         if rows == "total":
             room = self.choices["total"]
             spare = 0 if room is None else room - self.layout.total
@@ -63,6 +65,11 @@ class Spec:
         if rows == "matrix":
             return matrices(self.layout, self.kv, self.capacity)
         return {"q": self.layout, "kv": self.kv, "seq": Layout((1,) * self.layout.num_seqs)}[rows]
+
+
+# What the rows of a tensor are: one of the words of Spec.rows_layout, or for rows that are packed
+# anew what gives their layout.
+Rows: TypeAlias = str | Callable[[Spec], Layout]
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ def poison(values: Tensor, layout: Layout) -> Tensor:
 def draw_sample(
     spec: Spec,
     shapes: Mapping[str, tuple[int, ...]],
-    rows: Mapping[str, str],
+    rows: Mapping[str, Rows],
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Sample:
@@ -184,7 +191,7 @@ def draw_sample(
 
 
 def draw_cotangents(
-    outputs: Mapping[str, Tensor], spec: Spec, rows: Mapping[str, str]
+    outputs: Mapping[str, Tensor], spec: Spec, rows: Mapping[str, Rows]
 ) -> dict[str, Tensor]:
     """A gradient for each output; NaN at rows outside every sequence, which must not leak."""
     cotangents = {}

@@ -44,6 +44,8 @@ class OtherWork:
 def hunt(given: Draw, runs: int, ops: Any = None) -> str | None:
     """Run a draw so many times; return the name of a result that differed, or None."""
     first = run_draw(given, ops).found
+    if given.op == "jagged_flash_attention" and not given.deterministic:
+        first.pop("grad_q", None)  # long sequences add to it in the order of arrival
     on_gpu = torch.device(given.device).type == "cuda"
     work = OtherWork(given.device) if on_gpu else None
     differs = {name: _bits(values).ne(_bits(values)).any() for name, values in first.items()}
@@ -58,8 +60,8 @@ def hunt(given: Draw, runs: int, ops: Any = None) -> str | None:
 
 def _note_differences(differs: Tensors, first: Tensors, found: Tensors) -> None:
     """On the device, so that the host need not wait at each run."""
-    for name, values in found.items():
-        differs[name] |= (_bits(values) != _bits(first[name])).any()
+    for name, values in first.items():
+        differs[name] |= (_bits(values) != _bits(found[name])).any()
 
 
 def _bits(values: Tensor) -> Tensor:

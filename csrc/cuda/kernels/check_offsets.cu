@@ -45,6 +45,21 @@ __global__ __launch_bounds__(kThreads) void check_offsets(const CheckOffsetsPara
   check(rule, params.op, params.argument, params.error);
 }
 
+template <typename Count>
+__global__ __launch_bounds__(kThreads) void check_counts(const CheckCountsParams params) {
+  const CountsRule<Count> rule{static_cast<const Count*>(params.counts), params.num_seqs};
+  check(rule, params.op, params.argument, params.error);
+}
+
+__global__ __launch_bounds__(kThreads) void check_capacity(const CheckCapacityParams params) {
+  check(CapacityRule{params.needed, 0, params.capacity}, params.op, params.argument, params.error);
+}
+
+__global__ __launch_bounds__(kThreads) void check_index(const CheckIndexParams params) {
+  check(IndexRule{params.index, params.size, params.num_seqs}, params.op, params.argument,
+        params.error);
+}
+
 template <typename Offset>
 __global__ __launch_bounds__(kThreads) void check_matrix_offsets(
     const CheckMatrixOffsetsParams params) {
@@ -62,6 +77,25 @@ cudaError_t launch_check_offsets(const CheckOffsetsParams& params, cudaStream_t 
   } else {
     check_offsets<int32_t><<<1, kThreads, 0, stream>>>(params);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_check_counts(const CheckCountsParams& params, cudaStream_t stream) {
+  if (params.wide) {
+    check_counts<int64_t><<<1, kThreads, 0, stream>>>(params);
+  } else {
+    check_counts<int32_t><<<1, kThreads, 0, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_check_capacity(const CheckCapacityParams& params, cudaStream_t stream) {
+  check_capacity<<<1, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_check_index(const CheckIndexParams& params, cudaStream_t stream) {
+  check_index<<<1, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -32,6 +32,25 @@ struct CheckOffsetsParams {
   ErrorWord* error;
 };
 
+// counts [num_seqs + 1], int64 if `wide`, else int32.
+struct CheckCountsParams {
+  const void* counts;
+  bool wide;
+  int64_t num_seqs;
+  const char* op;
+  const char* argument;
+  ErrorWord* error;
+};
+
+// needed [1] of `capacity` elements.
+struct CheckCapacityParams {
+  const int64_t* needed;
+  int64_t capacity;
+  const char* op;
+  const char* argument;
+  ErrorWord* error;
+};
+
 // rows and columns [num_seqs + 1], int64 if `wide`, else int32; matrix_offsets [num_seqs + 1].
 struct CheckMatrixOffsetsParams {
   const void* rows;
@@ -45,7 +64,20 @@ struct CheckMatrixOffsetsParams {
   ErrorWord* error;
 };
 
+// index [size], each the number of one of num_seqs sequences.
+struct CheckIndexParams {
+  const int64_t* index;
+  int64_t size;
+  int64_t num_seqs;
+  const char* op;
+  const char* argument;
+  ErrorWord* error;
+};
+
 cudaError_t launch_check_offsets(const CheckOffsetsParams& params, cudaStream_t stream);
+cudaError_t launch_check_counts(const CheckCountsParams& params, cudaStream_t stream);
+cudaError_t launch_check_capacity(const CheckCapacityParams& params, cudaStream_t stream);
+cudaError_t launch_check_index(const CheckIndexParams& params, cudaStream_t stream);
 cudaError_t launch_check_matrix_offsets(const CheckMatrixOffsetsParams& params,
                                         cudaStream_t stream);
 

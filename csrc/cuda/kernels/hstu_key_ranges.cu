@@ -13,12 +13,6 @@ constexpr int kTileRows = 128;
 
 static_assert(sizeof(KeyIntervals) == sizeof(int4));
 
-__device__ __forceinline__ int64_t count_of(const CountsView& counts, int64_t seq) {
-  if (counts.data == nullptr) return counts.otherwise;
-  return counts.wide ? static_cast<const int64_t*>(counts.data)[seq]
-                     : static_cast<const int32_t*>(counts.data)[seq];
-}
-
 __global__ void write_key_ranges(const __grid_constant__ HstuKeyRangesParams params) {
   const JaggedTile tile = find_tile<kTileRows>(params.q_offsets, blockIdx.x);
   const int64_t row = tile.row + threadIdx.x;

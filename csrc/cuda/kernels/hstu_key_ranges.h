@@ -2,6 +2,7 @@
 #pragma once
 
 #include "contract/hstu_rule.h"
+#include "cuda/kernels/prim/counts.cuh"
 #include "cuda/kernels/prim/jagged.cuh"
 
 #include <cuda_runtime_api.h>
@@ -10,18 +11,11 @@
 
 namespace jagged_cuda {
 
-// A number for each sequence: data [B], int64 if `wide`, else int32; `otherwise` if data is null.
-struct CountsView {
-  const void* data;
-  bool wide;
-  int64_t otherwise;
-};
-
 struct HstuKeyRangesParams {
   OffsetsView q_offsets;   // [B + 1]
   OffsetsView kv_offsets;  // [B + 1]; its total bounds nothing
-  CountsView targets;
-  CountsView contextual;
+  CountsView targets;      // [B]
+  CountsView contextual;   // [B]
   HstuRule rule;
   KeyIntervals* out;  // [q_offsets.total], not null
 };

@@ -10,13 +10,14 @@
 namespace jagged_cuda {
 namespace {
 
+bool copyable(const HeadsView& view, int64_t rows, int64_t heads) {
+  return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
+}
+
 // Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that
 // can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
 // has the instruction.
 bool takes_wgmma(const AttentionParams& params) {
-  const auto copyable = [](const HeadsView& view, int64_t rows, int64_t heads) {
-    return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
-  };
   return attention::dim_bucket(params) <= 128 && params.aligned && !params.mma_sync_only &&
          copyable(params.q, params.q_offsets.total, params.heads) &&
          copyable(params.k, params.kv_offsets.total, params.kv_heads) &&
@@ -39,11 +40,11 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
          narrow(grad_out, params.heads);
 }
 
-// Whether the kernel for long sequences takes these operands, which the wgmma kernels take.
-bool takes_long(const AttentionParams& params) {
+// Whether the kernels for long sequences take these operands, which the wgmma kernels take.
+template <typename Params>
+bool takes_long(const Params& params) {
   const int dim = attention::dim_bucket(params);
-  return params.long_plan != nullptr && (dim == 64 || dim == 128) &&
-         params.q_offsets.total > long_rows(params) &&
+  return (dim == 64 || dim == 128) && params.q_offsets.total > long_rows(params) &&
          (params.max_len == 0 || params.max_len > long_rows(params));
 }
 
@@ -51,6 +52,17 @@ bool takes_long(const AttentionParams& params) {
 bool all_tiny(const AttentionParams& params) {
   return (params.max_len > 0 && params.max_len <= kTinyRows) ||
          (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
+}
+
+// Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
+bool takes_short(const AttentionParams& params) {
+  return params.split_by_length && attention::dim_bucket(params) == 64;
+}
+
+// Whether no sequence can be longer than short.
+bool all_short(const AttentionParams& params) {
+  return (params.max_len > 0 && params.max_len <= kShortRows) ||
+         (params.q_offsets.total <= kShortRows && params.kv_offsets.total <= kShortRows);
 }
 
 // Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
@@ -72,6 +84,11 @@ cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStrea
 
 }  // namespace
 
+bool takes_long_backward(const AttentionBackwardParams& params) {
+  return is_16_bit(params.type) && params.key_ranges == nullptr && takes_wgmma(params) &&
+         takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
+}
+
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
@@ -83,7 +100,17 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
-          cudaError_t error = attention::launch_forward_wgmma<Element>(longer, stream);
+          cudaError_t error = cudaSuccess;
+          if (takes_short(longer)) {
+            error = attention::launch_forward_short<Element>(longer, stream);
+            if (error == cudaSuccess && all_short(longer)) return error;
+            longer.short_apart = error == cudaSuccess;
+          }
+          // In self-attention nothing lies between short and long sequences.
+          const bool any_between = !longer.short_apart || longer.long_plan == nullptr ||
+                                   longer.q_offsets.data != longer.kv_offsets.data;
+          if (error == cudaSuccess && any_between)
+            error = attention::launch_forward_wgmma<Element>(longer, stream);
           if (error == cudaSuccess && longer.long_plan != nullptr)
             error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
@@ -106,9 +133,15 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
     } else {
       if (params.key_ranges != nullptr)
         return attention::launch_backward_mma_sync<Element>(params, stream);
-      const auto launch_longer = [&](const AttentionBackwardParams& longer) {
-        return takes_wgmma(longer) ? attention::launch_backward_wgmma<Element>(longer, stream)
-                                   : attention::launch_backward_mma_sync<Element>(longer, stream);
+      const auto launch_longer = [&](AttentionBackwardParams longer) {
+        if (!takes_wgmma(longer))
+          return attention::launch_backward_mma_sync<Element>(longer, stream);
+        cudaError_t error = attention::launch_backward_wgmma<Element>(longer, stream);
+        if (error != cudaSuccess || longer.long_plan == nullptr) return error;
+        error = attention::launch_backward_long<Element>(longer, stream);
+        if (error != cudaErrorNotSupported) return error;
+        longer.long_plan = nullptr;
+        return attention::launch_backward_wgmma<Element>(longer, stream);
       };
       return launch_by_length(params, params.grad_out, stream, launch_longer,
                               attention::launch_backward_tiny<Element>);

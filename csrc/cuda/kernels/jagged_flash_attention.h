@@ -13,6 +13,9 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
+// Others of at most this many queries and keys have a forward kernel of their own on compute
+// capability 9.0, for head dims of 33 to 64.
+constexpr int kShortRows = 256;
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty.
@@ -62,6 +65,8 @@ struct AttentionParams {
   // True where the former looks for its tiles in slabs of kTinyRows rows, whose number does not grow
   // with that of sequences; self-attention only.
   bool longer_in_slabs;
+  // True where a kernel for short sequences takes those that are not tiny.
+  bool short_apart;
   // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
   // there are none, or no such kernel.
   void* long_plan;
@@ -74,12 +79,41 @@ constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
-  void*
-      delta;  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
+  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
+  void* delta;
   HeadsView grad_q;  // [Tq, H, D] contiguous
   HeadsView grad_k;  // [Tk, G, D] contiguous
   HeadsView grad_v;  // [Tk, G, Dv] contiguous
+  // Workspace of the kernel for long sequences, beside long_plan; null as that.
+  float* long_statistics;  // [long_statistics_floats]
+  float* long_grad_q;      // [long_grad_q_floats]
 };
+
+// The backward kernel for long sequences takes those of more queries than this: shorter ones end
+// before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it.
+constexpr int kLongBackwardRows = 1023;
+constexpr int long_rows(const AttentionBackwardParams&) { return kLongBackwardRows; }
+
+// Workspace rows for the queries of long sequences, in whole units: of a sequence that begins at row
+// `begin` from long_unit(begin, unit) on. Sequences have at least kMinRows rows, so that each gets
+// as many units as it needs without a search.
+template <int kMinRows, int kUnit>
+constexpr int64_t long_unit(int64_t begin) {
+  return begin * (kMinRows + kUnit) / (int64_t{kMinRows} * kUnit);
+}
+constexpr int kLongMinRows = kLongBackwardRows + 1, kLongGroupRows = 16, kLongTileRows = 128;
+// For each tile of queries, of at most kLongTileRows, and head lse and delta.
+constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads) {
+  return (long_unit<kLongMinRows, kLongTileRows>(queries) + 2) * heads * 2 * kLongTileRows;
+}
+// For each group of queries and head the sums of dq.
+constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim) {
+  return (long_unit<kLongMinRows, kLongGroupRows>(queries) + 2) * heads * kLongGroupRows * dim;
+}
+
+// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and
+// sums in any order are allowed.
+bool takes_long_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,

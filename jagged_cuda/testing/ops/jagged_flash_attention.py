@@ -358,7 +358,7 @@ CASE = Case(
 def _registered_ranges(sample: Sample) -> dict[str, tuple[Any, ...]]:
     offsets, kv_offsets = sample.offsets, sample.kv_offsets
     ranges = key_ranges(sample.spec.choices["ranges"], sample.tensors["q"], offsets, kv_offsets)
-    options = (*window(sample.spec), attention_scale(sample.spec), None, False)
+    options = (*window(sample.spec), attention_scale(sample.spec), None, False, False)
     name = "jagged_flash_attention"
     return registered(name, sample, offsets, kv_offsets, *options, three_dims(ranges))
 

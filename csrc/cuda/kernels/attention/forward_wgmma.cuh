@@ -86,9 +86,10 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   tile.num_queries = static_cast<int>(found.rows.len);
   tile.rows = min(kTileM, tile.num_queries - tile.row);
   tile.num_keys = static_cast<int>(kv.len);
-  if (found.seq < 0
-          ? params.split_by_length
-          : left_to_tiny(params, found.rows.len, kv.len) || left_to_long(params, found.rows.len)) {
+  if (found.seq < 0 ? params.split_by_length
+                    : left_to_tiny(params, found.rows.len, kv.len) ||
+                          left_to_short(params, found.rows.len, kv.len) ||
+                          left_to_long(params, found.rows.len)) {
     tile.rows = 0;
   }
   return tile;

@@ -44,12 +44,21 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
 // on the stream, and before it the plan in params.long_plan.
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
+// The same in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
+// the order of its sums.
+template <typename Element>
+cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // 16-bit elements, head dims up to 64, sequences of up to kTinyRows.
 template <typename Element>
 cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny: behind the
+// kernel for tiny ones. cudaErrorNotSupported where an operand has no tensor map.
+template <typename Element>
+cudaError_t launch_forward_short(const AttentionParams& params, cudaStream_t stream);
 
 // f32 and f64.
 template <typename Element>

@@ -455,7 +455,8 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  error = launch_dependent<plan_long<Config::kTileM>>(attention, Grid{1}, kPlanThreads, 0, stream);
+  error = launch_dependent<plan_long<Config::kTileM, AttentionParams>>(attention, Grid{1},
+                                                                       kPlanThreads, 0, stream);
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *

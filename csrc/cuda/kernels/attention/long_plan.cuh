@@ -9,6 +9,8 @@
 #include "cuda/kernels/prim/jagged.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
+#include <type_traits>
+
 namespace jagged_cuda::attention {
 
 struct PlannedSequence {
@@ -36,6 +38,13 @@ __device__ __forceinline__ int plan_bin(int num_keys) {
   return max(0, kPlanBins - 1 - ((exponent - 2) * 8 + (blocks >> (exponent - 3) & 7)));
 }
 
+__device__ __forceinline__ int keys_of(const AttentionParams& attention, int64_t seq,
+                                       int64_t num_queries) {
+  return static_cast<int>(attention.kv_offsets.data == attention.q_offsets.data
+                              ? num_queries
+                              : sequence_rows(attention.kv_offsets, seq).len);
+}
+
 // This thread's place among those that count in the same bin. All lanes of a warp.
 __device__ __forceinline__ int take_place(int* counts, int bin) {
   const unsigned peers = __match_any_sync(__activemask(), bin);
@@ -45,9 +54,11 @@ __device__ __forceinline__ int take_place(int* counts, int bin) {
   return __shfl_sync(peers, first, leader) + __popc(peers & ((1u << lane) - 1));
 }
 
-template <int kTileM>
+// Items are tiles of kTile queries, in the backward pass of keys.
+template <int kTile, typename Params>
 __global__ __launch_bounds__(kPlanThreads) void plan_long(
-    const __grid_constant__ AttentionParams attention) {
+    const __grid_constant__ Params attention) {
+  constexpr bool kOfKeys = std::is_same_v<Params, AttentionBackwardParams>;
   __shared__ int counts[kPlanBins];
   __shared__ int warp_tiles[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -62,10 +73,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     if (seq >= num_seqs) return -1;
     const int64_t num_queries = sequence_rows(attention.q_offsets, seq).len;
     if (!left_to_long(attention, num_queries)) return -1;
-    const int64_t num_keys = attention.kv_offsets.data == attention.q_offsets.data
-                                 ? num_queries
-                                 : sequence_rows(attention.kv_offsets, seq).len;
-    return plan_bin(static_cast<int>(num_keys));
+    return plan_bin(keys_of(attention, seq, num_queries));
   };
   constexpr int kAhead = 8;  // loads in flight
   for (int64_t first = threadIdx.x; first < num_seqs; first += kAhead * kPlanThreads) {
@@ -102,8 +110,13 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   int tiles_before = 0;
   for (int first = 0; first < num_sequences; first += kPlanThreads) {
     const int rank = first + static_cast<int>(threadIdx.x);
-    const int tiles =
-        rank < num_sequences ? (plan.sequences[rank].num_queries + kTileM - 1) / kTileM : 0;
+    int tiles = 0;
+    if (rank < num_sequences) {
+      const PlannedSequence& sequence = plan.sequences[rank];
+      const int rows =
+          kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries) : sequence.num_queries;
+      tiles = (rows + kTile - 1) / kTile;
+    }
     int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, sum, step);

@@ -63,6 +63,12 @@ struct LaneAddress {
     return (base ^ (chunk % 8 * Tile::kChunkBytes)) + rows * Tile::kRowBytes +
            chunk / 8 * 8 * Tile::kChunkBytes;
   }
+  // The same `rows` rows further, a multiple of 8.
+  __device__ __forceinline__ LaneAddress rows_on(int rows) const {
+    LaneAddress further = *this;
+    further.base += rows * Tile::kRowBytes;
+    return further;
+  }
 
  private:
   __device__ __forceinline__ LaneAddress(Tile& tile, int row, int lane_row, int lane_chunk)

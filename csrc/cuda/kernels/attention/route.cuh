@@ -18,8 +18,15 @@ __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int6
   return params.split_by_length && is_tiny(queries, keys);
 }
 
+// Whether another kernel leaves a sequence to that for short ones.
+__device__ __forceinline__ bool left_to_short(const AttentionParams& params, int64_t queries,
+                                              int64_t keys) {
+  return params.short_apart && queries <= kShortRows && keys <= kShortRows;
+}
+
 // Whether another kernel leaves a sequence to that for long ones.
-__device__ __forceinline__ bool left_to_long(const AttentionParams& params, int64_t queries) {
+template <typename Params>
+__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries) {
   return params.long_plan != nullptr && queries > long_rows(params);
 }
 

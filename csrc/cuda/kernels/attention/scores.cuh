@@ -88,7 +88,7 @@ struct LazySoftmax {
 
   template <int kBlocks>
   __device__ __forceinline__ static float maximum(const Accumulator<1, kBlocks>& s, int half) {
-    constexpr int kChains = 4;  // that need not wait for each other
+    constexpr int kChains = kBlocks < 4 ? kBlocks : 4;  // that need not wait for each other
     float chain[kChains];
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -96,7 +96,9 @@ struct LazySoftmax {
       float& top = chain[block % kChains];
       top = block < kChains ? larger : fmaxf(top, larger);
     }
-    return quad_max(fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])));
+    float top = fmaxf(chain[0], chain[1]);
+    if constexpr (kChains == 4) top = fmaxf(top, fmaxf(chain[2], chain[3]));
+    return quad_max(top);
   }
 
   // Turns scores into probabilities, rounded, in p, which is written after finish_output(). True

@@ -32,16 +32,22 @@ __device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params
           window_rows32(params.window_right)};
 }
 
-// Copies a tile of rows of one head, column block by column block.
+// Copies a tile of rows of one head, column block by column block, whose bytes `full` expects.
 template <typename Tile>
-__device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
-                                          uint64_t& full) {
+__device__ __forceinline__ void copy_expected_tile(Tile& tile, const CUtensorMap& map, int64_t row,
+                                                   int head, uint64_t& full) {
   const int first = static_cast<int>(min(row, int64_t{kMaxRows32}));  // rows past the end are zeros
-  ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
 #pragma unroll
   for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
     ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full);
   }
+}
+
+template <typename Tile>
+__device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
+                                          uint64_t& full) {
+  ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
+  copy_expected_tile(tile, map, row, head, full);
 }
 
 }  // namespace jagged_cuda::attention

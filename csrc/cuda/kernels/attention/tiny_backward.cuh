@@ -354,7 +354,7 @@ struct TinyBackward {
   // The gradients of one head. kSingle: of at most 16 queries and keys.
   template <bool kSingle>
   __device__ __forceinline__ void head_gradients(unsigned head, bool first, bool last) const {
-    constexpr int kQueryBlocks = kSingle ? 1 : kTinyRows / 16, kOutBlocks = Config::kOutBlocks;
+    constexpr int kQueryBlocks = kSingle ? 1 : kTinyRows / 16;
     const CopyLane<Tile> copy(lane);
     const GradientRows<Tile> gGradQ(params.grad_q, sequence.queries, head, params.dim_qk, copy),
         gGradK(params.grad_k, sequence.keys, kv_head, params.dim_qk, copy),

@@ -43,7 +43,7 @@ inline int64_t num_tiles(int64_t total, int64_t num_seqs, int tile_rows) {
   return total / tile_rows + num_seqs + 2;
 }
 
-inline int64_t num_longer_tiles(int64_t total, int slab_rows) {
+constexpr int64_t num_longer_tiles(int64_t total, int slab_rows) {
   return (total + slab_rows - 1) / slab_rows * 2;
 }
 

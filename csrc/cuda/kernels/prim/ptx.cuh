@@ -55,6 +55,13 @@ __device__ __forceinline__ void st_shared_4(SharedAddress shared, uint32_t value
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");
 }
 
+// st.shared.v4.b32
+__device__ __forceinline__ void st_shared_16(SharedAddress shared, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value), "f"(value[0]),
+               "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+}
+
 // ld.shared.v4.b32
 __device__ __forceinline__ uint4 ld_shared_16(SharedAddress shared) {
   uint4 value;
@@ -127,6 +134,17 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], SharedAddres
                : "memory");
 }
 
+// stmatrix.sync.aligned.m8n8.x4.shared.b16 ("Warp-level matrix store instruction: stmatrix"), of
+// compute capability 9.0, else nothing: lane i names row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4(SharedAddress shared, const uint32_t (&r)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+#endif
+}
+
 // movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix of which lane l holds columns 2 (l % 4) + {0,
 // 1} of row l / 4, transposed ("Warp-level matrix transpose instruction: movmatrix").
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t matrix) {
@@ -160,6 +178,30 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const
       "{%8, %9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k8.row.col, the same with half as many terms: a [16, 8], b [8, 8].
+template <typename Element>
+__device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b);
+
+template <>
+__device__ __forceinline__ void mma_m16n8k8<__half>(float (&c)[4], const uint32_t (&a)[2],
+                                                    uint32_t b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
+      "%2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+template <>
+__device__ __forceinline__ void mma_m16n8k8<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[2],
+                                                           uint32_t b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, "
+      "%1, %2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
 // mma.sync.aligned.m16n8k8.row.col, tf32 operands, c += a b in f32; lane l holds a[l / 4 + 8 (i %

@@ -35,6 +35,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
       "mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+// The same for `arrivals` at once.
+__device__ __forceinline__ void mbarrier_arrive_count(uint64_t& barrier, int arrivals) {
+  JAGGED_CUDA_TMA("mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier)),
+                  "r"(arrivals) : "memory");
+}
+
 // mbarrier.arrive.expect_tx: arrives, and lets the phase wait for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t& barrier, int bytes) {
   JAGGED_CUDA_TMA(
@@ -73,6 +79,45 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(void* shared, const CUte
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3, %4}], [%5];\n" ::"r"(shared_address(shared)),
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier)) : "memory");
+}
+
+// cp.async.bulk: `bytes` in one piece to shared memory; completes on `barrier`. Addresses and size
+// are multiples of 16 ("cp.async.bulk").
+__device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, int bytes,
+                                              uint64_t& barrier) {
+  JAGGED_CUDA_TMA(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
+}
+
+// cp.reduce.async.bulk.add.f32: adds `bytes` of floats in one piece to global memory; part of this
+// thread's bulk group ("cp.reduce.async.bulk").
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, const void* shared,
+                                                         int bytes) {
+  JAGGED_CUDA_TMA(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(global),
+      "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+
+// cp.async.bulk.commit_group
+__device__ __forceinline__ void cp_async_bulk_commit() {
+  JAGGED_CUDA_TMA("cp.async.bulk.commit_group;\n" :: : "memory");
+}
+
+// cp.async.bulk.wait_group: waits until this thread's bulk groups are done; `.read`: until they have
+// read what they read.
+__device__ __forceinline__ void cp_async_bulk_wait() {
+  JAGGED_CUDA_TMA("cp.async.bulk.wait_group 0;\n" :: : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_wait_read() {
+  JAGGED_CUDA_TMA("cp.async.bulk.wait_group.read 0;\n" :: : "memory");
+}
+
+// red.global.add.v4.f32
+__device__ __forceinline__ void red_global_add_16(float* global, const float (&value)[4]) {
+  JAGGED_CUDA_TMA("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(global),
+                  "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]) : "memory");
 }
 
 // prefetch.tensormap

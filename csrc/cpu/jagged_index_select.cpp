@@ -1,0 +1,107 @@
+// jagged_index_select on the CPU: items are the sequences of the result, or for the gradient those
+// that were taken.
+#include "contract/rows.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/kernels.h"
+#include "cpu/plan.h"
+#include "contract/last_kernel.h"
+
+namespace jagged_cuda::cpu {
+namespace {
+
+Plan jagged_index_select(Tensor offsets, Tensor index, int64_t rows, int64_t total,
+                         int64_t function) {
+  constexpr const char* op = "jagged_index_select";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({offsets, index, rows, total, function});
+  const char* asked = kIndexSelectFunctions[function];
+  const auto sequences = read_sequences(asked, "offsets", offsets, rows);
+  const Tensor dense = as_contiguous(op, index);
+  const int64_t* chosen = dense.const_data_ptr<int64_t>();
+  enforce(asked, "index", IndexRule{chosen, sizes.N, sizes.B});
+  std::vector<Sequence> ranges(static_cast<size_t>(sizes.N));
+  for (size_t i = 0; i < ranges.size(); ++i) ranges[i] = sequences[static_cast<size_t>(chosen[i])];
+  record_kernel(kernel_table().name);
+  return plan_ranges(asked, offsets, ranges, total);
+}
+
+// Adds the rows of each copy of a sequence, one copy after another.
+template <class Element, class Sum>
+void add_copies(const Element* copies, int64_t row_stride, const std::vector<int64_t>& begins,
+                const std::vector<int64_t>& lens, int64_t rows, int64_t columns, Element* out) {
+  std::vector<Sum> sums(static_cast<size_t>(columns));
+  for (int64_t row = 0; row < rows; ++row) {
+    std::fill(sums.begin(), sums.end(), Sum(0));
+    for (size_t copy = 0; copy < begins.size(); ++copy) {
+      if (row >= lens[copy]) continue;
+      const Element* from = copies + (begins[copy] + row) * row_stride;
+      for (int64_t i = 0; i < columns; ++i) {
+        sums[static_cast<size_t>(i)] += static_cast<Sum>(from[i]);
+      }
+    }
+    for (int64_t i = 0; i < columns; ++i) {
+      out[row * columns + i] = static_cast<Element>(sums[static_cast<size_t>(i)]);
+    }
+  }
+}
+
+Tensor jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken,
+                                    Tensor order, Tensor groups, int64_t total) {
+  constexpr const char* op = "jagged_index_select_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, index, offsets, taken, order, groups, total});
+  const auto sequences = read_sequences(op, "offsets", offsets, total);
+  const auto copies = read_sequences(op, "taken", taken, sizes.N);
+  const Tensor dense_order = as_contiguous(op, order), dense_groups = as_contiguous(op, groups);
+  const int64_t* numbers = dense_order.const_data_ptr<int64_t>();
+  const int64_t* group = dense_groups.const_data_ptr<int64_t>();
+  grad_out = as_contiguous(op, grad_out, 1);
+  Tensor out = allocate(op, grad_out, with_rows_of(grad_out, 1, {total}));
+  const int64_t elem_bytes = static_cast<int64_t>(out.element_size());
+  zero_rows_outside(sequences, total, sizes.rest * elem_bytes, out.mutable_data_ptr());
+
+  WorkList<int64_t> items;
+  for (int64_t seq = 0; seq < sizes.B && sizes.rest > 0; ++seq) {
+    items.add(seq, sequences[static_cast<size_t>(seq)].len * sizes.rest * elem_bytes * kByteCost);
+  }
+  items.run(0, [&](int64_t seq, void*) {
+    const Sequence rows = sequences[static_cast<size_t>(seq)];
+    std::vector<int64_t> begins, lens;
+    const int64_t end = std::min(group[seq + 1], sizes.M);
+    for (int64_t i = std::max<int64_t>(0, group[seq]); i < end; ++i) {
+      if (numbers[i] < 0 || numbers[i] >= sizes.M) continue;
+      begins.push_back(copies[static_cast<size_t>(numbers[i])].begin);
+      lens.push_back(copies[static_cast<size_t>(numbers[i])].len);
+    }
+    const auto add = [&](auto element, auto sum) {
+      using Element = decltype(element);
+      add_copies<Element, decltype(sum)>(
+          static_cast<const Element*>(grad_out.const_data_ptr()), grad_out.stride(0), begins, lens,
+          rows.len, sizes.rest,
+          static_cast<Element*>(out.mutable_data_ptr()) + rows.begin * sizes.rest);
+    };
+    switch (grad_out.scalar_type()) {
+      case ScalarType::Double:
+        return add(double{}, double{});
+      case ScalarType::Half:
+        return add(torch::headeronly::Half{}, float{});
+      case ScalarType::BFloat16:
+        return add(torch::headeronly::BFloat16{}, float{});
+      default:
+        return add(float{}, float{});
+    }
+  });
+  record_kernel(kernel_table().name);
+  return out;
+}
+
+}  // namespace
+}  // namespace jagged_cuda::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CPU, m) {
+  m.impl("jagged_index_select", TORCH_BOX(&jagged_cuda::cpu::jagged_index_select));
+  m.impl("jagged_index_select_backward",
+         TORCH_BOX(&jagged_cuda::cpu::jagged_index_select_backward));
+}

@@ -1,0 +1,101 @@
+// jagged_take and the inverse of its index on the CPU: items are up to kItemRows rows.
+#include "contract/rows.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/kernels.h"
+#include "cpu/sequences.h"
+#include "cpu/work_list.h"
+#include "contract/last_kernel.h"
+
+namespace jagged_cuda::cpu {
+namespace {
+
+constexpr int64_t kItemRows = 1024;
+
+// One of the tensors whose rows follow one another.
+struct Source {
+  const char* data;
+  int64_t first, end;  // its rows among all
+  int64_t row_bytes;   // between rows
+};
+
+Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> y,
+                   std::optional<Tensor> z, std::optional<Tensor> w, std::optional<Tensor> chosen,
+                   std::optional<Tensor> source, std::optional<Tensor> taken) {
+  constexpr const char* op = "jagged_take";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
+  const Tensor dense = as_contiguous(op, index);
+  const int64_t* rows = dense.const_data_ptr<int64_t>();
+  Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.N}));
+  const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
+  const int64_t row_bytes = sizes.rest * elem_bytes;
+  char* result = static_cast<char*>(out.mutable_data_ptr());
+  std::vector<Tensor> parts{as_contiguous(op, x, 1)};
+  for (const auto& part : {y, z, w}) {
+    if (part) parts.push_back(as_contiguous(op, *part, 1));
+  }
+  std::vector<Source> sources;
+  int64_t total = 0;
+  for (const Tensor& part : parts) {
+    const int64_t stride = part.size(0) > 1 ? part.stride(0) * elem_bytes : row_bytes;
+    sources.push_back(
+        {static_cast<const char*>(part.const_data_ptr()), total, total + part.size(0), stride});
+    total += part.size(0);
+  }
+
+  WorkList<int64_t> items;
+  for (int64_t begin = 0; begin < sizes.N && row_bytes > 0; begin += kItemRows) {
+    items.add(begin, std::min(kItemRows, sizes.N - begin) * row_bytes * kByteCost);
+  }
+  items.run(0, [&](int64_t begin, void*) {
+    const int64_t end = std::min(begin + kItemRows, sizes.N);
+    for (int64_t row = begin; row < end;) {
+      const int64_t from = rows[row];
+      int64_t run = row + 1;  // rows that follow one another in both are copied together
+      char* to = result + row * row_bytes;
+      if (from < 0 || from >= total) {
+        while (run < end && (rows[run] < 0 || rows[run] >= total)) ++run;
+        std::memset(to, 0, static_cast<size_t>((run - row) * row_bytes));
+      } else {
+        const Source& source = *std::find_if(sources.begin(), sources.end(),
+                                             [&](const Source& each) { return from < each.end; });
+        while (run < end && rows[run] == from + (run - row) && rows[run] < source.end) ++run;
+        copy_rows(to, source.data + (from - source.first) * source.row_bytes, run - row, row_bytes,
+                  source.row_bytes);
+      }
+      row = run;
+    }
+  });
+  record_kernel(kernel_table().name);
+  return out;
+}
+
+// Which row of the result each of `total` rows went to, -1 for none.
+Tensor jagged_take_backward(Tensor index, int64_t total) {
+  constexpr const char* op = "jagged_take_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({index, total});
+  const Tensor dense = as_contiguous(op, index);
+  const int64_t* rows = dense.const_data_ptr<int64_t>();
+  Tensor inverse = allocate(op, index, {total});
+  int64_t* places = inverse.mutable_data_ptr<int64_t>();
+  std::fill_n(places, total, -1);
+  for (int64_t row = 0; row < sizes.N; ++row) {
+    if (rows[row] >= 0 && rows[row] < total) places[rows[row]] = row;
+  }
+  record_kernel(kernel_table().name);
+  return inverse;
+}
+
+}  // namespace
+}  // namespace jagged_cuda::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CPU, m) {
+  m.impl("jagged_take", TORCH_BOX(&jagged_cuda::cpu::jagged_take));
+  m.impl("jagged_take_backward", TORCH_BOX(&jagged_cuda::cpu::jagged_take_backward));
+}

@@ -1,0 +1,742 @@
+// Backward of jagged_flash_attention for long sequences on wgmma and TMA (compute capability 9.0),
+// 16-bit elements. With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and
+// dS = P * (dP - delta):
+//     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
+// Three kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
+//     prepare_long     lse and delta of all queries, zeros for the sums of dQ
+//     long_backward    the five products; dK and dV leave it, dQ is added to sums in f32
+//     finish_long      the sums, rounded, to dQ
+//
+// long_backward, grid: one CTA per SM, which takes items (tile of keys, kv head) until there are no
+// more. A CTA has a warpgroup of producers and two that compute 64 keys each. They work on S^T and
+// dP^T, so that P^T and dS^T are operands in registers:
+//
+//     scheduler (one warp)     copier (one thread)              each computing warpgroup
+//     for each item:           for each item:                   for each item:
+//       take it, publish it      K, V                             for each step:
+//                                for each step (head of             S^T = K Q^T, dP^T = V dO^T
+//                                the group, kStep queries):         P^T = exp2(...)
+//                                  Q, dO, lse, delta                dS^T = P^T * (dP^T - delta)
+//                                                                   dS^T to shared memory
+//                                                                   start dV += P^T dO, meet
+//                                                                   start dQ = dS K, dK += dS^T Q
+//                                                                   add dQ to its sums
+//                                                                 store dK, dV
+//
+// A step's dQ, over all keys of the tile, is shared between the warpgroups: at 128 dims each takes
+// half of the columns, at 64 half of the queries.
+//
+// The sums of dQ lie in memory as the accumulators do in registers, in chunks of 16 queries and 64
+// columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
+// arrival, so dQ may differ in its last bits from run to run; dK and dV do not.
+//
+// Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
+// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which the sums of dQ leave.
+//
+// Barriers:           arrives                              waits
+//     items.full      scheduler                            copier, computing warps
+//     items.empty     copier, computing warps              scheduler
+//     keys_full       copier, with the bytes of K, V       computing warps
+//     keys_empty      computing warps, after an item       copier
+//     ring.full       copier, with the bytes of a step     computing warps
+//     ring.empty      computing warps, after its products  copier
+//     kScores         both warpgroups, dS is written       the same; a stage of dS is written again
+//                                                          only when all have passed the next one
+//     kZeroed + w     warpgroup w                          the same, after it has written zeros
+//
+// A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0
+// times NaN is NaN. Queries past the end, or that see nothing, have lse inf, so that P is 0.
+#pragma once
+
+#include "cuda/kernels/attention/epilogue.cuh"
+#include "cuda/kernels/attention/long_plan.cuh"
+#include "cuda/kernels/attention/tiles.cuh"
+#include "cuda/kernels/attention/wgmma_tile.cuh"
+
+#include <cmath>
+
+namespace jagged_cuda::attention {
+
+template <typename Element_, int kDim_>
+struct LongBackwardConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;  // columns of Q, K, V, dO in shared memory
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kTileN = 128;
+  // S and dP of a step take together 64 registers at 128 dims, 128 at 64.
+  static constexpr int kStep = kDim == 64 ? 128 : 64;
+  static constexpr int kStages = kDim == 64 ? 2 : 3;  // as many as there is room for
+  static constexpr int kScoreStages = 2;
+  // dK of a step is waited for in the next one. At 64 dims there are no registers for that.
+  static constexpr bool kFinishesLate = kDim == 128;
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
+  static_assert(kDim == 64 || kDim == 128);
+};
+
+struct LongBackwardParams {
+  CUtensorMap q;  // boxes of kStep rows of one head
+  CUtensorMap grad_out;
+  CUtensorMap k;  // boxes of kTileN rows
+  CUtensorMap v;
+  AttentionBackwardParams attention;
+};
+
+// --- the workspaces
+
+template <typename Config>
+struct LongWorkspace {
+  static constexpr int kChunk = kLongGroupRows * 64;  // floats that a warp holds of dQ
+  static constexpr int kChunks = Config::kDim / 64;   // of one group of rows and head
+
+  // lse and delta of kStep queries of one head, one after the other, of the tile that holds row
+  // `row` of a sequence that begins at `begin`.
+  __device__ __forceinline__ static float* statistics(const AttentionBackwardParams& params,
+                                                      int64_t begin, int row, int head) {
+    const int64_t tile = long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep;
+    return params.long_statistics + (tile * params.heads + head) * (2 * Config::kStep);
+  }
+  __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
+                                                  int64_t begin, int row, int head) {
+    const int64_t group = long_unit<kLongMinRows, kLongGroupRows>(begin) + row / kLongGroupRows;
+    return params.long_grad_q + (group * params.heads + head) * (kChunks * kChunk);
+  }
+};
+
+// --- what comes before and after: tiles of kPreparedRows queries of one head
+
+constexpr int kPreparedRows = 128, kPrepareThreads = 256;
+
+// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th; at
+// once done where there are none.
+template <typename Visit>
+__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
+  ptx::griddepcontrol_wait();
+  if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
+  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const JaggedTile tile = find_longer_tile<kPreparedRows, kPreparedRows>(params.q_offsets, index);
+    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
+      visit(tile);
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
+                                             const JaggedTile& tile) {
+  using Element = typename Config::Element;
+  using Workspace = LongWorkspace<Config>;
+  constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks,
+                kRows = kPreparedRows / kRowStep;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int chunk = threadIdx.x % kChunks, own_row = static_cast<int>(threadIdx.x) / kChunks;
+  const bool has_chunk = chunk * 8 < params.dim_v;
+  uint4 out[kRows], grad_out[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = own_row + i * kRowStep;
+    const bool valid = has_chunk && row < rows;
+    const int64_t global_row = tile.rows.begin + first_row + (valid ? row : 0);
+    out[i] = ptx::ld_global_nc_16(row_of<Element>(params.out, global_row, head) + chunk * 8, valid);
+    grad_out[i] =
+        ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
+  }
+  const int groups = (rows + kLongGroupRows - 1) / kLongGroupRows;
+  constexpr int kGroupFloats = Workspace::kChunks * Workspace::kChunk;
+  for (int index = threadIdx.x; index < groups * (kGroupFloats / 4); index += kPrepareThreads) {
+    const int group = index / (kGroupFloats / 4), place = index % (kGroupFloats / 4);
+    ptx::st_global_16(
+        Workspace::grad_q(params, tile.rows.begin, first_row + group * kLongGroupRows, head) +
+            place * 4,
+        make_uint4(0, 0, 0, 0));
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = own_row + i * kRowStep;
+    float delta = 0.0f;
+    const Element* a = reinterpret_cast<const Element*>(&out[i]);
+    const Element* b = reinterpret_cast<const Element*>(&grad_out[i]);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) delta += to_sum(a[e]) * to_sum(b[e]);
+#pragma unroll
+    for (int lanes = 1; lanes < kChunks; lanes *= 2)
+      delta += __shfl_xor_sync(0xffffffffu, delta, lanes);
+    const int tile_rows = (rows + Config::kStep - 1) / Config::kStep * Config::kStep;
+    if (chunk != 0 || row >= tile_rows) continue;
+    float lse_log2 = INFINITY;
+    if (row < rows) {
+      const int64_t statistic = (tile.rows.begin + first_row + row) * params.heads + head;
+      const float lse = static_cast<const float*>(params.lse)[statistic];
+      if (lse != -INFINITY) lse_log2 = lse * kLog2E;
+      if (params.grad_lse != nullptr)
+        delta -= static_cast<const float*>(params.grad_lse)[statistic];
+    }
+    float* statistics =
+        Workspace::statistics(params, tile.rows.begin, first_row + row, head) + row % Config::kStep;
+    statistics[0] = lse_log2;
+    statistics[Config::kStep] = delta;
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ void finish_tile(const AttentionBackwardParams& params,
+                                            const JaggedTile& tile) {
+  using Element = typename Config::Element;
+  using Workspace = LongWorkspace<Config>;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
+  constexpr int kUnits = kPreparedRows / kLongGroupRows * Workspace::kChunks;
+#pragma unroll
+  for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
+    const int row = unit / Workspace::kChunks * kLongGroupRows, column = unit % Workspace::kChunks;
+    if (row >= rows) continue;
+    const float* source = Workspace::grad_q(params, tile.rows.begin, first_row + row, head) +
+                          column * Workspace::kChunk + lane * 4;
+    Accumulator<1, 8> dq;
+#pragma unroll
+    for (int block = 0; block < 8; ++block) {
+      const float4 sums = __ldcs(reinterpret_cast<const float4*>(source + block * 128));
+      dq[0][block][0] = sums.x;
+      dq[0][block][1] = sums.y;
+      dq[0][block][2] = sums.z;
+      dq[0][block][3] = sums.w;
+    }
+    store_quads(dq, scales,
+                row_of<Element>(params.grad_q, tile.rows.begin + first_row + row + lane / 4, head) +
+                    column * 64,
+                params.grad_q.row_stride, rows - row - lane / 4, params.dim_qk - column * 64, lane);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void prepare_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void finish_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
+}
+
+// --- the kernel
+
+struct KeyItem {
+  int query_begin;  // in q
+  int key_begin;    // the tile, in k and v
+  int key;          // the tile's first key within the sequence
+  int keys;         // of the tile
+  int num_queries;
+  int num_keys;
+  int kv_head;
+  int is_end;  // there are no more
+};
+
+// Queries [query, query + rows) of one head.
+struct LongStep {
+  int rows;
+  int cuts;  // bit w: warpgroup w has a query that does not see a key
+  int query;
+  bool is_last;   // of the item
+  float* grad_q;  // the sums of its first row
+};
+
+// Steps of an item: for each head of the group all queries, from some of the first on, so that the
+// CTAs at work do not all add to the same sums.
+template <int kStep>
+struct StepRange {
+  int first;
+  int count;
+
+  __device__ __forceinline__ StepRange(const KeyItem& item, const WindowOf<int>& queries_of)
+      : first(queries_of.first_column(item.key) / kStep * kStep) {
+    const int last = queries_of.last_column(item.key, item.keys, item.num_queries);
+    count = last > first ? (last - first + kStep - 1) / kStep : 0;
+  }
+};
+
+template <typename Config>
+struct LongBackwardStorage {
+  using Element = typename Config::Element;
+  static constexpr int kItems = 2;
+  using QueryRows = WarpgroupTile<Element, Config::kStep, Config::kDim>;
+  using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kDim>;
+  using ScoreRows = WarpgroupTile<Element, Config::kTileN, Config::kStep>;
+  KeyRows sK, sV;
+  QueryRows sQ[Config::kStages], sGradOut[Config::kStages];
+  ScoreRows sGradScores[Config::kScoreStages];
+  float sGradQ[Config::kWarpgroups * 4][kLongGroupRows * 64];  // a chunk of each warp
+  float sStatistics[Config::kStages][2][Config::kStep];        // lse and delta
+  LongStep steps[Config::kStages];
+  KeyItem item[kItems];
+  Ring<kItems> items;
+  Ring<Config::kStages> ring;
+  uint64_t keys_full, keys_empty;
+};
+static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64>>) <= 227 * 1024);
+static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128>>) <= 227 * 1024);
+
+__device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& params,
+                                                        const KeyItem& item) {
+  return WindowOf<int>{item.num_keys - item.num_queries, window_rows32(params.window_left),
+                       window_rows32(params.window_right)}
+      .transposed();
+}
+
+// Takes items from the plan, one ahead; one warp.
+template <typename Config>
+__device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
+                                              LongBackwardStorage<Config>& shared) {
+  const AttentionParams& attention = params.attention;
+  RingPosition<LongBackwardStorage<Config>::kItems> place;
+  const auto publish = [&](const KeyItem& item) {
+    shared.items.acquire(place);
+    if (threadIdx.x % 32 == 0) {
+      shared.item[place.stage] = item;
+      ptx::mbarrier_arrive(shared.items.full[place.stage]);
+    }
+    __syncwarp();
+    place.advance();
+  };
+  // Where late keys are seen by more queries, they come first.
+  const bool descending = attention.window_left < AttentionParams::kUnbounded &&
+                          attention.window_right >= AttentionParams::kUnbounded;
+  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
+  PlannedSequence sequence;
+  int64_t index;
+  while (items.next(sequence, index)) {
+    const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
+                            ? RowRange{sequence.begin, sequence.num_queries}
+                            : sequence_rows(attention.kv_offsets, sequence.seq);
+    const int num_keys = static_cast<int>(kv.len);
+    const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
+    // Wrong offsets make a plan whose numbers overflow.
+    if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.kv_heads) continue;
+    const int tile = static_cast<int>(index % tiles);
+    KeyItem item;
+    item.key = (descending ? tiles - 1 - tile : tile) * Config::kTileN;
+    item.query_begin = sequence.begin;
+    item.key_begin = static_cast<int>(kv.begin) + item.key;
+    item.keys = min(Config::kTileN, num_keys - item.key);
+    item.num_queries = sequence.num_queries;
+    item.num_keys = num_keys;
+    item.kv_head = static_cast<int>(index / tiles);
+    item.is_end = false;
+    publish(item);
+  }
+  KeyItem end = {};
+  end.is_end = true;
+  publish(end);
+}
+
+// Copies what the items need, in the order of its use; one thread.
+template <typename Config>
+__device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
+                                           LongBackwardStorage<Config>& shared) {
+  using Storage = LongBackwardStorage<Config>;
+  using Workspace = LongWorkspace<Config>;
+  const AttentionBackwardParams& attention = params.attention;
+  const int group = attention.heads / attention.kv_heads;
+  RingPosition<Storage::kItems> place;
+  RingPosition<Config::kStages> slot;
+  int keys_parity = 1;
+  for (;;) {
+    shared.items.wait(place);
+    const KeyItem item = shared.item[place.stage];
+    shared.items.release(place.advance());
+    if (item.is_end) return;
+    const WindowOf<int> window = queries_window(attention, item);
+    const StepRange<Config::kStep> range(item, window);
+    if (range.count == 0) continue;
+    const bool rotates = attention.window_left >= AttentionParams::kUnbounded &&
+                         attention.window_right >= AttentionParams::kUnbounded;
+    const int start =
+        rotates ? static_cast<int>(static_cast<int64_t>(item.key) * range.count / item.num_keys)
+                : 0;
+    for (int member = 0; member < group; ++member) {
+      const int head = item.kv_head * group + member;
+      for (int i = 0; i < range.count; ++i) {
+        const int turned = start + i, step = turned < range.count ? turned : turned - range.count;
+        const int query = range.first + step * Config::kStep;
+        shared.ring.acquire(slot);
+        const int stage = slot.advance();
+        int cuts = 0;
+        for (int w = 0; w < Config::kWarpgroups; ++w) {
+          if (item.keys < (w + 1) * 64 ||
+              window.cuts_tile(item.key + w * 64, 64, query, Config::kStep, query + Config::kStep))
+            cuts |= 1 << w;
+        }
+        shared.steps[stage] = {item.num_queries - query, cuts, query,
+                               member + 1 == group && i + 1 == range.count,
+                               Workspace::grad_q(attention, item.query_begin, query, head)};
+        uint64_t& full = shared.ring.full[stage];
+        ptx::mbarrier_arrive_expect_tx(
+            full, 2 * sizeof(shared.sQ[0].data) + sizeof(shared.sStatistics[0]));
+        const int64_t row = static_cast<int64_t>(item.query_begin) + query;
+        copy_expected_tile(shared.sQ[stage], params.q, row, head, full);
+        if (member == 0 && i == 0) {
+          ptx::mbarrier_wait(shared.keys_empty, keys_parity);
+          keys_parity ^= 1;
+          ptx::mbarrier_arrive_expect_tx(shared.keys_full, 2 * sizeof(shared.sK.data));
+          copy_expected_tile(shared.sK, params.k, item.key_begin, item.kv_head, shared.keys_full);
+          copy_expected_tile(shared.sV, params.v, item.key_begin, item.kv_head, shared.keys_full);
+        }
+        copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
+        ptx::cp_async_bulk(shared.sStatistics[stage],
+                           Workspace::statistics(attention, item.query_begin, query, head),
+                           sizeof(shared.sStatistics[0]), full);
+      }
+    }
+  }
+}
+
+// A warpgroup that computes 64 keys of each item.
+template <typename Config>
+struct LongBackwardConsumer {
+  using Element = typename Config::Element;
+  using Storage = LongBackwardStorage<Config>;
+  static constexpr int kStep = Config::kStep, kScoreBlocks = kStep / 8,
+                       kOutBlocks = Config::kDim / 8;
+  static constexpr int kScoresBarrier = 1, kZeroedBarrier = 2;
+
+  const AttentionBackwardParams& attention;
+  Storage& shared;
+  const int warpgroup, lane, warp;
+  const float scale_log2;
+  RingPosition<Storage::kItems> place;
+  RingPosition<Config::kStages> slot;
+  int score_stage = 0, keys_parity = 0, stage = 0;
+  Accumulator<1, kOutBlocks> dk, dv;
+
+  __device__ __forceinline__ LongBackwardConsumer(const AttentionBackwardParams& params,
+                                                  Storage& storage, int own_warpgroup)
+      : attention(params),
+        shared(storage),
+        warpgroup(own_warpgroup),
+        lane(threadIdx.x % 32),
+        warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % 128 / 32, 0)),
+        scale_log2(static_cast<float>(params.scale) * kLog2E) {}
+
+  __device__ __forceinline__ void release_step(int done) {
+    if (lane == 0) shared.ring.release(done);
+  }
+
+  // Rows of a tile from `rows` up to `last` become zeros; the caller fences.
+  template <typename Tile>
+  __device__ __forceinline__ void zero_rows(Tile& tile, int rows, int last) {
+#pragma unroll 1
+    for (int index = threadIdx.x % 128; index < (last - rows) * Tile::kChunks; index += 128) {
+      *reinterpret_cast<uint4*>(tile.chunk(rows + index / Tile::kChunks, index % Tile::kChunks)) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ __forceinline__ void finish_zeros() {
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kZeroedBarrier + warpgroup, 128);
+  }
+
+  // Zeros where a query does not see a key.
+  __device__ __forceinline__ void zero_unseen(Accumulator<1, kScoreBlocks>& values,
+                                              const KeyItem& item, int query) const {
+    const WindowOf<int> window = queries_window(attention, item);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warpgroup * 64 + warp * 16 + half * 8 + lane / 4;
+      const VisibleColumns visible(window, item.key + row, query, kStep, query + kStep);
+      const int last = row < item.keys ? visible.last : 0;
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = block * 8 + 2 * (lane % 4) + i;
+          if (column < visible.first || column >= last) values[0][block][2 * half + i] = 0.0f;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int e = 0; e < kOutBlocks * 4; ++e) dk[0][e / 4][e % 4] = dv[0][e / 4][e % 4] = 0.0f;
+  }
+
+  // dS^T to shared memory, [keys, queries].
+  __device__ __forceinline__ void write_grad_scores(const PackedRows<Element, kScoreBlocks>& ds) {
+    auto& tile = shared.sGradScores[score_stage];
+    const int row = warpgroup * 64 + warp * 16 + lane % 16;
+    const uint32_t base = ptx::shared_address(tile.data) + row * 128;
+    const int swizzle = row & 7;
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
+      const int chunk = 2 * k + lane / 16;
+      const uint32_t address = base + k / 4 * (Config::kTileN * 128) +
+                               ((chunk % 8) ^ swizzle) * Storage::ScoreRows::kChunkBytes;
+      ptx::stmatrix_x4(address, ds.fragments[k]);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // dQ of this warpgroup's part of the step.
+  __device__ __forceinline__ void start_grad_q(Accumulator<1, 8>& dq) {
+    using Product = ptx::Wgmma<Element, true, true>;
+    const int own_columns = Config::kDim == 128 ? warpgroup : 0,
+              own_queries = Config::kDim == 64 ? warpgroup : 0;
+    const ptx::MatrixDescriptor scores = shared.sGradScores[score_stage].descriptor() +
+                                         own_queries * Storage::ScoreRows::kGroupBytes,
+                                keys = shared.sK.descriptor() +
+                                       own_columns * Storage::KeyRows::kGroupBytes;
+#pragma unroll
+    for (int k = 0; k < Config::kTileN; k += 16)
+      Product::run(dq[0], scores + Storage::ScoreRows::row_step_bytes(k),
+                   keys + Storage::KeyRows::row_step_bytes(k), k > 0);
+  }
+
+  // Adds dQ to its sums.
+  __device__ __forceinline__ void add_grad_q(const Accumulator<1, 8>& dq, const LongStep& step) {
+    constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
+    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
+    float* sums =
+        step.grad_q +
+        static_cast<int64_t>(row / kLongGroupRows) * attention.heads * (kChunks * kChunk) +
+        (Config::kDim == 128 ? warpgroup * kChunk : 0);
+    float* staged = shared.sGradQ[warpgroup * 4 + warp];
+    if (lane == 0) ptx::cp_async_bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < 8; ++block)
+      ptx::st_shared_16(staged + block * 128 + lane * 4, dq[0][block]);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0 && row < step.rows) {
+      ptx::cp_reduce_async_bulk_add(sums, staged, kChunk * 4);
+      ptx::cp_async_bulk_commit();
+    }
+  }
+
+  __device__ __forceinline__ void wait_for_step() {
+    shared.ring.wait(slot);
+    stage = slot.advance();
+    const int rows = shared.steps[stage].rows;
+    if (rows < kStep) {
+      zero_rows(shared.sQ[stage], rows, kStep);
+      zero_rows(shared.sGradOut[stage], rows, kStep);
+      finish_zeros();
+    }
+  }
+  // S^T = K Q^T
+  __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s) {
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+  }
+  // dP^T = V dO^T
+  __device__ __forceinline__ void start_grad_probs(Accumulator<1, kScoreBlocks>& dp) {
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(dp, shared.sV, warpgroup * 64, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+  }
+  // P^T = exp2(...)
+  __device__ __forceinline__ void finish_scores(Accumulator<1, kScoreBlocks>& s,
+                                                Accumulator<1, kScoreBlocks>& probs,
+                                                const KeyItem& item) const {
+    ptx::fence_operands(s[0]);
+#pragma unroll
+    for (int block = 0; block < kScoreBlocks; ++block) {
+      const float2 lse = *reinterpret_cast<const float2*>(
+          &shared.sStatistics[stage][0][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        probs[0][block][i] =
+            ptx::ex2_approx(__fmaf_rn(s[0][block][i], scale_log2, i % 2 == 0 ? -lse.x : -lse.y));
+      }
+    }
+    const LongStep& own = shared.steps[stage];
+    if (own.cuts >> warpgroup & 1) zero_unseen(probs, item, own.query);
+  }
+  // dS^T = P^T * (dP^T - delta), to s.
+  __device__ __forceinline__ void finish_grad_probs(Accumulator<1, kScoreBlocks>& s,
+                                                    Accumulator<1, kScoreBlocks>& dp) const {
+    ptx::fence_operands(dp[0]);
+#pragma unroll
+    for (int block = 0; block < kScoreBlocks; ++block) {
+      const float2 delta = *reinterpret_cast<const float2*>(
+          &shared.sStatistics[stage][1][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+    }
+  }
+
+  // All steps of an item.
+  __device__ __forceinline__ void run_steps(const KeyItem& item) {
+    int last = -1;  // the stage of the step whose dK is still being computed
+    bool is_last;
+    do {
+      wait_for_step();
+      Accumulator<1, kScoreBlocks> s, dp, probs;
+      start_scores(s);
+      start_grad_probs(dp);
+      ptx::wgmma_wait_group<1>();
+      if constexpr (Config::kFinishesLate) {
+        ptx::fence_operands(dk[0]);
+        if (last >= 0) release_step(last);
+        last = stage;
+      }
+      finish_scores(s, probs, item);
+      const PackedRows<Element, kScoreBlocks> p(probs);
+      ptx::wgmma_wait_group<0>();
+      finish_grad_probs(probs, dp);
+      const PackedRows<Element, kScoreBlocks> ds(probs);
+      write_grad_scores(ds);
+      ptx::fence_operands(dv[0]);
+      ptx::wgmma_fence();
+      wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+      ptx::wgmma_commit_group();
+      ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128);
+      Accumulator<1, 8> dq;
+      ptx::fence_operands(dk[0]);
+      ptx::wgmma_fence();
+      start_grad_q(dq);
+      ptx::wgmma_commit_group();
+      wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+      ptx::wgmma_commit_group();
+      score_stage ^= 1;
+      ptx::wgmma_wait_group<1>();
+      ptx::fence_operands(dq[0]);
+      ptx::fence_operands(dv[0]);
+      add_grad_q(dq, shared.steps[stage]);
+      is_last = shared.steps[stage].is_last;
+      if constexpr (!Config::kFinishesLate) {
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(dk[0]);
+        release_step(stage);
+      }
+    } while (!is_last);
+    if constexpr (Config::kFinishesLate) {
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dk[0]);
+      release_step(stage);
+    }
+  }
+
+  __device__ __forceinline__ void store_item(const KeyItem& item) {
+    const float scale = static_cast<float>(attention.scale);
+    const float scales[2] = {scale, scale}, ones[2] = {1.0f, 1.0f};
+    const int own_row = warpgroup * 64 + warp * 16 + lane / 4, rows = item.keys - own_row;
+    const int64_t global_row = static_cast<int64_t>(item.key_begin) + own_row;
+    store_quads(dk, scales, row_of<Element>(attention.grad_k, global_row, item.kv_head),
+                attention.grad_k.row_stride, rows, attention.dim_qk, lane);
+    store_quads(dv, ones, row_of<Element>(attention.grad_v, global_row, item.kv_head),
+                attention.grad_v.row_stride, rows, attention.dim_v, lane);
+  }
+
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      shared.items.wait(place);
+      const int stage = place.advance();
+      const KeyItem& item = shared.item[stage];
+      if (item.is_end) break;
+      reset();
+      const StepRange<kStep> range(item, queries_window(attention, item));
+      if (range.count > 0) {
+        ptx::mbarrier_wait(shared.keys_full, keys_parity);
+        keys_parity ^= 1;
+        const int first = max(item.keys, warpgroup * 64), last = warpgroup * 64 + 64;
+        if (first < last) {
+          zero_rows(shared.sK, first, last);
+          zero_rows(shared.sV, first, last);
+          finish_zeros();
+        }
+        run_steps(item);
+        if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
+      }
+      store_item(item);
+      if (lane == 0) shared.items.release(stage);
+    }
+    if (lane == 0) ptx::cp_async_bulk_wait();
+  }
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
+    const __grid_constant__ LongBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<LongBackwardStorage<Config>*>(wgmma_shared_bytes);
+  constexpr int kConsumerWarps = Config::kWarpgroups * 4;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(params.q);
+    ptx::prefetch_tensormap(params.k);
+    ptx::prefetch_tensormap(params.v);
+    ptx::prefetch_tensormap(params.grad_out);
+    shared.items.init(kConsumerWarps + 1);
+    shared.ring.init(kConsumerWarps);
+    ptx::mbarrier_init(shared.keys_full, 1);
+    ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::griddepcontrol_wait();
+  __syncthreads();
+  // The same in all lanes, as the compiler then sees.
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
+    if (threadIdx.x == 32) copy_steps<Config>(params, shared);
+  } else {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
+  }
+}
+
+template <typename Config>
+cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
+  using Storage = LongBackwardStorage<Config>;
+  LongBackwardParams params;
+  params.attention = attention;
+  const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
+  int device = 0, num_sms = 0;
+  const cudaError_t errors[] = {
+      encode_heads<typename Storage::QueryRows>(params.q, attention, attention.q, queries,
+                                                attention.heads, attention.dim_qk),
+      encode_heads<typename Storage::QueryRows>(params.grad_out, attention, attention.grad_out,
+                                                queries, attention.heads, attention.dim_v),
+      encode_heads<typename Storage::KeyRows>(params.k, attention, attention.k, keys,
+                                              attention.kv_heads, attention.dim_qk),
+      encode_heads<typename Storage::KeyRows>(params.v, attention, attention.v, keys,
+                                              attention.kv_heads, attention.dim_v),
+      cudaGetDevice(&device),
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};
+  for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  // Several CTAs per SM, but no more, since often there is nothing to do.
+  const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
+                slots = 8 * num_sms / attention.heads + 1;
+  const Grid rows{tiles < slots ? tiles : slots, attention.heads};
+  cudaError_t error = launch_dependent<plan_long<Config::kTileN, AttentionBackwardParams>>(
+      attention, Grid{1}, kPlanThreads, 0, stream);
+  if (error != cudaSuccess) return error;
+  error = launch_dependent<prepare_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+  if (error != cudaSuccess) return error;
+  const int64_t items =
+      num_tiles(keys, attention.kv_offsets.num_seqs, Config::kTileN) * attention.kv_heads;
+  error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
+                                                  Config::kThreads, sizeof(Storage), stream,
+                                                  Config::kName);
+  if (error != cudaSuccess) return error;
+  return launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+}
+
+template <typename Element>
+cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return dim_bucket(params) == 64
+             ? launch_long_backward<LongBackwardConfig<Element, 64>>(params, stream)
+             : launch_long_backward<LongBackwardConfig<Element, 128>>(params, stream);
+}
+
+}  // namespace jagged_cuda::attention

@@ -1,0 +1,355 @@
+// Work on short sequences, of up to kShortRows queries and keys, that are not tiny. One persistent CTA
+// per SM takes items (sequence, head): a warp copies their operands into a ring in shared memory, as
+// far ahead as there is room; other warps each take one unit of an item (some of its queries) after
+// another and wait for nothing but the item's copies.
+//
+// Barriers, for each item:     arrives                              waits
+//     full      copying warp, with the bytes of the item            helping warp
+//     ready     helping warp, when rows past the end are zeros      computing warps
+//     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
+//               its operands                                        room
+//
+// Units are handed out in order: the first to each warp, the others by a counter, the next before the
+// last is given up. So a warp always holds a unit that is not done, and no more than kAhead items
+// behind that are in flight; it walks over no more than kAhead + 1 descriptions, while kAhead more
+// are written: hence kDescribed.
+//
+// Which items a CTA takes: where there are few sequences (lists_all) the producers of each CTA read
+// all their lengths and take an equal part of the work; else sequences go round, 8 at a time.
+#pragma once
+
+#include "cuda/kernels/attention/tiles.cuh"
+#include "cuda/kernels/attention/tiny_tile.cuh"
+#include "cuda/kernels/prim/tma.cuh"
+#include "cuda/kernels/prim/wgmma.cuh"
+
+namespace jagged_cuda::attention {
+
+__host__ __device__ constexpr int round_up(int value, int unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+// One head of one sequence, in the ring.
+struct ShortItem {
+  TinyRows queries;
+  TinyRows keys;
+  unsigned head;
+  int first_unit;  // of all units of the CTA
+  int units;       // -1: there are no more items
+  int q, k, v;     // bytes from the start of the ring
+};
+
+// A sequence and those of its heads that a CTA takes.
+struct ShortSequence {
+  TinyRows queries;
+  TinyRows keys;
+  int first_head;
+  int last_head;
+};
+
+struct ShortLayout {
+  static constexpr int kColumns = 64;  // more than D or Dv become zeros
+  static constexpr int kRowBytes = kColumns * 2;
+  static constexpr int kBoxRows = 16;  // of a copy
+  static constexpr int kAhead = 8;
+  static constexpr int kDescribed = 32;
+  static constexpr int kList = 256;
+  // Up to kList / kCostRatio sequences per CTA are listed at once: in an equal part of the work none
+  // costs less than this part of the average (short_cost).
+  static constexpr int kCostRatio = 16;
+};
+
+template <int kRingBytes_>
+struct ShortStorage : ShortLayout {
+  static constexpr int kRingBytes = kRingBytes_;
+  alignas(1024) char ring[kRingBytes];
+  ShortItem items[kDescribed];
+  uint64_t full[kDescribed], ready[kDescribed], empty[kDescribed];
+  ShortSequence list[kList];
+  int num_listed;
+  int warp_costs[4];
+  int next_unit;
+
+  // One thread.
+  __device__ __forceinline__ void init(int max_units, int computing_warps) {
+    for (int i = 0; i < kDescribed; ++i) {
+      ptx::mbarrier_init(full[i], 1);
+      ptx::mbarrier_init(ready[i], 1);
+      ptx::mbarrier_init(empty[i], max_units);
+    }
+    num_listed = 0;
+    next_unit = computing_warps;
+    ptx::fence_mbarrier_init();
+  }
+};
+
+__device__ __forceinline__ ShortSequence short_sequence(const AttentionParams& params,
+                                                        int64_t seq) {
+  if (seq >= params.q_offsets.num_seqs) return {};
+  const TinyRows queries = tiny_rows(params.q_offsets, static_cast<unsigned>(seq));
+  const TinyRows keys = params.kv_offsets.data == params.q_offsets.data
+                            ? queries
+                            : tiny_rows(params.kv_offsets, static_cast<unsigned>(seq));
+  if (max(queries.len, keys.len) > kShortRows || is_tiny(queries.len, keys.len)) return {};
+  return {queries, keys, 0, params.heads};
+}
+
+__device__ __forceinline__ bool lists_all(const AttentionParams& params) {
+  return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
+}
+
+// What an item costs, in rows moved; 0 where there is none.
+__device__ __forceinline__ int short_cost(const ShortSequence& sequence) {
+  const int queries = sequence.queries.len, keys = sequence.keys.len;
+  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
+}
+
+// Lists the sequences of this CTA; 128 threads, which meet at named barrier 1.
+template <typename Storage>
+__device__ __forceinline__ void list_short(const AttentionParams& params, Storage& shared,
+                                           int thread) {
+  const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
+  const int per_thread = (num_seqs + 127) / 128, first = thread * per_thread,
+            last = min(first + per_thread, num_seqs);
+  int cost = 0;
+#pragma unroll 8
+  for (int seq = first; seq < last; ++seq) cost += short_cost(short_sequence(params, seq));
+  int sum = cost;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += before;
+  }
+  if (lane == 31) shared.warp_costs[thread / 32] = sum;
+  ptx::bar_sync(1, 128);
+  int total = 0, before = sum - cost;
+#pragma unroll
+  for (int warp = 0; warp < 4; ++warp) {
+    if (warp < thread / 32) before += shared.warp_costs[warp];
+    total += shared.warp_costs[warp];
+  }
+  const int64_t heads = params.heads, all = total * heads, low = all * blockIdx.x / gridDim.x,
+                high = all * (blockIdx.x + 1) / gridDim.x;
+  if ((before + cost) * heads > low && before * heads < high) {
+    int64_t start = before * heads;
+#pragma unroll 1
+    for (int seq = first; seq < last; ++seq) {
+      ShortSequence sequence = short_sequence(params, seq);
+      const int own = short_cost(sequence);
+      if (own == 0) continue;
+      // Heads whose items start in [low, high).
+      const auto head_at = [&](int64_t place) {
+        return place <= start ? 0 : static_cast<int>(min((place - start + own - 1) / own, heads));
+      };
+      sequence.first_head = head_at(low);
+      sequence.last_head = head_at(high);
+      start += own * heads;
+      if (sequence.first_head < sequence.last_head)
+        shared.list[atomicAdd(&shared.num_listed, 1)] = sequence;
+    }
+  }
+  ptx::bar_sync(1, 128);
+}
+
+// The copying warp.
+template <typename Storage>
+struct ShortProducer {
+  const AttentionParams& params;
+  Storage& shared;
+  int max_units;
+  int lane;
+  int pushed = 0, released = 0;  // items
+  int units = 0;
+  // Bytes of the ring that were ever given out, counting those skipped at its end: now, at the start
+  // of the item with lane % kAhead, and of the oldest item not released. They may wrap.
+  unsigned tail = 0, start = 0, oldest = 0;
+  int place = 0;  // tail within the ring
+
+  static constexpr int kAhead = Storage::kAhead, kDescribed = Storage::kDescribed;
+
+  // Waits until the oldest item has been read.
+  __device__ __forceinline__ void release() {
+    ptx::mbarrier_wait(shared.empty[released % kDescribed], released / kDescribed % 2);
+    ++released;
+    oldest = __shfl_sync(0xffffffffu, start, released % kAhead);
+  }
+  // Room in one piece: its offset in the ring.
+  __device__ __forceinline__ int allocate(int bytes) {
+    constexpr int kRing = Storage::kRingBytes;
+    if (place + bytes > kRing) {
+      tail += kRing - place;
+      place = 0;
+    }
+    while (tail + bytes - oldest > kRing) release();
+    tail += bytes;
+    place += bytes;
+    return place - bytes;
+  }
+  __device__ __forceinline__ int allocate_rows(int rows) {
+    return allocate(round_up(round_up(rows, Storage::kBoxRows) * Storage::kRowBytes, 1024));
+  }
+  // Before an item's parts are allocated.
+  __device__ __forceinline__ void begin_item() {
+    while (pushed - released == kAhead) release();
+    if (lane == pushed % kAhead) start = tail;
+    if (released == pushed) oldest = tail;
+  }
+
+  // Boxes of one tensor's rows; lane 0.
+  __device__ __forceinline__ void copy_rows(const CUtensorMap& map, int to, const TinyRows& rows,
+                                            unsigned head, uint64_t& full) {
+    for (int row = 0; row < rows.len; row += Storage::kBoxRows) {
+      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
+                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
+                                   full);
+    }
+  }
+
+  // Describes an item whose parts are allocated, and calls copy(full barrier) in lane 0.
+  template <typename Copy>
+  __device__ __forceinline__ void push(ShortItem& item, int bytes, Copy copy) {
+    const int slot = pushed++ % kDescribed;
+    item.first_unit = units;
+    units += item.units;
+    if (lane == 0) {
+      shared.items[slot] = item;
+      if (item.units < max_units)
+        ptx::mbarrier_arrive_count(shared.empty[slot], max_units - item.units);
+      ptx::mbarrier_arrive_expect_tx(shared.full[slot], bytes);
+      copy(shared.full[slot]);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void finish() {
+    begin_item();
+    const int slot = pushed % kDescribed;
+    if (lane == 0) {
+      shared.items[slot].units = -1;
+      ptx::mbarrier_arrive(shared.full[slot]);
+    }
+  }
+
+  // Lists the sequences of round `round`, where they go round; false if there are no more.
+  __device__ __forceinline__ bool list_round(int round) {
+    constexpr int kRun = 8, kRunsAtOnce = 32 / kRun, kLoads = 4;
+    const auto run_of = [&](int run) {
+      return (static_cast<int64_t>(round) * kLoads * kRunsAtOnce + run) * gridDim.x + blockIdx.x;
+    };
+    if (run_of(0) * kRun >= params.q_offsets.num_seqs) return false;
+    ShortSequence sequences[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      sequences[i] =
+          short_sequence(params, run_of(i * kRunsAtOnce + lane / kRun) * kRun + lane % kRun);
+    int listed = 0;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool any = sequences[i].queries.len + sequences[i].keys.len > 0;
+      const unsigned all = __ballot_sync(0xffffffffu, any);
+      if (any) shared.list[listed + __popc(all & ((1u << lane) - 1))] = sequences[i];
+      listed += __popc(all);
+    }
+    if (lane == 0) shared.num_listed = listed;
+    __syncwarp();
+    return true;
+  }
+
+  // Visits each item; all sequences of the CTA are listed already, or go round.
+  template <typename Visit>
+  __device__ __forceinline__ void run(bool listed, Visit visit) {
+    for (int round = 0; listed ? round == 0 : list_round(round); ++round) {
+      const int num_listed = shared.num_listed;
+      for (int i = 0; i < num_listed; ++i) {
+        const ShortSequence sequence = shared.list[i];
+        for (int head = sequence.first_head; head < sequence.last_head; ++head)
+          visit(sequence, static_cast<unsigned>(head));
+      }
+    }
+    finish();
+  }
+};
+
+// Hands a computing warp one unit after another.
+template <typename Storage>
+struct ShortUnits {
+  Storage& shared;
+  int lane;
+  int taken;         // the warp's unit of all; at first its own number
+  int position = 0;  // of the item
+
+  __device__ __forceinline__ int slot() const { return position % Storage::kDescribed; }
+  __device__ __forceinline__ const ShortItem& item() const { return shared.items[slot()]; }
+
+  // Waits for the item of the unit taken; `unit` is the unit's number in it. False if there is none.
+  __device__ __forceinline__ bool find(int& unit) {
+    for (;; ++position) {
+      ptx::mbarrier_wait(shared.ready[slot()], position / Storage::kDescribed % 2);
+      if (item().units < 0) return false;
+      unit = taken - item().first_unit;
+      if (unit < item().units) return true;
+    }
+  }
+  // This warp has read all that it will of the unit's item.
+  __device__ __forceinline__ void take_next() {
+    __syncwarp();
+    if (lane == 0) {
+      taken = atomicAdd(&shared.next_unit, 1);
+      ptx::mbarrier_arrive(shared.empty[slot()]);
+    }
+    taken = __shfl_sync(0xffffffffu, taken, 0);
+  }
+};
+
+// Rows [rows, round_up(rows, kBoxRows)) of a part become zeros; one warp.
+template <typename Storage>
+__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int lane) {
+  constexpr int kChunks = Storage::kRowBytes / 16;
+  const int first = rows * kChunks, last = round_up(rows, Storage::kBoxRows) * kChunks;
+  for (int chunk = first + lane; chunk < last; chunk += 32)
+    *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
+}
+
+// A warp's 16 rows of 64 columns, each times its scale, as they leave: lane l holds chunk l % 8 of rows
+// 4 i + l / 8. They pass through 16 rows of shared memory that only this warp uses.
+struct ShortOutput {
+  uint4 chunks[4];
+
+  template <typename Element>
+  __device__ __forceinline__ static ShortOutput of(const float (&o)[8][4], const float (&scale)[2],
+                                                   uint32_t stage, int lane) {
+    constexpr int kRowBytes = ShortLayout::kRowBytes;
+    ShortOutput output;
+    const int quad = lane / 4;
+    // The stage starts at a multiple of 1024 bytes.
+    const uint32_t words = (stage + quad * kRowBytes + lane % 4 * 4) ^ (quad * 16);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int half = i / 8, block = i % 8;
+      ptx::st_shared_4(
+          (words ^ (block * 16)) + half * 8 * kRowBytes,
+          pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      output.chunks[i] = ptx::ld_shared_16(stage + row * kRowBytes + ((lane % 8 ^ row % 8) * 16));
+    }
+    return output;
+  }
+
+  // `g` is this lane's chunk of row lane / 8, `rows` how many exist from there on; none in the columns
+  // past the end.
+  __device__ __forceinline__ void store(const LaneRows& g, int rows) const {
+    char* target = g.data;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i * 4 < rows) ptx::st_global_16(target, chunks[i]);
+      target += static_cast<uint64_t>(g.row_bytes) * 4;
+    }
+  }
+};
+
+}  // namespace jagged_cuda::attention

@@ -1,0 +1,16 @@
+// jagged_dense_add: z_b[i] = x_b[i] + y[b, i], and x_b[i] alone from M on (rows/combine.cuh:
+// mapping, ragged edges). Integers wrap around.
+#include "cuda/kernels/jagged_dense_add.h"
+#include "cuda/kernels/rows/combine.cuh"
+
+namespace jagged_cuda {
+
+cudaError_t launch_jagged_dense_add(const CombineParams& params, RowType type,
+                                    cudaStream_t stream) {
+  return rows::with_row_type(type, [&](auto element) {
+    return rows::launch_combine<rows::Add, decltype(element)>(params, stream,
+                                                              "cuda.jagged_dense_add");
+  });
+}
+
+}  // namespace jagged_cuda

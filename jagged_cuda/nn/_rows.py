@@ -1,0 +1,88 @@
+"""What modules take as rows: a tensor with offsets, a nested tensor or TorchRec's JaggedTensor.
+
+`take_apart` and `put_together` are one node each in a graph that torch.fx traces, where nobody
+knows yet which of them will come.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from jagged_cuda import nested, torchrec
+from jagged_cuda.ops._contract import fail_argument, shape_text
+
+# A JaggedTensor has no name here: TorchRec is not imported.
+Rows: TypeAlias = Tensor | Any
+
+
+def _one_node(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def public(*args: Any) -> Any:
+        if any(isinstance(arg, torch.fx.Proxy) for arg in args):
+            return handle_torch_function(public, args, *args)
+        return function(*args)
+
+    return public
+
+
+@_one_node
+def take_apart(
+    module: str,
+    name: str,
+    x: Rows,
+    offsets: Tensor | None,
+    width: int,
+    default: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`[T, width]` and offsets of x; what does not fit raises RuntimeError with these names.
+
+    Args:
+        default: the offsets of a tensor that comes without.
+    """
+    if isinstance(x, Tensor) and not x.is_nested:
+        values = x
+        offsets = default if offsets is None else offsets
+        if offsets is None:
+            expected = f"given with {name}, unless that is a JaggedTensor or a nested tensor"
+            fail_argument(module, _offsets_of(name), expected, "None")
+    else:
+        if offsets is not None:
+            fail_argument(module, _offsets_of(name), f"None, since {name} has its own", "a tensor")
+        if nested.is_nested(x):
+            values, offsets = nested.unpack(x)
+        elif torchrec.is_jagged_tensor(x):
+            values, offsets = torchrec.unpack(x)
+        else:
+            expected = "a tensor, a JaggedTensor or a nested tensor"
+            fail_argument(module, name, expected, torchrec.describe(x))
+    if values.dim() != 2 or values.shape[1] != width:
+        fail_argument(module, name, shape_text(["T", width]), shape_text(values.shape))
+    return values, offsets
+
+
+def _offsets_of(name: str) -> str:
+    return "kv_offsets" if name == "kv" else "offsets"
+
+
+@_one_node
+def check_targets(module: str, targets: Tensor, width: int) -> Tensor:
+    """targets, if they are `[B, N, width]`."""
+    if not isinstance(targets, Tensor) or targets.is_nested:
+        fail_argument(module, "targets", "a tensor", torchrec.describe(targets))
+    if targets.dim() != 3 or targets.shape[2] != width:
+        fail_argument(module, "targets", shape_text(["B", "N", width]), shape_text(targets.shape))
+    return targets
+
+
+@_one_node
+def put_together(x: Rows, values: Tensor) -> Rows:
+    """Other rows as x has its own: of x's kind, with its offsets."""
+    if isinstance(x, Tensor):
+        return nested.with_values(x, values) if x.is_nested else values
+    return torchrec.with_values(x, values)

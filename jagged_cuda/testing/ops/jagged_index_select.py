@@ -1,0 +1,69 @@
+"""jagged_index_select: each sequence twice, by its number or by joining x with itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged_cuda.testing.case import CAPACITIES, ROW_PROFILES, TRAILING, Case, Tensors
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.plans import packed, rows_of_sequences, taken
+from jagged_cuda.testing.samples import Sample, Spec
+
+FUNCTIONS = ("jagged_index_select", "jagged_concat")
+
+
+def layout_of(spec: Spec) -> Layout:
+    """Both copies of a sequence are one."""
+    return packed(spec, (2 * n for n in spec.layout.lengths))
+
+
+def index_of(offsets: Tensor) -> Tensor:
+    return torch.arange(2 * (offsets.shape[0] - 1), device=offsets.device) // 2
+
+
+def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
+    x, total = t["x"], layout_of(spec).total
+    if spec.choices["function"] == "jagged_concat":
+        return {"out": ops.jagged_concat([x, x], [offsets, offsets], total=total)[0]}
+    return {"out": ops.jagged_index_select(x, offsets, index_of(offsets), total=total)[0]}
+
+
+def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    index, total = index_of(sample.offsets), layout_of(sample.spec).total
+    planning = (sample.offsets, index, sample.spec.layout.total, total)
+    rows, taken = torch.ops.jagged_cuda.jagged_index_select(*planning)
+    x = sample.tensors["x"]
+    copies = torch.ones((total, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    groups = 2 * torch.arange(sample.offsets.shape[0], device=x.device)
+    order = torch.arange(len(index), device=x.device)
+    return {
+        "jagged_index_select": planning,
+        "jagged_index_select_backward": (
+            copies.requires_grad_(),
+            *(rows, sample.offsets, taken, order, groups),
+            sample.spec.layout.total,
+        ),
+    }
+
+
+def reference(spec: Spec, t: Tensors) -> Tensors:
+    rows = [row for rows in rows_of_sequences(spec.layout) for row in (*rows, *rows)]
+    return {"out": taken(t["x"], rows, layout_of(spec))}
+
+
+CASE = Case(
+    name="jagged_index_select",
+    choices={"trailing": TRAILING, "function": FUNCTIONS, "capacity": CAPACITIES},
+    shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
+    rows={"x": "q", "out": layout_of},
+    function=function,
+    registered=registered,
+    reference=reference,
+    profiles=ROW_PROFILES,
+    autocast="unchanged",
+    functions=FUNCTIONS,
+    huge={"trailing": (512,)},
+)

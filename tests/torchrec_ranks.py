@@ -1,0 +1,162 @@
+"""Two ranks of gloo that train examples/torchrec_model.py, for tests/test_torchrec.py.
+
+`train` runs both and returns their losses, by name: each sharding of the table, without and with
+TorchRec's pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.streamable import Pipelineable
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from torchrec_model import HistoryRanker, draw
+
+SHARDINGS: dict[str, Callable[[], Any]] = {
+    "row_wise": row_wise,
+    "table_wise": lambda: table_wise(rank=1),
+    "column_wise": lambda: column_wise(ranks=[0, 1]),
+}
+RANKS, STEPS, NUM_USERS, NUM_ITEMS, CANDIDATES, LEARNING_RATE = 2, 6, 5, 40, 3, 2.0
+
+
+@dataclass
+class Batch(Pipelineable):
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(self.features.to(device, non_blocking), self.labels.to(device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.features.record_stream(stream)
+
+
+class Task(nn.Module):
+    """The loss, as a pipeline wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ranker = HistoryRanker(NUM_ITEMS, dim=16)
+
+    def forward(self, batch):
+        logits = self.ranker(batch.features)
+        return nn.functional.cross_entropy(logits, batch.labels), logits
+
+
+def batches(rank: int) -> Iterator[Batch]:
+    for step in range(STEPS):
+        features = draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed=RANKS * (step % 2) + rank)
+        yield Batch(features, torch.zeros(NUM_USERS, dtype=torch.long))
+
+
+def train_alone() -> list[float]:
+    """The same steps in one process, on the batches of all ranks."""
+    task = Task()
+    optimizer = torch.optim.SGD(task.parameters(), LEARNING_RATE)
+    losses = []
+    for step in zip(*(batches(rank) for rank in range(RANKS)), strict=True):
+        loss = torch.stack([task(batch)[0] for batch in step]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _shard(task: Task, sharding: Callable[[], Any]) -> DistributedModelParallel:
+    embeddings = task.ranker.embeddings
+    apply_optimizer_in_backward(torch.optim.SGD, embeddings.parameters(), {"lr": LEARNING_RATE})
+    sharder = EmbeddingCollectionSharder()
+    plan = construct_module_sharding_plan(
+        embeddings,
+        {"item_table": sharding()},
+        sharder=sharder,
+        local_size=RANKS,
+        world_size=RANKS,
+        device_type="cpu",
+    )
+    return DistributedModelParallel(
+        task,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"ranker.embeddings": plan}),
+        sharders=[sharder],
+    )
+
+
+def _steps(rank: int, sharding: Callable[[], Any], pipelined: bool) -> Iterator[Tensor]:
+    """The loss of each step on this rank."""
+    model = _shard(Task(), sharding)
+    # Those of the table have their own, in the backward.
+    dense = [each for name, each in model.named_parameters() if "embeddings" not in name]
+    optimizer = torch.optim.SGD(dense, LEARNING_RATE)
+    if not pipelined:
+        for batch in batches(rank):
+            loss, _ = model(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+        return
+
+    logits_of: list[Tensor] = []
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, torch.device("cpu"), execute_all_batches=True
+    )
+    given = batches(rank)
+    for batch in batches(rank):
+        logits_of.append(pipeline.progress(given))
+        yield nn.functional.cross_entropy(logits_of[-1].detach(), batch.labels)
+    # It runs ahead only for embeddings that it has found.
+    names = [type(module).__name__ for module in pipeline._pipelined_modules]
+    assert names == ["ShardedEmbeddingCollection"], names
+
+
+def _run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
+    )
+    found = {}
+    for name, sharding in SHARDINGS.items():
+        for pipelined in (False, True):
+            losses = torch.stack(list(_steps(rank, sharding, pipelined)))
+            distributed.all_reduce(losses)
+            found[f"{name}{', pipelined' if pipelined else ''}"] = (losses / RANKS).tolist()
+    if rank == 0:
+        (Path(folder) / "losses.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def train(folder: Path) -> dict[str, list[float]]:
+    """On RANKS ranks, which meet in a folder."""
+    torch.multiprocessing.spawn(_run, args=(str(folder),), nprocs=RANKS)
+    return json.loads((folder / "losses.json").read_text())
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    print(train_alone())
+    print(train(Path(tempfile.mkdtemp())))
