@@ -632,4 +632,8 @@ def choose_sizes(args: argparse.Namespace, processes: Processes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of gloo's that are still ending when Python does abort the process.
+    os._exit(status)

@@ -156,6 +156,7 @@ def trainings(*arguments: list[str]) -> str:
     for each, port in zip(arguments, free_ports(len(arguments)), strict=True):
         lines.append(f"os.environ['MASTER_PORT'] = '{port}'")
         lines.append(f"train_ranker.main([*sys.argv[1:], *{each!r}])")
+    lines.append("sys.stdout.flush(); os._exit(0)  # as train_ranker.py itself ends")
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ TorchRec's pipeline.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ def _run(rank: int, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "losses.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
+    # Threads of gloo's that are still ending when Python does would abort the process.
+    os._exit(0)
 
 
 def train(folder: Path) -> dict[str, list[float]]:
