@@ -8,6 +8,7 @@ CPU tensors in fp32, fp16 and fp64.
 from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
+from .jagged_concat import jagged_concat
 from .jagged_dense_add import jagged_dense_add
 from .jagged_dense_bmm import jagged_dense_bmm
 from .jagged_dense_mul import jagged_dense_mul
@@ -27,7 +28,7 @@ from .jagged_target_attention import jagged_target_attention
 from .jagged_to_padded import jagged_to_padded
 from .jagged_topk import jagged_topk
 from .padded_to_jagged import padded_to_jagged
-from .rows import jagged_concat, jagged_first, jagged_last, jagged_split
+from .rows import jagged_first, jagged_last, jagged_split
 
 __all__ = [
     "array_jagged_bmm_jagged_out",

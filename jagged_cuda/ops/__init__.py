@@ -3,6 +3,7 @@
 from jagged_cuda.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from jagged_cuda.ops.jagged2_softmax import jagged2_softmax
 from jagged_cuda.ops.jagged_broadcast import jagged_broadcast
+from jagged_cuda.ops.jagged_concat import jagged_concat
 from jagged_cuda.ops.jagged_dense_add import jagged_dense_add
 from jagged_cuda.ops.jagged_dense_bmm import jagged_dense_bmm
 from jagged_cuda.ops.jagged_dense_mul import jagged_dense_mul
@@ -27,6 +28,7 @@ __all__ = [
     "array_jagged_bmm_jagged_out",
     "jagged2_softmax",
     "jagged_broadcast",
+    "jagged_concat",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",
