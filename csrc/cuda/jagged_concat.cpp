@@ -16,10 +16,12 @@ using Given = std::array<std::optional<Tensor>, kConcatParts>;
 Given contiguous_offsets(const char* op, const Given& offsets,
                          const std::array<int64_t, kConcatParts>& rows) {
   Given bounds;
+  bool is_first = true;
   for (size_t p = 0; p < kConcatParts; ++p) {
     if (!offsets[p]) continue;
     bounds[p] = as_contiguous(op, *offsets[p]);
-    maybe_validate_offsets(op, "offsets", *bounds[p], rows[p], std::nullopt, /*is_first=*/p == 0);
+    maybe_validate_offsets(op, "offsets", *bounds[p], rows[p], std::nullopt, is_first);
+    is_first = false;
   }
   return bounds;
 }
