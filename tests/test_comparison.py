@@ -79,7 +79,8 @@ def broken(name: str, fault: Fault) -> Any:
     function = getattr(jagged_cuda, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        offsets = next(a for a in args if isinstance(a, Tensor) and not a.is_floating_point())
+        flat = [t for a in args for t in (a if isinstance(a, list) else [a])]
+        offsets = next(t for t in flat if isinstance(t, Tensor) and not t.is_floating_point())
         return fault(function(*args, **kwargs), offsets)
 
     return SimpleNamespace(**(vars(jagged_cuda) | {name: call}))

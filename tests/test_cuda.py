@@ -822,7 +822,7 @@ LAYOUT_OF_RESULT = {
     "jagged_target_attention": Layout((1,) * 500),
 }
 # Their cases compute a mask or an index on the GPU too; tests/test_rows.py looks at their memory.
-PLANNED = {"jagged_take", "jagged_select", "jagged_slice", "jagged_index_select"}
+PLANNED = {"jagged_take", "jagged_select", "jagged_slice", "jagged_index_select", "jagged_concat"}
 # So do the cases of those whose results are numbers.
 NUMBERS = [name for name, case in CASES.items() if not case.differentiable]
 PLANNED |= set(NUMBERS)

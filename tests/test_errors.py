@@ -62,7 +62,7 @@ def call_with_offsets(
         "padded_len": 6,
     }
     fixed["function"] = name
-    fixed["parts"] = "xx"
+    fixed["parts"] = "yx"
     choices |= {name: value for name, value in fixed.items() if name in choices}
     spec = dataclasses.replace(
         spec, layout=layout, kv_layout=None, choices=choices, storage={}, poisoned=False

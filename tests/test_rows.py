@@ -548,7 +548,7 @@ def test_long_scans() -> None:
 
 @pytest.mark.cuda
 def test_memory_is_that_of_results_and_plan() -> None:
-    """The plan takes 8 bytes per row of the result; nothing is padded."""
+    """A plan takes 8 bytes per row of the result, a concatenation none; nothing is padded."""
     x = torch.ones(2**18, 64, device="cuda")
     offsets = torch.tensor([0, 2**18 - 1000, 2**18], device="cuda")
     before = torch.cuda.memory_allocated()
@@ -557,6 +557,10 @@ def test_memory_is_that_of_results_and_plan() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= x.nbytes + 8 * 2**18 + 2**16
     del found
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    joined, _ = jagged_concat([x, x], [offsets, offsets], total=2**19)
+    assert torch.cuda.max_memory_allocated() - before <= joined.nbytes + 2**16
 
 
 def test_docstrings() -> None:

@@ -15,7 +15,7 @@ from jagged_cuda.testing.plans import packed, rows_of_sequences, taken
 from jagged_cuda.testing.samples import Sample, Spec
 
 # Which tensors are joined; more than four take a second move.
-PARTS = ("yx", "xx", "xyx", "yxxyx")
+PARTS = ("yx", "xxy", "xyx", "yxxyx")
 
 
 def layout_of(spec: Spec) -> Layout:
@@ -24,10 +24,16 @@ def layout_of(spec: Spec) -> Layout:
     return packed(spec, lengths)
 
 
+def dense_rows(y: Tensor, spec: Spec, lengths: Tensor) -> Tensor:
+    """y with zeros for empty sequences: samples have NaN there, as rows that are not to be read."""
+    return y.where((lengths > 0).view(-1, 1, *(1 for _ in spec.choices["trailing"])), 0.0)
+
+
 def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
     parts = spec.choices["parts"]
     bounds = [offsets if name == "x" else None for name in parts]
-    xs = [t[name] for name in parts]
+    given = {"x": t["x"], "y": dense_rows(t["y"], spec, offsets.diff())}
+    xs = [given[name] for name in parts]
     return {"out": ops.jagged_concat(xs, bounds, total=layout_of(spec).total)[0]}
 
 
@@ -49,7 +55,8 @@ def reference(spec: Spec, t: Tensors) -> Tensors:
         dense = range(first + seq * each, first + (seq + 1) * each)
         for name in spec.choices["parts"]:
             rows += own if name == "x" else dense
-    return {"out": taken(torch.cat([t["x"], t["y"].flatten(0, 1)]), rows, layout_of(spec))}
+    y = dense_rows(t["y"], spec, torch.tensor(spec.layout.lengths, device=t["y"].device))
+    return {"out": taken(torch.cat([t["x"], y.flatten(0, 1)]), rows, layout_of(spec))}
 
 
 CASE = Case(
