@@ -26,6 +26,7 @@ from benchmarks import (
     sweep,
     table,
     table1,
+    unseen,
 )
 from benchmarks.session import Command, LostDeviceError, Options, Session
 from benchmarks.timing import CpuTimer, CudaTimer, Timer
@@ -34,6 +35,7 @@ from jagged_cuda import _load
 COMMANDS: dict[str, Command] = {
     "table1": table1.COMMAND,
     **attention.COMMANDS,
+    "unseen": unseen.COMMAND,
     "rows": rows.COMMAND,
     "sweep": sweep.COMMAND,
     "host": host.COMMAND,

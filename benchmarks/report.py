@@ -32,6 +32,7 @@ TITLES = {
     "attention": "Self-attention",
     "figure2": "Figure 2 of the paper: forward and backward together",
     "target": "Target attention: items against histories",
+    "unseen": "Self-attention on shapes that nobody tuned for",
     "rows": "Moving rows",
     "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
