@@ -114,7 +114,7 @@ __device__ __forceinline__ void schedule(const LongForwardParams& params,
     __syncwarp();
     place.advance();
   };
-  // Where late queries see more keys, they come first.
+  // Where late queries see more keys, they come first, those of all heads.
   const bool descending = attention.window_right < AttentionParams::kUnbounded;
   ptx::griddepcontrol_wait();
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
@@ -124,18 +124,19 @@ __device__ __forceinline__ void schedule(const LongForwardParams& params,
     const int tiles = (sequence.num_queries + Config::kTileM - 1) / Config::kTileM;
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
-    const int tile = static_cast<int>(index % tiles);
+    const int fastest = descending ? attention.heads : tiles;
+    const int slow = static_cast<int>(index / fastest), fast = static_cast<int>(index % fastest);
     const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
                             ? RowRange{sequence.begin, sequence.num_queries}
                             : sequence_rows(attention.kv_offsets, sequence.seq);
     WorkItem item = {};
-    item.tile.row = (descending ? tiles - 1 - tile : tile) * Config::kTileM;
+    item.tile.row = (descending ? tiles - 1 - slow : fast) * Config::kTileM;
     item.tile.rows = min(Config::kTileM, sequence.num_queries - item.tile.row);
     item.tile.num_queries = sequence.num_queries;
     item.tile.num_keys = static_cast<int>(kv.len);
     item.tile.global_row = sequence.begin + item.tile.row;
     item.tile.key_begin = kv.begin;
-    item.head = static_cast<int>(index / tiles);
+    item.head = descending ? fast : slow;
     publish(item);
   }
   WorkItem end = {};
