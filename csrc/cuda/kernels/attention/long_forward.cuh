@@ -331,11 +331,6 @@ struct LongForwardConsumer {
                 attention.out.row_stride, rows, attention.dim_v, lane);
   }
 
-  __device__ __forceinline__ int own_last_key(const QueryTile& tile, const WindowOf<int>& window,
-                                              const KeyRange& keys) const {
-    const int first_row = tile.row + warpgroup * 64, rows = min(64, tile.rows - warpgroup * 64);
-    return max(keys.first + 1, window.last_column(first_row, rows, tile.num_keys));
-  }
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {
     release_slot(wait_for_slot());
@@ -416,7 +411,8 @@ struct LongForwardConsumer {
       }
       release_slot(score_slot);
       // Behind the last key that this warpgroup sees.
-      const int last = Config::kOwnQueries ? own_last_key(tile, window, keys) : keys.last;
+      const int last =
+          Config::kOwnQueries ? own_last_key(tile, window, keys, warpgroup * 64) : keys.last;
       if (keys.first + kTileN >= last) release_queries();
       reset();
       finish_scores(tile, window, keys.first);

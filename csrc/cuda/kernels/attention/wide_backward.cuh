@@ -217,10 +217,12 @@ struct WideDqConsumer {
                                            Accumulator<1, kOutBlocks>& dq) {
     const WindowOf<int> window = window_of(attention, tile);
     const float scale_log2 = static_cast<float>(attention.scale) * kLog2E;
+    const int last_key = own_last_key(tile, window, range, warpgroup * kRows);
     int last = -1;  // the stage of K whose product is in flight
     ptx::mbarrier_wait(shared.q_full[warpgroup], q_parity);
     q_parity ^= 1;
-    for (int key = range.first; key < range.last; key += kRows) {
+    int key = range.first;
+    for (; key < last_key; key += kRows) {
       const int stage = wait_for_keys(tile.num_keys - key);
       Accumulator<1, kScoreBlocks> s, dp;
       start_scores(s, stage);
@@ -244,7 +246,7 @@ struct WideDqConsumer {
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
       arrive(shared.values.empty[value_stage]);
-      if (key + kRows >= range.last) arrive(shared.q_empty[warpgroup]);
+      if (key + kRows >= last_key) arrive(shared.q_empty[warpgroup]);
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
 #pragma unroll
@@ -260,10 +262,11 @@ struct WideDqConsumer {
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq[0]);
     arrive(shared.keys.empty[last]);
+    skip_keys(key, range.last);
   }
-  // The other warpgroup's work on an item.
-  __device__ __forceinline__ void skip_keys(const KeyRange& range) {
-    for (int key = range.first; key < range.last; key += kRows) {
+  // Passes over keys that this warpgroup does not see.
+  __device__ __forceinline__ void skip_keys(int key, int last) {
+    for (; key < last; key += kRows) {
       shared.keys.wait(keys);
       arrive(shared.keys.empty[keys.advance()]);
       shared.values.wait(values);
@@ -282,7 +285,7 @@ struct WideDqConsumer {
       arrive(shared.items.empty[stage]);
       const KeyRange range(tile, window_of(attention, tile), kRows);
       if (warpgroup * kRows >= tile.rows) {
-        skip_keys(range);
+        skip_keys(range.first, range.last);
         continue;
       }
       const int64_t global_row = tile.global_row + own_row;
