@@ -49,6 +49,9 @@ _PRODUCT_PATHS = (
     (torch.float16, True, "mma_sync.f16"),
     (torch.bfloat16, False, "mma_sync.bf16"),
 )
+# The forward path of attention, where its name is not that of the backward path.
+_FORWARD = {"wgmma.d64": "short.d64", "wide.d192": "long.d192", "wide.d256": "long.d256"}
+
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
@@ -156,8 +159,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
-            # Where a kernel for short sequences takes all that are not tiny.
-            f"cuda.attention.forward.{'short.d64' if path == 'wgmma.d64' else path}",
+            f"cuda.attention.forward.{_FORWARD.get(path, path)}",
             f"cuda.attention.backward.{path}",
         )
         for dtype in _DTYPES.values()
@@ -171,7 +173,10 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ((128, 128), "wgmma.d128" if HOPPER else "mma_sync.d128"),
             ((8, 72), "wgmma.d128" if HOPPER else "mma_sync.d128"),
             ((129, 1), "mma_sync.d256"),
-            ((256, 256), "mma_sync.d256"),
+            ((136, 8), "wide.d192" if HOPPER else "mma_sync.d256"),
+            ((8, 192), "wide.d192" if HOPPER else "mma_sync.d256"),
+            ((256, 256), "wide.d256" if HOPPER else "mma_sync.d256"),
+            ((16, 200), "wide.d256" if HOPPER else "mma_sync.d256"),
         )
     ),
     *(
@@ -421,6 +426,31 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
     assert last_kernel("cuda") == f"cuda.attention.backward.{in_fixed_order}"
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@PATH
+@pytest.mark.parametrize(("dims", "bucket"), [((192, 136), 192), ((256, 256), 256)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_wide_heads(
+    dtype: torch.dtype, dims: tuple[int, int], bucket: int, path: str, causal: bool
+) -> None:
+    """Sequences of every length, in every mode, go one way."""
+    case = CASES["jagged_flash_attention"]
+    wgmma = HOPPER and path == "best"
+    for layout in (LAYOUT, Layout((1300, 129, 1100), base=5, tail=9)):
+        spec = spec_of(layout, dims=dims, causal=causal)
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        forward = f"long.d{bucket}" if wgmma else "mma_sync.d256"
+        assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                judge(case, spec, dtype, CUDA)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            backward = f"wide.d{bucket}" if wgmma else "mma_sync.d256"
+            assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
+
+
 # Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.
 TINY = Layout((*(0,) * 70, 64, 1, 63, 0, 17, 16, 33, 48, *(0,) * 70), base=5, tail=70)
 TINY_KEYS = Layout((*(0,) * 69, 3, 1, 64, 0, 5, 32, 16, 64, 49, *(0,) * 70), base=2, tail=4)
@@ -526,7 +556,10 @@ LONG_MIXED_KEYS = Layout((300, 129, 3, 700, 128, 64, 0, 0, 257, 800, 40, 130), b
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
-@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128), (192, 160), (256, 256), (16, 224)],
+)
 def test_long_among_shorter_sequences(
     dims: tuple[int, int], heads: tuple[int, int], cross: bool
 ) -> None:
@@ -559,7 +592,7 @@ def test_long_among_shorter_sequences_backward(
             assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
     """A long sequence alone gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]

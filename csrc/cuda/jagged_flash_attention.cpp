@@ -46,9 +46,10 @@ void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
   }
 }
 
-Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like) {
+Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like,
+                          int plans = 1) {
   constexpr int64_t kWordBytes = 4;
-  const int64_t words = long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
+  const int64_t words = plans * long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
   Tensor plan = allocate(op, like, {words}, ScalarType::Int);
   params.long_plan = plan.mutable_data_ptr();
   return plan;
@@ -127,7 +128,9 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
   Tensor long_plan, long_statistics, long_grad_q;
-  if (!deterministic && takes_long_backward(params)) {
+  if (is_wide(params)) {
+    if (takes_long_backward(params)) long_plan = allocate_long_plan(op, params, q, /*plans=*/2);
+  } else if (!deterministic && takes_long_backward(params)) {
     long_plan = allocate_long_plan(op, params, q);
     const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
     long_statistics =

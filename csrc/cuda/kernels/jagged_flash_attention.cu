@@ -14,11 +14,10 @@ bool copyable(const HeadsView& view, int64_t rows, int64_t heads) {
   return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
 }
 
-// Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that
-// can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
-// has the instruction.
+// Whether the wgmma kernels take these operands: rows that can be copied in 16-byte pieces, are not
+// expanded, and can be counted in 32 bits, and a GPU that has the instruction.
 bool takes_wgmma(const AttentionParams& params) {
-  return attention::dim_bucket(params) <= 128 && params.aligned && !params.mma_sync_only &&
+  return params.aligned && !params.mma_sync_only &&
          copyable(params.q, params.q_offsets.total, params.heads) &&
          copyable(params.k, params.kv_offsets.total, params.kv_heads) &&
          copyable(params.v, params.kv_offsets.total, params.kv_heads) &&
@@ -43,8 +42,7 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
 // Whether the kernels for long sequences take these operands, which the wgmma kernels take.
 template <typename Params>
 bool takes_long(const Params& params) {
-  const int dim = attention::dim_bucket(params);
-  return (dim == 64 || dim == 128) && params.q_offsets.total > long_rows(params) &&
+  return attention::dim_bucket(params) >= 64 && params.q_offsets.total > long_rows(params) &&
          (params.max_len == 0 || params.max_len > long_rows(params));
 }
 
@@ -96,7 +94,7 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
       const auto launch_longer = [&](AttentionParams longer) {
-        if (takes_wgmma(longer)) {
+        if (takes_wgmma(longer) && !is_wide(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
           cudaError_t error = cudaSuccess;
           if (takes_short(longer)) {
@@ -111,6 +109,9 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
             error = attention::launch_forward_wgmma<Element>(longer, stream);
           if (error == cudaSuccess && longer.long_plan != nullptr)
             error = attention::launch_forward_long<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+        } else if (takes_wgmma(longer) && takes_long(longer)) {
+          const cudaError_t error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
         longer.long_plan = nullptr;
@@ -130,7 +131,11 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
       return attention::launch_backward_fma<Element>(params, stream);
     } else {
       const auto launch_longer = [&](AttentionBackwardParams longer) {
-        if (!takes_wgmma(longer))
+        if (is_wide(longer) && longer.long_plan != nullptr) {
+          const cudaError_t error = attention::launch_backward_wide<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+        }
+        if (is_wide(longer) || !takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
         cudaError_t error = attention::launch_backward_wgmma<Element>(longer, stream);
         if (error != cudaSuccess || longer.long_plan == nullptr) return error;

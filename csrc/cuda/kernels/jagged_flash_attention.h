@@ -15,11 +15,18 @@ constexpr int kTinyRows = 64;
 // Others of at most this many queries and keys have a forward kernel of their own on compute
 // capability 9.0, for head dims of 33 to 64.
 constexpr int kShortRows = 256;
+// Head dims above 128.
+template <typename Params>
+constexpr bool is_wide(const Params& params) {
+  return params.dim_qk > 128 || params.dim_v > 128;
+}
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
-// tiles empty.
+// tiles empty. Wide heads have no other on compute capability 9.0, so it takes them all, and the
+// rows outside.
 template <typename Params>
 constexpr int long_rows(const Params& params) {
+  if (is_wide(params)) return 0;
   return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
 }
 
@@ -60,14 +67,14 @@ struct AttentionParams {
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
   bool short_apart;
-  // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
-  // there are none, or no such kernel.
+  // [long_plan_bytes(B)], aligned to 16: workspace of the kernel for long sequences; twice as much in
+  // the backward pass of wide heads. Null if there are none, or no such kernel.
   void* long_plan;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
-constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
+constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16; }
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
@@ -76,7 +83,7 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_q;      // [Tq, H, D] contiguous
   HeadsView grad_k;      // [Tk, G, D] contiguous
   HeadsView grad_v;      // [Tk, G, Dv] contiguous
-  // Workspace of the kernel for long sequences, beside long_plan; null as that.
+  // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
 };
@@ -84,7 +91,9 @@ struct AttentionBackwardParams : AttentionParams {
 // The backward kernel for long sequences takes those of more queries than this: shorter ones end
 // before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it.
 constexpr int kLongBackwardRows = 1023;
-constexpr int long_rows(const AttentionBackwardParams&) { return kLongBackwardRows; }
+constexpr int long_rows(const AttentionBackwardParams& params) {
+  return is_wide(params) ? 0 : kLongBackwardRows;
+}
 
 // Workspace rows for the queries of long sequences, in whole units: of a sequence that begins at row
 // `begin` from long_unit(begin, unit) on. Sequences have at least kMinRows rows, so that each gets
@@ -103,8 +112,8 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
   return (long_unit<kLongMinRows, kLongGroupRows>(queries) + 2) * heads * kLongGroupRows * dim;
 }
 
-// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and
-// sums in any order are allowed.
+// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and,
+// but for wide heads, sums in any order are allowed.
 bool takes_long_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
