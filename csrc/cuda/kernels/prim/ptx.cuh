@@ -222,6 +222,13 @@ __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   return result;
 }
 
+// The same value, of which the compiler knows nothing: it computes again what follows from it, where
+// it would otherwise keep many registers.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // max.NaN.f32: NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float result;
