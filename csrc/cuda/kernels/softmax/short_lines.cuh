@@ -5,8 +5,8 @@
 // hold, whole groups of items are skipped, and the last group is filled up with elements that count
 // for nothing.
 //
-// Matrices are described one a lane. The warps of a CTA take their groups of lines in turn, without
-// a barrier.
+// The lines that a warp computes abreast are a group. Warps take the groups of up to 32 matrices in
+// turn, without a barrier.
 #pragma once
 
 #include "cuda/kernels/softmax/span_shared.cuh"
@@ -18,15 +18,6 @@ __device__ __forceinline__ Element* advance(Element* pointer, int bytes) {
   using Byte = std::conditional_t<std::is_const_v<Element>, const char, char>;
   return reinterpret_cast<Element*>(reinterpret_cast<Byte*>(pointer) + bytes);
 }
-
-// Lines of one matrix in shared memory; elements and lines are `pitch` or 1 apart.
-struct LinesInShared {
-  int first;       // where the first line's first element lies
-  int count;       // lines; 0: nothing is to do
-  int len;         // elements of a line
-  int pitch;       // from one row of the matrix to the next
-  int lanes_log2;  // lanes that share a line
-};
 
 __device__ __forceinline__ int log2_ceil(int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 
@@ -152,41 +143,50 @@ __device__ __forceinline__ void softmax_short_line_backward(typename Config::Ele
   });
 }
 
-// The short lines of up to 32 matrices, of which each lane describes one; all warps of the CTA are
-// given the same.
-template <typename Config, typename S>
-__device__ __forceinline__ void softmax_short_lines(LinesInShared lines, int buffer, bool over_rows,
-                                                 Scale<S> scale) {
-  auto* sX = span_shared<Config>().elems;
-  const auto* sGrad = sX + buffer;
-  const int lane = threadIdx.x % 32;
-  const int own_abreast_log2 = 5 - lines.lanes_log2;
-  const int groups = lines.len <= Config::kMaxShort
-                         ? (lines.count + (1 << own_abreast_log2) - 1) >> own_abreast_log2
-                         : 0;
-  int end = groups;  // of those of all lanes up to this one
+// Writes down the lines of up to 32 matrices, of which each lane of a warp describes one.
+template <typename Config>
+__device__ __forceinline__ void write_lines(LinesOf32& shared, LinesInShared lines) {
+  const int lane = threadIdx.x % 32, abreast_log2 = 5 - lines.lanes_log2;
+  const bool is_long = lines.count > 0 && lines.len > Config::kMaxShort;
+  int end = is_long ? 0 : (lines.count + (1 << abreast_log2) - 1) >> abreast_log2;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int before = __shfl_up_sync(kAllLanes, end, step);
     if (lane >= step) end += before;
   }
-  const int total = __shfl_sync(kAllLanes, end, 31);
+  lines.groups_end = end;
+  shared.lines[lane] = lines;
+  const unsigned long_ones = __ballot_sync(kAllLanes, is_long);
+  if (lane == 0) shared.long_ones = long_ones;
+}
+
+// The short lines among these: groups first, first + step, ... of them; a whole warp.
+template <typename Config, typename S>
+__device__ __forceinline__ void softmax_short_lines(const LinesOf32& shared, int first, int step,
+                                                    int buffer, bool over_rows,
+                                                    const Scale<S>& scale) {
+  auto* sX = span_shared<Config>().elems;
+  const auto* sGrad = sX + buffer;
+  const int lane = threadIdx.x % 32;
+  const int end = shared.lines[lane].groups_end, total = shared.lines[31].groups_end;
 #pragma unroll 1
-  for (int group = threadIdx.x / 32; group < total; group += Config::kWarps) {
+  for (int group = first; group < total; group += step) {
     const int owner = __popc(__ballot_sync(kAllLanes, end <= group));
-    const auto of_owner = [&](int value) { return __shfl_sync(kAllLanes, value, owner); };
-    const int lanes_log2 = of_owner(lines.lanes_log2), abreast_log2 = 5 - lanes_log2;
-    const int pitch = of_owner(lines.pitch), last = of_owner(lines.count) - 1;
+    const LinesInShared& lines = shared.lines[owner];
+    const int lanes_log2 = lines.lanes_log2, abreast_log2 = 5 - lanes_log2, pitch = lines.pitch;
+    // The last group ends with the last line; lanes without a line of their own repeat that one.
+    const int groups = (lines.count + (1 << abreast_log2) - 1) >> abreast_log2;
+    const int first_line = (group - (lines.groups_end - groups)) << abreast_log2;
     const int own_line = over_rows ? lane & ((1 << abreast_log2) - 1) : lane >> lanes_log2;
+    const int line = min(first_line + own_line, lines.count - 1);
+    constexpr int kBytes = sizeof(typename Config::Element);
     LanePart part;
     part.phase = over_rows ? lane >> abreast_log2 : lane & ((1 << lanes_log2) - 1);
-    part.len = of_owner(lines.len);
+    part.len = lines.len;
     part.lanes_log2 = lanes_log2;
     part.xor_step = over_rows ? 1 << abreast_log2 : 1;
     part.xor_limit = over_rows ? 32 : 1 << lanes_log2;
-    const int line = ((group - of_owner(end - groups)) << abreast_log2) + own_line;
-    constexpr int kBytes = sizeof(typename Config::Element);
-    part.first = kBytes * (of_owner(lines.first) + min(line, last) * (over_rows ? 1 : pitch) +
+    part.first = kBytes * (lines.first + line * (over_rows ? 1 : pitch) +
                            part.phase * (over_rows ? pitch : 1));
     part.step = kBytes * (over_rows ? pitch : 1) << lanes_log2;
     if constexpr (Config::kBackward) {

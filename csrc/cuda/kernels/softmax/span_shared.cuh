@@ -61,12 +61,30 @@ struct Partial<S, true> {
   S sum = S(0);
 };
 
+// Lines of one matrix in shared memory; elements and lines are `pitch` or 1 apart.
+struct alignas(16) LinesInShared {
+  int first;             // where the first line's first element lies
+  int count;             // lines; 0: nothing is to do
+  int len;               // elements of a line
+  int pitch;             // from one row of the matrix to the next
+  int lanes_log2;        // lanes that share a line
+  int groups_end;        // groups of lines that warps take, of the matrices up to this one
+  int unused[2];
+};
+
+// The lines of up to 32 matrices.
+struct LinesOf32 {
+  LinesInShared lines[32];
+  unsigned long_ones;  // bit i: those of matrix i are too long for registers
+};
+
 // Ends with `buffer` elements of each operand.
 template <typename Config>
 struct SpanShared {
   using Element = typename Config::Element;
   alignas(16) Partial<Sum<Element>, Config::kBackward> partials[Config::kThreads];
   SpanPlan plan;
+  LinesOf32 lines[Config::kWarps];
   alignas(16) Element elems[Config::kChunk];
 
   static constexpr int bytes(int buffer) {

@@ -13,8 +13,9 @@
 // Lines of up to kMaxShort elements are computed in registers (short_lines.cuh), longer ones are
 // read twice by all threads (long_lines.cuh), from global memory if they do not fit shared memory.
 //
-// Shared memory: `buffer` elements of each operand, a Partial of each thread, the plan. Barriers: the
-// plan is there; the copies have arrived; the results are there; all have left the task's memory.
+// Shared memory: `buffer` elements of each operand, a Partial of each thread, the plan, where the
+// lines lie of 32 matrices for each warp. Barriers: the plan is there; the copies have arrived and
+// the lines are there; the results are there; all have left the task's memory.
 //
 // Elements outside every matrix, and those of one that does not fit the vector, become zeros. As in
 // torch, a NaN or +inf makes its line NaN, and so does a line of -inf.
@@ -187,10 +188,10 @@ __device__ __noinline__ void make_plan(const MatricesView& matrices, const Spans
 
 // The lines of matrix `seq` of the span; none with wrong offsets.
 template <typename Config>
-__device__ __forceinline__ LinesInShared lines_of_span(const SpanPlan& plan,
-                                                       const MatricesView& matrices,
-                                                       bool over_rows, int64_t seq, int64_t window,
-                                                       int window_log2) {
+__device__ __noinline__ LinesInShared lines_of_span(const MatricesView& matrices,
+                                                    bool over_rows, int64_t seq, int64_t window,
+                                                    int window_log2) {
+  const SpanPlan& plan = span_shared<Config>().plan;
   LinesInShared lines{};
   if (seq >= plan.end_seq || seq >= matrices.rows.num_seqs) return lines;
   const Matrix matrix = find_matrix(matrices, seq);
@@ -222,23 +223,18 @@ __device__ __forceinline__ LinesInShared lines_of_span(const SpanPlan& plan,
   return lines;
 }
 
-// The lines of up to 32 matrices, of which each lane describes one; all warps are given the same.
+// The lines among these that are too long for registers, all threads of the CTA together.
 template <typename Config, typename S>
-__device__ __forceinline__ void softmax_in_shared(const LinesInShared& lines, int buffer,
-                                                  bool over_rows, const Scale<S>& scale) {
+__device__ __noinline__ void softmax_longer_lines(const LinesOf32& shared, int buffer,
+                                                  bool over_rows, Scale<S> scale) {
   using Element = typename Config::Element;
-  softmax_short_lines<Config>(lines, buffer, over_rows, scale);
   Element* sX = span_shared<Config>().elems;
-  unsigned left = __ballot_sync(kAllLanes, lines.count > 0 && lines.len > Config::kMaxShort);
 #pragma unroll 1
-  for (; left != 0; left &= left - 1) {
-    const int owner = __ffs(static_cast<int>(left)) - 1;
-    const auto of_owner = [&](int value) { return __shfl_sync(kAllLanes, value, owner); };
-    const int pitch = of_owner(lines.pitch);
+  for (unsigned left = shared.long_ones; left != 0; left &= left - 1) {
+    const LinesInShared& lines = shared.lines[__ffs(static_cast<int>(left)) - 1];
     softmax_long_lines<Config>(Place<Element, int>{sX, sX + buffer, sX, S(1)}, over_rows,
-                               of_owner(lines.first), of_owner(lines.count), of_owner(lines.len),
-                               over_rows ? 1 : pitch, over_rows ? pitch : 1,
-                               of_owner(lines.lanes_log2), scale);
+                               lines.first, lines.count, lines.len, over_rows ? 1 : lines.pitch,
+                               over_rows ? lines.pitch : 1, lines.lanes_log2, scale);
   }
 }
 
@@ -292,6 +288,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
     }
   }
 
+  constexpr int kWarps = Config::kWarps;
+  const int buffer = launch.spans.buffer;
+  const auto lines_of_batch = [&](int64_t batch) {
+    return lines_of_span<Config>(params.matrices, over_rows,
+                                 plan.first_seq + 32 * batch + threadIdx.x % 32, blockIdx.x,
+                                 launch.spans.window_log2);
+  };
   // Task 0 is the span, the others are the large matrices' parts.
 #pragma unroll 1
   for (int task = 0; task < 3; ++task) {
@@ -318,6 +321,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
         lines.len = static_cast<int>(large.len);
         lines.pitch = large.pitch;
         lines.lanes_log2 = choose_lanes_log2<Config>(large.lines, lines.len, over_rows);
+        lines.first = static_cast<int>(pieces.first());
         if (threadIdx.x % 32 == 0) lines.count = count;
         pieces.elems = static_cast<unsigned>(count * lines.len);
         if (over_rows && (count != large.columns || large.pitch != count)) {
@@ -327,36 +331,56 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
           pieces.pitch = static_cast<unsigned>(large.pitch);
         }
       }
-      lines.first = static_cast<int>(pieces.first());
       pieces.load(shared.elems, gX, params.matrices.capacity);
       if constexpr (Config::kBackward) {
-        pieces.load(shared.elems + launch.spans.buffer, gGrad, params.matrices.capacity);
+        pieces.load(shared.elems + buffer, gGrad, params.matrices.capacity);
       }
       ptx::cp_async_commit();
-      bool arrived = false;
-      int64_t seq = plan.first_seq;
+      const int warp = threadIdx.x / 32;
+      const bool by_warps = task == 0 && plan.end_seq - plan.first_seq > 32;
+      if (warp == 0 && !by_warps) {
+        if (task == 0) lines = lines_of_batch(0);
+        write_lines<Config>(shared.lines[0], lines);
+      }
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // the copies of all threads have arrived, and the lines are there
+      if (sign != S(1)) multiply_shared<Config>(buffer, sign);
+      // Up to 32 matrices are shared out by all warps; of more, each warp takes 32 at a time.
+      int first = by_warps ? 0 : warp, step = by_warps ? 1 : kWarps;
+      bool any_long = false;
+      int64_t batch = warp;
 #pragma unroll 1
       do {
-        if (task == 0) {
-          lines = lines_of_span<Config>(plan, params.matrices, over_rows, seq + threadIdx.x % 32,
-                                        blockIdx.x, launch.spans.window_log2);
+        LinesOf32& of_warp = shared.lines[by_warps ? warp : 0];
+        if (by_warps) {
+          __syncwarp();  // all lanes have left the lines before
+          write_lines<Config>(of_warp, lines_of_batch(batch));
+          __syncwarp();  // the lines are there
         }
-        if (!arrived) {
-          ptx::cp_async_wait<0>();
-          __syncthreads();  // the copies of all threads have arrived
-          if (sign != S(1)) multiply_shared<Config>(launch.spans.buffer, sign);
-          arrived = true;
+        softmax_short_lines<Config>(of_warp, first, step, buffer, over_rows, scale);
+        any_long |= of_warp.long_ones != 0;
+        batch += kWarps;
+      } while (by_warps && plan.first_seq + 32 * batch < plan.end_seq);
+      if (__syncthreads_or(any_long)) {  // the results of short lines are there
+        if (by_warps) {
+#pragma unroll 1
+          for (batch = 0; plan.first_seq + 32 * batch < plan.end_seq; ++batch) {
+            if (warp == 0) write_lines<Config>(shared.lines[0], lines_of_batch(batch));
+            __syncthreads();  // the lines are there
+            softmax_longer_lines<Config>(shared.lines[0], buffer, over_rows, scale);
+            __syncthreads();  // all have left the lines
+          }
+        } else {
+          softmax_longer_lines<Config>(shared.lines[0], buffer, over_rows, scale);
         }
-        softmax_in_shared<Config>(lines, launch.spans.buffer, over_rows, scale);
-        seq += 32;
-      } while (task == 0 && seq < plan.end_seq);
-      __syncthreads();  // the results are there
+      }
       pieces.store(shared.elems, gOut);
       __syncthreads();  // all have left the task's memory
     }
   }
 }
 
+constexpr int kMaxSharedBytes = 220 * 1024;
 #ifndef SM_THREADS
 #define SM_THREADS 256
 #endif
@@ -370,6 +394,9 @@ cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t 
           ? (params.over_rows ? "cuda.jagged2_softmax_backward.rows"
                               : "cuda.jagged2_softmax_backward.columns")
           : (params.over_rows ? "cuda.jagged2_softmax.rows" : "cuda.jagged2_softmax.columns");
+  // Asked for once, and later launches may want more.
+  const cudaError_t error = allow_shared_memory<spans_kernel<Config, Params>>(kMaxSharedBytes);
+  if (error != cudaSuccess) return error;
   return launch<spans_kernel<Config, Params>>(SpanLaunch<Params>{params, spans}, {windows},
                                               Config::kThreads, SpanShared<Config>::bytes(spans.buffer),
                                               stream, path);
