@@ -15,6 +15,9 @@ namespace jagged_cuda::softmax {
 __device__ __forceinline__ float largest(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double largest(double a, double b) { return fmax(a, b); }
 
+__device__ __forceinline__ float reciprocal(float x) { return ptx::rcp_approx(x); }
+__device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
+
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <typename S>

@@ -35,6 +35,21 @@ struct Pieces {
       return;
     }
     // The vector's last chunk may be cut; what is read of other matrices is not used.
+    if (count == 1) {
+      const unsigned begin = first(), chunks = (begin + elems + kChunk - 1) / kChunk;
+      const Element* gChunks = gX + (global - begin);
+      const int64_t left = capacity - (global - begin) - static_cast<int64_t>(chunks - 1) * kChunk;
+      const int last_bytes = left < static_cast<int>(kChunk)
+                                 ? static_cast<int>(left) * static_cast<int>(sizeof(Element))
+                                 : 16;
+      const ptx::SharedAddress shared(sX);
+#pragma unroll 4
+      for (unsigned i = threadIdx.x; i < chunks; i += kThreads) {
+        ptx::cp_async_16(shared.value + 16 * i, gChunks + i * kChunk,
+                         i == chunks - 1 ? last_bytes : 16);
+      }
+      return;
+    }
     for_each_chunk([&](unsigned chunk, int64_t element, unsigned, unsigned) {
       const int64_t left = capacity - element;
       const int bytes = left < static_cast<int>(kChunk) ? static_cast<int>(left * sizeof(Element))
@@ -48,11 +63,21 @@ struct Pieces {
       for_each_element([&](unsigned i, int64_t element) { gOut[element] = sX[i]; });
       return;
     }
-    for_each_chunk([&](unsigned chunk, int64_t element, unsigned begin, unsigned end) {
-      if (chunk >= begin && chunk + kChunk <= end) {
-        ptx::st_global_16(gOut + element, ptx::ld_shared_16(sX + chunk));
+    if (count == 1) {
+      const unsigned begin = first(), whole_end = (begin + elems) / kChunk;
+      Element* gChunks = gOut + (global - begin);
+      const ptx::SharedAddress shared(sX);
+#pragma unroll 4
+      for (unsigned i = (begin + kChunk - 1) / kChunk + threadIdx.x; i < whole_end; i += kThreads) {
+        ptx::st_global_16(gChunks + i * kChunk, ptx::ld_shared_16(shared.value + 16 * i));
       }
-    });
+    } else {
+      for_each_chunk([&](unsigned chunk, int64_t element, unsigned begin, unsigned end) {
+        if (chunk >= begin && chunk + kChunk <= end) {
+          ptx::st_global_16(gOut + element, ptx::ld_shared_16(sX + chunk));
+        }
+      });
+    }
     // A thread for each element of the chunks at both ends: several stores of one thread to places
     // of its own would be slow.
 #pragma unroll 1
@@ -72,15 +97,6 @@ struct Pieces {
   // begins in shared memory and in the vector, and where in shared memory the piece begins and ends.
   template <typename Visit>
   __device__ __forceinline__ void for_each_chunk(Visit visit) const {
-    if (count == 1) {
-      const unsigned begin = first(), end = begin + elems;
-      const int64_t start = global - begin;
-#pragma unroll 4
-      for (unsigned chunk = threadIdx.x * kChunk; chunk < end; chunk += kThreads * kChunk) {
-        visit(chunk, start + chunk, begin, end);
-      }
-      return;
-    }
     // At least 2, so that the division is one multiplication: exact, as all counts are below 2^16.
     const unsigned chunks = elems <= kChunk ? 2 : (elems + 2 * kChunk - 2) / kChunk;
     const unsigned inverse = 0xffffffffu / chunks + 1, all = count * chunks;

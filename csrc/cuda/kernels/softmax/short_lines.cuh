@@ -1,9 +1,8 @@
 // Lines in shared memory that a warp keeps in registers, in place: read once, written once.
 //
 // 2^lanes_log2 lanes share a line, and 2^(5 - lanes_log2) lines are computed abreast by a warp. Each
-// lane takes every 2^lanes_log2-th element, up to kItems. Of a line shorter than what the registers
-// hold, whole groups of items are skipped, and the last group is filled up with elements that count
-// for nothing.
+// lane takes every 2^lanes_log2-th element, up to kItems. There is straight code for every fourth
+// number of items; those that a lane lacks are filled up with what counts for nothing.
 //
 // The lines that a warp computes abreast are a group. Warps take the groups of up to 32 matrices in
 // turn, without a barrier.
@@ -13,10 +12,18 @@
 
 namespace jagged_cuda::softmax {
 
+// An element at an address of shared memory.
 template <typename Element>
-__device__ __forceinline__ Element* advance(Element* pointer, int bytes) {
-  using Byte = std::conditional_t<std::is_const_v<Element>, const char, char>;
-  return reinterpret_cast<Element*>(reinterpret_cast<Byte*>(pointer) + bytes);
+__device__ __forceinline__ Sum<Element> load_shared(uint32_t address) {
+  if constexpr (std::is_same_v<Element, double>) {
+    return ptx::ld_shared_f64(address);
+  } else if constexpr (std::is_same_v<Element, float>) {
+    return ptx::ld_shared_f32(address);
+  } else if constexpr (std::is_same_v<Element, __half>) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(ptx::ld_shared_2(address))));
+  } else {
+    return __uint_as_float(ptx::ld_shared_2(address) << 16);
+  }
 }
 
 __device__ __forceinline__ int log2_ceil(int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
@@ -49,98 +56,114 @@ __device__ __forceinline__ S combine_lanes(S value, int step, int limit, Combine
   return value;
 }
 
-// A lane's part of a line: elements phase, phase + 2^lanes_log2, ...; `first` and `step` in bytes of
-// shared memory.
+// A lane's part of a line: `count` elements, `step` bytes apart, from the address `first` on. Another
+// lane may have one more or less.
 struct LanePart {
-  int first, step;
-  int phase, len, lanes_log2;
+  uint32_t first, step;
+  int count;
   int xor_step, xor_limit;
-
-  // Calls visit(i, place, exists) with each item's index at compile time. Groups of items are skipped
-  // together; `exists` is true at compile time for those that every lane has.
-  template <int kItems, typename Visit>
-  __device__ __forceinline__ void for_each_item(Visit visit) const {
-    constexpr int kGroup = 4;
-    const int whole = len >> lanes_log2, some = (len + (1 << lanes_log2) - 1) >> lanes_log2;
-    int place = ptx::opaque(first);
-#pragma unroll
-    for (int group = 0; group < kItems; group += kGroup) {
-      if (group + kGroup <= whole) {
-#pragma unroll
-        for (int i = group; i < group + kGroup; ++i, place += step) visit(i, place, true);
-      } else if (group < some) {
-#pragma unroll
-        for (int i = group; i < group + kGroup; ++i, place += step) {
-          visit(i, place, phase + (i << lanes_log2) < len);
-        }
-      }
-    }
-  }
-  // The same where items that do not exist do no harm: visit(i)
-  template <int kItems, typename Visit>
-  __device__ __forceinline__ void for_each_filled(Visit visit) const {
-    constexpr int kGroup = 4;
-    const int some = (len + (1 << lanes_log2) - 1) >> lanes_log2;
-#pragma unroll
-    for (int group = 0; group < kItems; group += kGroup) {
-      if (group < some) {
-#pragma unroll
-        for (int i = group; i < group + kGroup; ++i) visit(i);
-      }
-    }
-  }
 };
 
-template <typename Config, typename S>
-__device__ __forceinline__ void softmax_short_line(typename Config::Element* sX,
-                                                   const LanePart& part, const Scale<S>& scale) {
-  using Element = typename Config::Element;
-  constexpr int kItems = Config::kItems;
-  S rX[kItems];
-  S maximum = minus_infinity<S>(), sum = S(0);
-  part.for_each_item<kItems>([&](int i, int place, bool exists) {
-    rX[i] = minus_infinity<S>();
-    if (exists) rX[i] = to_sum(*advance(sX, place));
-  });
-  part.for_each_filled<kItems>([&](int i) { maximum = largest(maximum, rX[i]); });
-  maximum = combine_lanes(maximum, part.xor_step, part.xor_limit,
-                          [](S a, S b) { return largest(a, b); });
-  part.for_each_filled<kItems>([&](int i) {
-    rX[i] = scale.exponential(rX[i], maximum);
-    sum += rX[i];
-  });
-  sum = combine_lanes(sum, part.xor_step, part.xor_limit, [](S a, S b) { return a + b; });
-  const S inverse = S(1) / sum;
-  __syncwarp();  // lanes without a line of their own have read another's
-  part.for_each_item<kItems>([&](int i, int place, bool exists) {
-    if (exists) *advance(sX, place) = from_sum<Element>(rX[i] * inverse);
+// The last kMaybe items of kItems may be missing; all others exist.
+constexpr int kMaybe = 4;
+
+// Addresses are computed again each time: to keep those of all items would cost their registers.
+template <int kItems, typename Visit>
+__device__ __forceinline__ void for_each_address(const LanePart& part, uint32_t offset,
+                                                 Visit visit) {
+  uint32_t address = ptx::opaque(part.first + offset);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i, address += part.step) {
+    if (i < kItems - kMaybe || i < part.count) visit(i, address);
+  }
+}
+
+template <typename Element, int kItems, typename S>
+__device__ __forceinline__ void load_part(const LanePart& part, uint32_t offset, S missing,
+                                          S (&rX)[kItems]) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) rX[i] = missing;
+  for_each_address<kItems>(part, offset, [&](int i, uint32_t address) {
+    rX[i] = load_shared<Element>(address);
   });
 }
 
-template <typename Config, typename S>
-__device__ __forceinline__ void softmax_short_line_backward(typename Config::Element* sP,
-                                                            const typename Config::Element* sGrad,
-                                                            const LanePart& part,
-                                                            const Scale<S>& scale) {
-  using Element = typename Config::Element;
-  constexpr int kItems = Config::kItems;
+template <typename Element, int kItems, typename S>
+__device__ __forceinline__ void store_part(const LanePart& part, const S (&rX)[kItems]) {
+  if constexpr (sizeof(Element) == 2) {
+    // Two are rounded by one instruction.
+    uint32_t rPairs[kItems / 2];
+#pragma unroll
+    for (int i = 0; i < kItems / 2; ++i) rPairs[i] = pack<Element>(rX[2 * i], rX[2 * i + 1]);
+    for_each_address<kItems>(part, 0, [&](int i, uint32_t address) {
+      ptx::st_shared_2(address, i % 2 == 0 ? rPairs[i / 2] : rPairs[i / 2] >> 16);
+    });
+  } else {
+    for_each_address<kItems>(part, 0, [&](int i, uint32_t address) {
+      if constexpr (sizeof(Element) == 4) {
+        ptx::st_shared_f32(address, rX[i]);
+      } else {
+        ptx::st_shared_f64(address, rX[i]);
+      }
+    });
+  }
+}
+
+template <typename Element, int kItems, typename S>
+__device__ __forceinline__ void softmax_part(const LanePart& part, const Scale<S>& scale) {
+  S rX[kItems];
+  S maximum = minus_infinity<S>(), sum = S(0);
+  load_part<Element>(part, 0, minus_infinity<S>(), rX);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) maximum = largest(maximum, rX[i]);
+  maximum = combine_lanes(maximum, part.xor_step, part.xor_limit,
+                          [](S a, S b) { return largest(a, b); });
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    rX[i] = scale.exponential(rX[i], maximum);
+    sum += rX[i];
+  }
+  sum = combine_lanes(sum, part.xor_step, part.xor_limit, [](S a, S b) { return a + b; });
+  const S inverse = reciprocal(sum);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) rX[i] *= inverse;
+  __syncwarp();  // lanes without a line of their own have read another's
+  store_part<Element>(part, rX);
+}
+
+// The other operand lies `grad_offset` bytes further.
+template <typename Element, int kItems, typename S>
+__device__ __forceinline__ void softmax_part_backward(const LanePart& part, uint32_t grad_offset,
+                                                      const Scale<S>& scale) {
   S rP[kItems], rGrad[kItems];
   S sum = S(0);
-  part.for_each_item<kItems>([&](int i, int place, bool exists) {
-    rP[i] = rGrad[i] = S(0);
-    if (exists) {
-      rP[i] = to_sum(*advance(sP, place));
-      rGrad[i] = to_sum(*advance(sGrad, place));
-    }
-  });
-  part.for_each_filled<kItems>([&](int i) { sum = fma(rP[i], rGrad[i], sum); });
+  load_part<Element>(part, 0, S(0), rP);
+  load_part<Element>(part, grad_offset, S(0), rGrad);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) sum = fma(rP[i], rGrad[i], sum);
   sum = combine_lanes(sum, part.xor_step, part.xor_limit, [](S a, S b) { return a + b; });
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) rP[i] *= scale.exponent * (rGrad[i] - sum);
   __syncwarp();  // lanes without a line of their own have read another's
-  part.for_each_item<kItems>([&](int i, int place, bool exists) {
-    if (exists) {
-      *advance(sP, place) = from_sum<Element>(scale.exponent * rP[i] * (rGrad[i] - sum));
+  store_part<Element>(part, rP);
+}
+
+// With as few items as all lanes' parts have at most.
+template <typename Config, int kItems, typename S>
+__device__ __forceinline__ void softmax_at_most(int most, const LanePart& part, int buffer,
+                                                const Scale<S>& scale) {
+  using Element = typename Config::Element;
+  if constexpr (kItems > kMaybe) {
+    if (most <= kItems - kMaybe) {
+      softmax_at_most<Config, kItems - kMaybe>(most, part, buffer, scale);
+      return;
     }
-  });
+  }
+  if constexpr (Config::kBackward) {
+    softmax_part_backward<Element, kItems>(part, sizeof(Element) * buffer, scale);
+  } else {
+    softmax_part<Element, kItems>(part, scale);
+  }
 }
 
 // Writes down the lines of up to 32 matrices, of which each lane of a warp describes one.
@@ -165,8 +188,7 @@ template <typename Config, typename S>
 __device__ __forceinline__ void softmax_short_lines(const LinesOf32& shared, int first, int step,
                                                     int buffer, bool over_rows,
                                                     const Scale<S>& scale) {
-  auto* sX = span_shared<Config>().elems;
-  const auto* sGrad = sX + buffer;
+  const uint32_t base = ptx::shared_address(span_shared<Config>().elems);
   const int lane = threadIdx.x % 32;
   const int end = shared.lines[lane].groups_end, total = shared.lines[31].groups_end;
 #pragma unroll 1
@@ -180,20 +202,16 @@ __device__ __forceinline__ void softmax_short_lines(const LinesOf32& shared, int
     const int own_line = over_rows ? lane & ((1 << abreast_log2) - 1) : lane >> lanes_log2;
     const int line = min(first_line + own_line, lines.count - 1);
     constexpr int kBytes = sizeof(typename Config::Element);
+    const int phase = over_rows ? lane >> abreast_log2 : lane & ((1 << lanes_log2) - 1);
+    const int most = (lines.len + (1 << lanes_log2) - 1) >> lanes_log2;
     LanePart part;
-    part.phase = over_rows ? lane >> abreast_log2 : lane & ((1 << lanes_log2) - 1);
-    part.len = lines.len;
-    part.lanes_log2 = lanes_log2;
+    part.first = base + kBytes * (lines.first + line * (over_rows ? 1 : pitch) +
+                           phase * (over_rows ? pitch : 1));
+    part.step = kBytes * (over_rows ? pitch : 1) << lanes_log2;
+    part.count = (lines.len - phase + (1 << lanes_log2) - 1) >> lanes_log2;
     part.xor_step = over_rows ? 1 << abreast_log2 : 1;
     part.xor_limit = over_rows ? 32 : 1 << lanes_log2;
-    part.first = kBytes * (lines.first + line * (over_rows ? 1 : pitch) +
-                           part.phase * (over_rows ? pitch : 1));
-    part.step = kBytes * (over_rows ? pitch : 1) << lanes_log2;
-    if constexpr (Config::kBackward) {
-      softmax_short_line_backward<Config>(sX, sGrad, part, scale);
-    } else {
-      softmax_short_line<Config>(sX, part, scale);
-    }
+    softmax_at_most<Config, Config::kItems>(most, part, buffer, scale);
   }
 }
 
