@@ -39,23 +39,55 @@ __device__ __forceinline__ int divide_up(int a, int b) {
   return static_cast<int>((static_cast<unsigned>(a) + b - 1) / static_cast<unsigned>(b));
 }
 
-// The first sequence of [0, B] whose matrix begins at `element` or behind it, B + 1 if none does.
-// All 32 lanes of a warp together.
-__device__ __forceinline__ int64_t first_matrix_from(const MatricesView& matrices,
-                                                     int64_t element) {
+// The same in 64 bits, by the short way where both fit.
+__device__ __forceinline__ int64_t divide_up(int64_t a, int64_t b) {
+  if (a <= INT_MAX && b <= INT_MAX) return divide_up(static_cast<int>(a), static_cast<int>(b));
+  return (a + b - 1) / b;
+}
+
+// The tile with index `tile` of num_tiles(), numbered otherwise than by find_tile: the first tiles of
+// all segments, which need no search, then the further ones. Further ones of segment s are bound[s] /
+// tile_elems to bound[s + 1] / tile_elems - 1. All 32 lanes of a warp together.
+__device__ __forceinline__ JaggedTile find_matrix_tile(const OffsetsView& offsets, int tile_log2,
+                                                       int64_t tile) {
+  const int64_t further = tile - (offsets.num_seqs + 2);
+  if (further < 0) {
+    return tile_of(offsets, {tile, segment_bound(offsets, tile), segment_bound(offsets, tile + 1)},
+                   0);
+  }
+  const Segment segment = find_segment(
+      offsets, [&](int64_t bound, int64_t) { return bound >> tile_log2 <= further; });
+  return tile_of(offsets, segment, (further - (segment.begin >> tile_log2) + 1) << tile_log2);
+}
+
+// For each of two elements the first sequence of [0, B] whose matrix begins there or behind it, B + 1
+// if none does. All 32 lanes of a warp together; the two searches wait for memory together.
+__device__ __forceinline__ void first_matrices_from(const MatricesView& matrices,
+                                                    const int64_t (&elements)[2],
+                                                    int64_t (&found)[2]) {
   const int lane = threadIdx.x % 32;
   const auto* gOffsets = reinterpret_cast<const long long*>(matrices.offsets);
-  int64_t low = -1, high = matrices.rows.num_seqs + 1;  // begins before it; begins not before it
-  while (high - low > 1) {
-    const int64_t step = (high - low + 32) / 33, probe = low + step * (lane + 1);
-    const bool before = probe < high && __ldg(gOffsets + probe) < element;
-    // With wrong offsets others may follow the first that is not before it.
-    const unsigned stopped = ~__ballot_sync(kAllLanes, before);
-    const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
-    low += step * passed;
-    high = high < low + step ? high : low + step;
+  // Begins before it; begins not before it.
+  int64_t low[2] = {-1, -1}, high[2] = {matrices.rows.num_seqs + 1, matrices.rows.num_seqs + 1};
+  while (high[0] - low[0] > 1 || high[1] - low[1] > 1) {
+    bool before[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t probe = low[i] + ((high[i] - low[i] + 31) >> 5) * (lane + 1);
+      before[i] = probe < high[i] && __ldg(gOffsets + probe) < elements[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t step = (high[i] - low[i] + 31) >> 5;
+      // With wrong offsets others may follow the first that is not before it.
+      const unsigned stopped = ~__ballot_sync(kAllLanes, before[i]);
+      const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
+      low[i] += step * passed;
+      high[i] = high[i] < low[i] + step ? high[i] : low[i] + step;
+    }
   }
-  return high;
+  found[0] = high[0];
+  found[1] = high[1];
 }
 
 // How the windows share out a large matrix, of which this is window `part` of `parts`.
@@ -72,7 +104,7 @@ __device__ __forceinline__ LargePlan plan_large(const Matrix& matrix, bool over_
   if (!over_rows) {
     if (columns <= room) {
       const int most = room / static_cast<int>(columns);
-      const int64_t even = (rows + parts - 1) / parts;
+      const int64_t even = divide_up(rows, parts);
       plan.pitch = static_cast<int>(columns);
       plan.group_lines = even < most ? static_cast<int>(even) : most;
     } else {
@@ -111,7 +143,9 @@ __device__ __noinline__ void make_plan(const MatricesView& matrices, const Spans
   const int64_t begin = index << spans.window_log2;
   int64_t end = begin + (int64_t{1} << spans.window_log2);
   if (end > matrices.capacity) end = matrices.capacity;
-  const int64_t first = first_matrix_from(matrices, begin), last = first_matrix_from(matrices, end);
+  int64_t found[2];
+  first_matrices_from(matrices, {begin, end}, found);
+  const int64_t first = found[0], last = found[1];
   const int lane = threadIdx.x % 32;
   const int64_t num_seqs = matrices.rows.num_seqs;
   const int room = spans.buffer - Config::kChunk, small = room - (1 << spans.window_log2);
@@ -138,8 +172,8 @@ __device__ __noinline__ void make_plan(const MatricesView& matrices, const Spans
       if (covers) rows_begin = rows_end;
     } else {
       const int64_t before = begin - matrix.begin;
-      if (before > 0) rows_begin = before >= elems ? rows : (before + columns - 1) / columns;
-      if (end - matrix.begin < elems) rows_end = (end - matrix.begin + columns - 1) / columns;
+      if (before > 0) rows_begin = before >= elems ? rows : divide_up(before, columns);
+      if (end - matrix.begin < elems) rows_end = divide_up(end - matrix.begin, columns);
     }
   }
   const bool in_span = rows_begin < rows_end;
@@ -183,6 +217,36 @@ __device__ __noinline__ void make_plan(const MatricesView& matrices, const Spans
     plan.zeros_end[0] = leading < begin ? begin : leading < end ? leading : end;
     plan.zeros_begin[1] = zeros_begin < zeros_last ? zeros_begin : zeros_last;
     plan.zeros_end[1] = end;
+  }
+}
+
+// The plan of tile `index` of one matrix, all 32 lanes of a warp together.
+template <typename Config>
+__device__ __noinline__ void make_tile_plan(const MatricesView& matrices, const Spans& spans,
+                                            bool over_rows, int64_t index) {
+  SpanPlan& plan = span_shared<Config>().plan;
+  const int tile_elems = 1 << spans.window_log2;
+  const JaggedTile tile = find_matrix_tile(elements_of(matrices), spans.window_log2, index);
+  const bool present = tile.row < tile.rows.len;
+  Matrix matrix{};
+  if (present && tile.seq >= 0) matrix = find_matrix(matrices, tile.seq);
+  LargePlan large{};
+  int64_t zeros_begin = 0, zeros = 0;
+  if (present && !matrix.fits) {
+    zeros_begin = tile.rows.begin + tile.row;
+    zeros = tile.rows.len - tile.row < tile_elems ? tile.rows.len - tile.row : tile_elems;
+  } else if (present && matrix.rows.len > 0 && matrix.columns.len > 0) {
+    const int64_t tiles = (tile.rows.len + tile_elems - 1) >> spans.window_log2;
+    large = plan_large<Config>(matrix, over_rows, spans.buffer - Config::kChunk,
+                               tile.row >> spans.window_log2, tiles);
+  }
+  if (threadIdx.x == 0) {
+    plan.large[0] = large;
+    plan.large[1].first_line = plan.large[1].lines = 0;
+    plan.span_elems = 0;
+    plan.zeros_begin[0] = zeros_begin;
+    plan.zeros_end[0] = zeros_begin + zeros;
+    plan.zeros_begin[1] = plan.zeros_end[1] = 0;
   }
 }
 
@@ -249,7 +313,7 @@ __device__ __noinline__ void multiply_shared(int elems, S factor) {
   __syncthreads();  // all are multiplied
 }
 
-template <typename Config, typename Params>
+template <typename Config, bool kByWindows, typename Params>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kernel(
     const __grid_constant__ SpanLaunch<Params> launch) {
   using Operand = Operands<Params>;
@@ -260,7 +324,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   const Params& params = launch.params;
   const bool over_rows = params.over_rows;
   if (threadIdx.x < 32) {
-    make_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
+    if constexpr (kByWindows) {
+      make_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
+    } else {
+      make_tile_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
+    }
   }
   __syncthreads();  // the plan is there
   const SpanPlan& plan = shared.plan;
@@ -297,15 +365,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   };
   // Task 0 is the span, the others are the large matrices' parts.
 #pragma unroll 1
-  for (int task = 0; task < 3; ++task) {
+  for (int task = kByWindows ? 0 : 1; task < (kByWindows ? 3 : 2); ++task) {
     const LargePlan& large = plan.large[task == 2];
-    int64_t line = task == 0 ? 0 : large.first_line;
+    int64_t line = kByWindows && task == 0 ? 0 : large.first_line;
 #pragma unroll 1
-    for (; line < (task == 0 ? plan.span_elems > 0 : large.lines);
-         line += task == 0 ? 1 : large.next_line) {
+    for (; line < (kByWindows && task == 0 ? plan.span_elems > 0 : large.lines);
+         line += kByWindows && task == 0 ? 1 : large.next_line) {
       Pieces<Config> pieces{plan.span_begin, 0, 1, static_cast<unsigned>(plan.span_elems), 0};
       LinesInShared lines{};
-      if (task != 0) {
+      if (!kByWindows || task != 0) {
         const int64_t left = large.lines - line;
         const int count = left < large.group_lines ? static_cast<int>(left) : large.group_lines;
         pieces.global = large.begin + line * (over_rows ? 1 : large.columns);
@@ -337,9 +405,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
       }
       ptx::cp_async_commit();
       const int warp = threadIdx.x / 32;
-      const bool by_warps = task == 0 && plan.end_seq - plan.first_seq > 32;
+      const bool by_warps = kByWindows && task == 0 && plan.end_seq - plan.first_seq > 32;
       if (warp == 0 && !by_warps) {
-        if (task == 0) lines = lines_of_batch(0);
+        if (kByWindows && task == 0) lines = lines_of_batch(0);
         write_lines<Config>(shared.lines[0], lines);
       }
       ptx::cp_async_wait<0>();
@@ -384,20 +452,25 @@ constexpr int kMaxSharedBytes = 220 * 1024;
 #ifndef SM_THREADS
 #define SM_THREADS 256
 #endif
-template <typename Element, typename Params>
+#ifndef SM_BY_WINDOWS
+#define SM_BY_WINDOWS true
+#endif
+template <typename Element, bool kByWindows = SM_BY_WINDOWS, typename Params>
 cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t stream) {
   using Config = SpanConfig<Element, Operands<Params>::kBackward, SM_THREADS>;
   const int64_t window = int64_t{1} << spans.window_log2;
-  const int64_t windows = (params.matrices.capacity + window - 1) / window;
+  const int64_t windows = kByWindows ? (params.matrices.capacity + window - 1) / window
+                                     : num_tiles(params.matrices.capacity,
+                                                 params.matrices.rows.num_seqs, 1 << spans.window_log2);
   const char* path =
       Config::kBackward
           ? (params.over_rows ? "cuda.jagged2_softmax_backward.rows"
                               : "cuda.jagged2_softmax_backward.columns")
           : (params.over_rows ? "cuda.jagged2_softmax.rows" : "cuda.jagged2_softmax.columns");
   // Asked for once, and later launches may want more.
-  const cudaError_t error = allow_shared_memory<spans_kernel<Config, Params>>(kMaxSharedBytes);
+  const cudaError_t error = allow_shared_memory<spans_kernel<Config, kByWindows, Params>>(kMaxSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch<spans_kernel<Config, Params>>(SpanLaunch<Params>{params, spans}, {windows},
+  return launch<spans_kernel<Config, kByWindows, Params>>(SpanLaunch<Params>{params, spans}, {windows},
                                               Config::kThreads, SpanShared<Config>::bytes(spans.buffer),
                                               stream, path);
 }
