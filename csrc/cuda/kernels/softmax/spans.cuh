@@ -313,7 +313,7 @@ __device__ __noinline__ void multiply_shared(int elems, S factor) {
   __syncthreads();  // all are multiplied
 }
 
-template <typename Config, bool kByWindows, typename Params>
+template <typename Config, typename Params>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kernel(
     const __grid_constant__ SpanLaunch<Params> launch) {
   using Operand = Operands<Params>;
@@ -324,7 +324,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   const Params& params = launch.params;
   const bool over_rows = params.over_rows;
   if (threadIdx.x < 32) {
-    if constexpr (kByWindows) {
+    if constexpr (Config::kByWindows) {
       make_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
     } else {
       make_tile_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
@@ -357,6 +357,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   }
 
   constexpr int kWarps = Config::kWarps;
+  constexpr bool kByWindows = Config::kByWindows;
   const int buffer = launch.spans.buffer;
   const auto lines_of_batch = [&](int64_t batch) {
     return lines_of_span<Config>(params.matrices, over_rows,
@@ -448,31 +449,28 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   }
 }
 
-constexpr int kMaxSharedBytes = 220 * 1024;
-#ifndef SM_THREADS
-#define SM_THREADS 256
-#endif
-#ifndef SM_BY_WINDOWS
-#define SM_BY_WINDOWS true
-#endif
-template <typename Element, bool kByWindows = SM_BY_WINDOWS, typename Params>
+// A capacity that the largest shared memory of any launch fits into, on all GPUs.
+constexpr int kMaxSharedBytes = 99 * 1024;
+
+template <typename Element, bool kByWindows, typename Params>
 cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t stream) {
-  using Config = SpanConfig<Element, Operands<Params>::kBackward, SM_THREADS>;
+  using Config = SpanConfig<Element, Operands<Params>::kBackward, kByWindows>;
+  constexpr auto kKernel = spans_kernel<Config, Params>;
   const int64_t window = int64_t{1} << spans.window_log2;
-  const int64_t windows = kByWindows ? (params.matrices.capacity + window - 1) / window
-                                     : num_tiles(params.matrices.capacity,
-                                                 params.matrices.rows.num_seqs, 1 << spans.window_log2);
+  const int64_t tiles =
+      kByWindows ? (params.matrices.capacity + window - 1) / window
+                 : num_tiles(params.matrices.capacity, params.matrices.rows.num_seqs,
+                             1 << spans.window_log2);
   const char* path =
       Config::kBackward
           ? (params.over_rows ? "cuda.jagged2_softmax_backward.rows"
                               : "cuda.jagged2_softmax_backward.columns")
           : (params.over_rows ? "cuda.jagged2_softmax.rows" : "cuda.jagged2_softmax.columns");
-  // Asked for once, and later launches may want more.
-  const cudaError_t error = allow_shared_memory<spans_kernel<Config, kByWindows, Params>>(kMaxSharedBytes);
+  // Asked for once, for all launches.
+  const cudaError_t error = allow_shared_memory<kKernel>(kMaxSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch<spans_kernel<Config, kByWindows, Params>>(SpanLaunch<Params>{params, spans}, {windows},
-                                              Config::kThreads, SpanShared<Config>::bytes(spans.buffer),
-                                              stream, path);
+  return launch<kKernel>(SpanLaunch<Params>{params, spans}, {tiles}, Config::kThreads,
+                         SpanShared<Config>::bytes(spans.buffer), stream, path);
 }
 
 }  // namespace jagged_cuda::softmax
