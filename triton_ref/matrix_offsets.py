@@ -41,7 +41,5 @@ def matrix_offsets(offsets: torch.Tensor, y_offsets: torch.Tensor | None = None)
     offsets = offsets.contiguous()
     y_offsets = offsets if y_offsets is None else y_offsets.contiguous()
     z = offsets.new_empty(len(offsets), dtype=torch.int64)
-    launch(
-        matrix_offsets_kernel, (1,), offsets, y_offsets, z, len(offsets) - 1, TILE_B=TILE_B
-    )
+    launch(matrix_offsets_kernel, (1,), offsets, y_offsets, z, len(offsets) - 1, TILE_B=TILE_B)
     return z

@@ -116,8 +116,8 @@ __global__ __launch_bounds__(kThreads) void add_tiles_before_kernel(
 
 cudaError_t launch_matrix_offsets(const MatrixOffsetsParams& params, cudaStream_t stream) {
   const int64_t full = params.num_seqs == 0 ? 0 : (params.num_seqs - 1) / kMatrixOffsetsTile;
-  const cudaError_t error = launch<add_up_kernel>(params, {full + 1}, kThreads, 0, stream,
-                                                  "cuda.matrix_offsets");
+  const cudaError_t error =
+      launch<add_up_kernel>(params, {full + 1}, kThreads, 0, stream, "cuda.matrix_offsets");
   if (error != cudaSuccess || full == 0) return error;
   return launch_dependent<add_tiles_before_kernel>(params, {full}, kThreads, 0, stream);
 }

@@ -27,7 +27,9 @@ def _function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, kv_offsets: Ten
 
 
 def _reference(spec: Spec, t: Tensors) -> Tensors:
-    sizes = [rows * columns for rows, columns in zip(spec.layout.lengths, spec.kv.lengths)]
+    sizes = [
+        rows * columns for rows, columns in zip(spec.layout.lengths, spec.kv.lengths, strict=True)
+    ]
     begins = [sum(sizes[:seq]) for seq in range(len(sizes) + 1)]
     return {"out": times_begins(t["x"], torch.tensor(begins, dtype=torch.int64))}
 

@@ -33,8 +33,7 @@ __device__ __forceinline__ Partial<S, true> of_lane(const Partial<S, true>& own,
 }
 template <typename S>
 __device__ __forceinline__ Partial<S, false> of_lane(const Partial<S, false>& own, int step) {
-  return {__shfl_xor_sync(kAllLanes, own.sum, step),
-          __shfl_xor_sync(kAllLanes, own.maximum, step)};
+  return {__shfl_xor_sync(kAllLanes, own.sum, step), __shfl_xor_sync(kAllLanes, own.maximum, step)};
 }
 
 // Where lines lie. In shared memory the result replaces x; in global memory x is yet to be
@@ -136,10 +135,12 @@ __device__ __forceinline__ void finish_part(const Place& place, const Part& part
 // `count` lines, `line_step` elements apart, of `len` elements `elem_step` apart, from `first` on. All
 // threads of the CTA call it together.
 template <typename Config, typename Place, typename S>
-__device__ __noinline__ void softmax_long_lines(
-    Place place, bool over_rows, typename Place::Index first, int count, typename Place::Index len,
-    typename Place::Index line_step, typename Place::Index elem_step, int lanes_log2,
-    Scale<S> scale) {
+__device__ __noinline__ void softmax_long_lines(Place place, bool over_rows,
+                                                typename Place::Index first, int count,
+                                                typename Place::Index len,
+                                                typename Place::Index line_step,
+                                                typename Place::Index elem_step, int lanes_log2,
+                                                Scale<S> scale) {
   using Index = typename Place::Index;
   using Element = typename Config::Element;
   auto* sPartials = span_shared<Config>().partials;

@@ -52,8 +52,8 @@ struct Pieces {
     }
     for_each_chunk([&](unsigned chunk, int64_t element, unsigned, unsigned) {
       const int64_t left = capacity - element;
-      const int bytes = left < static_cast<int>(kChunk) ? static_cast<int>(left * sizeof(Element))
-                                                        : 16;
+      const int bytes =
+          left < static_cast<int>(kChunk) ? static_cast<int>(left * sizeof(Element)) : 16;
       ptx::cp_async_16(sX + chunk, gX + element, bytes);
     });
   }

@@ -83,9 +83,8 @@ __device__ __forceinline__ void load_part(const LanePart& part, uint32_t offset,
                                           S (&rX)[kItems]) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rX[i] = missing;
-  for_each_address<kItems>(part, offset, [&](int i, uint32_t address) {
-    rX[i] = load_shared<Element>(address);
-  });
+  for_each_address<kItems>(part, offset,
+                           [&](int i, uint32_t address) { rX[i] = load_shared<Element>(address); });
 }
 
 template <typename Element, int kItems, typename S>
@@ -116,8 +115,8 @@ __device__ __forceinline__ void softmax_part(const LanePart& part, const Scale<S
   load_part<Element>(part, 0, minus_infinity<S>(), rX);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) maximum = largest(maximum, rX[i]);
-  maximum = combine_lanes(maximum, part.xor_step, part.xor_limit,
-                          [](S a, S b) { return largest(a, b); });
+  maximum =
+      combine_lanes(maximum, part.xor_step, part.xor_limit, [](S a, S b) { return largest(a, b); });
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     rX[i] = scale.exponential(rX[i], maximum);
@@ -206,7 +205,7 @@ __device__ __forceinline__ void softmax_short_lines(const LinesOf32& shared, int
     const int most = (lines.len + (1 << lanes_log2) - 1) >> lanes_log2;
     LanePart part;
     part.first = base + kBytes * (lines.first + line * (over_rows ? 1 : pitch) +
-                           phase * (over_rows ? pitch : 1));
+                                  phase * (over_rows ? pitch : 1));
     part.step = kBytes * (over_rows ? pitch : 1) << lanes_log2;
     part.count = (lines.len - phase + (1 << lanes_log2) - 1) >> lanes_log2;
     part.xor_step = over_rows ? 1 << abreast_log2 : 1;

@@ -30,13 +30,13 @@ struct SpanConfig {
   static constexpr int kItems = (kBackward ? 16 : SM_ITEMS) / (sizeof(Element) == 8 ? 2 : 1);
   static constexpr int kMaxShort = 32 * kItems;
   static constexpr int kLineSets = kByWindows ? kWarps : 1;  // of the lines of 32 matrices
-  static constexpr int kStrip = 32;     // columns at a time that do not fit
+  static constexpr int kStrip = 32;                          // columns at a time that do not fit
   static constexpr int kMinStrip = 16;  // narrower ones are not worth the copy of their edges
 };
 
 // A large matrix, or one that is cut by the window's edges.
 struct LargePlan {
-  int64_t begin;       // its first element
+  int64_t begin;  // its first element
   int64_t columns;
   int64_t len;         // elements of a line
   int64_t lines;       // of the matrix; 0: nothing is to do
@@ -47,10 +47,10 @@ struct LargePlan {
 };
 
 struct SpanPlan {
-  LargePlan large[2];      // that covers the window's begin; that begins in the window
-  int64_t span_begin;      // elements of the span
+  LargePlan large[2];  // that covers the window's begin; that begins in the window
+  int64_t span_begin;  // elements of the span
   int span_elems;
-  int64_t first_seq;       // matrices of the span
+  int64_t first_seq;  // matrices of the span
   int64_t end_seq;
   int64_t rows_begin[2];   // over columns: those rows of the matrix that covers the window's begin,
   int64_t rows_end[2];     // and of the one that begins last in it, that begin in the window
@@ -71,12 +71,12 @@ struct Partial<S, true> {
 
 // Lines of one matrix in shared memory; elements and lines are `pitch` or 1 apart.
 struct alignas(16) LinesInShared {
-  int first;             // where the first line's first element lies
-  int count;             // lines; 0: nothing is to do
-  int len;               // elements of a line
-  int pitch;             // from one row of the matrix to the next
-  int lanes_log2;        // lanes that share a line
-  int groups_end;        // groups of lines that warps take, of the matrices up to this one
+  int first;       // where the first line's first element lies
+  int count;       // lines; 0: nothing is to do
+  int len;         // elements of a line
+  int pitch;       // from one row of the matrix to the next
+  int lanes_log2;  // lanes that share a line
+  int groups_end;  // groups of lines that warps take, of the matrices up to this one
   int unused[2];
 };
 

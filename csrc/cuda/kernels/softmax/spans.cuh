@@ -55,8 +55,8 @@ __device__ __forceinline__ JaggedTile find_matrix_tile(const OffsetsView& offset
     return tile_of(offsets, {tile, segment_bound(offsets, tile), segment_bound(offsets, tile + 1)},
                    0);
   }
-  const Segment segment = find_segment(
-      offsets, [&](int64_t bound, int64_t) { return bound >> tile_log2 <= further; });
+  const Segment segment =
+      find_segment(offsets, [&](int64_t bound, int64_t) { return bound >> tile_log2 <= further; });
   return tile_of(offsets, segment, (further - (segment.begin >> tile_log2) + 1) << tile_log2);
 }
 
@@ -193,7 +193,8 @@ __device__ __noinline__ void make_plan(const MatricesView& matrices, const Spans
   };
   const bool first_in = of_lane(in_span, 0), last_in = of_lane(in_span, 1);
   const bool last_present = of_lane(present, 1);
-  const int64_t last_begin = of_lane(last_present ? (matrix.fits ? matrix.begin : zeros_begin) : end, 1);
+  const int64_t last_begin =
+      of_lane(last_present ? (matrix.fits ? matrix.begin : zeros_begin) : end, 1);
   const int64_t spans_begin = of_lane(span_begin, 0), end_of_first = of_lane(span_end, 0),
                 end_of_last = of_lane(span_end, 1), zeros_last = of_lane(zeros_begin, 1);
   if (lane < 2) {
@@ -252,9 +253,8 @@ __device__ __noinline__ void make_tile_plan(const MatricesView& matrices, const 
 
 // The lines of matrix `seq` of the span; none with wrong offsets.
 template <typename Config>
-__device__ __noinline__ LinesInShared lines_of_span(const MatricesView& matrices,
-                                                    bool over_rows, int64_t seq, int64_t window,
-                                                    int window_log2) {
+__device__ __noinline__ LinesInShared lines_of_span(const MatricesView& matrices, bool over_rows,
+                                                    int64_t seq, int64_t window, int window_log2) {
   const SpanPlan& plan = span_shared<Config>().plan;
   LinesInShared lines{};
   if (seq >= plan.end_seq || seq >= matrices.rows.num_seqs) return lines;
@@ -383,8 +383,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
               Place<Element, int64_t>{gX + pieces.global, gGrad + pieces.global,
                                       gOut + pieces.global, sign},
               over_rows, 0, count, large.len, over_rows ? 1 : large.columns,
-              over_rows ? large.columns : 1,
-              lanes_of_long_lines(large.lines, over_rows), scale);
+              over_rows ? large.columns : 1, lanes_of_long_lines(large.lines, over_rows), scale);
           continue;
         }
         lines.len = static_cast<int>(large.len);
@@ -457,10 +456,10 @@ cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t 
   using Config = SpanConfig<Element, Operands<Params>::kBackward, kByWindows>;
   constexpr auto kKernel = spans_kernel<Config, Params>;
   const int64_t window = int64_t{1} << spans.window_log2;
-  const int64_t tiles =
-      kByWindows ? (params.matrices.capacity + window - 1) / window
-                 : num_tiles(params.matrices.capacity, params.matrices.rows.num_seqs,
-                             1 << spans.window_log2);
+  const int64_t tiles = kByWindows
+                            ? (params.matrices.capacity + window - 1) / window
+                            : num_tiles(params.matrices.capacity, params.matrices.rows.num_seqs,
+                                        1 << spans.window_log2);
   const char* path =
       Config::kBackward
           ? (params.over_rows ? "cuda.jagged2_softmax_backward.rows"
