@@ -1,12 +1,13 @@
 """matrix_offsets: where the matrix of each sequence begins.
 
-The case multiplies a value of each sequence by where its matrix begins and by how many elements it
-has, so that what knows only floating results judges it: modulo 128, which every dtype holds.
+The case multiplies a value of each sequence by how many elements its matrix has, so that what knows
+only floating results, and batches that are cut, judges it: modulo 120, which every dtype holds.
 tests/test_offsets.py looks at the integers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,22 +17,20 @@ from jagged_cuda.testing.case import ROW_PROFILES, Case, Tensors
 from jagged_cuda.testing.samples import Sample, Spec
 
 
-def times_begins(x: Tensor, begins: Tensor) -> Tensor:
-    """x `[B]`, begins `[B + 1]`; each factor is at least 1."""
-    factors = (begins[:-1] % 97 + 1, begins[1:] % 113 + 1)
-    return x * factors[0].to(x.device, x.dtype) * factors[1].to(x.device, x.dtype)
+def times_sizes(x: Tensor, sizes: Tensor) -> Tensor:
+    """x `[B]`, sizes `[B]`; 0 for an empty matrix, so that nothing leaks from outside."""
+    factor = (sizes % 120 + 1).to(x.device, x.dtype)
+    return torch.where(sizes.to(x.device) > 0, x * factor, 0.0)
 
 
 def _function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, kv_offsets: Tensor | None) -> Any:
-    return {"out": times_begins(t["x"], ops.matrix_offsets(offsets, kv_offsets))}
+    begins = ops.matrix_offsets(offsets, kv_offsets)
+    return {"out": times_sizes(t["x"], begins.diff() + begins[0])}
 
 
 def _reference(spec: Spec, t: Tensors) -> Tensors:
-    sizes = [
-        rows * columns for rows, columns in zip(spec.layout.lengths, spec.kv.lengths, strict=True)
-    ]
-    begins = [sum(sizes[:seq]) for seq in range(len(sizes) + 1)]
-    return {"out": times_begins(t["x"], torch.tensor(begins, dtype=torch.int64))}
+    lengths = (torch.tensor(n.lengths, dtype=torch.int64) for n in (spec.layout, spec.kv))
+    return {"out": times_sizes(t["x"], math.prod(lengths, start=torch.ones(()).long()))}
 
 
 def _registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
