@@ -55,32 +55,6 @@ __device__ __forceinline__ void st_shared_4(SharedAddress shared, uint32_t value
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");
 }
 
-// st.shared.u16 of a register's low half, ld.shared.u16, .b32 and .b64, and their stores
-__device__ __forceinline__ void st_shared_2(SharedAddress shared, uint32_t value) {
-  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t ld_shared_2(SharedAddress shared) {
-  uint32_t value;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=r"(value) : "r"(shared.value) : "memory");
-  return value;
-}
-__device__ __forceinline__ float ld_shared_f32(SharedAddress shared) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(value) : "r"(shared.value) : "memory");
-  return value;
-}
-__device__ __forceinline__ void st_shared_f32(SharedAddress shared, float value) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(shared.value), "f"(value) : "memory");
-}
-__device__ __forceinline__ double ld_shared_f64(SharedAddress shared) {
-  double value;
-  asm volatile("ld.shared.f64 %0, [%1];\n" : "=d"(value) : "r"(shared.value) : "memory");
-  return value;
-}
-__device__ __forceinline__ void st_shared_f64(SharedAddress shared, double value) {
-  asm volatile("st.shared.f64 [%0], %1;\n" ::"r"(shared.value), "d"(value) : "memory");
-}
-
 // st.shared.v4.b32
 __device__ __forceinline__ void st_shared_16(SharedAddress shared, const float (&value)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value), "f"(value[0]),
@@ -246,13 +220,6 @@ __device__ __forceinline__ uint32_t cvt_rna_tf32(float value) {
   uint32_t result;
   asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(result) : "f"(value));
   return result;
-}
-
-// The same value, of which the compiler knows nothing: it computes again what follows from it, where
-// it would otherwise keep many registers.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
 }
 
 // max.NaN.f32: NaN if either is.

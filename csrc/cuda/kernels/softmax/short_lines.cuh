@@ -8,6 +8,7 @@
 // turn, without a barrier.
 #pragma once
 
+#include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/softmax/span_shared.cuh"
 
 namespace jagged_cuda::softmax {

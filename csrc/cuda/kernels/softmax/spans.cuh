@@ -449,7 +449,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
 }
 
 // A capacity that the largest shared memory of any launch fits into, on all GPUs.
-constexpr int kMaxSharedBytes = 99 * 1024;
+constexpr int kMaxSharedBytes = 160 * 1024;
 
 template <typename Element, bool kByWindows, typename Params>
 cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t stream) {
