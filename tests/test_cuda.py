@@ -135,6 +135,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             "jagged_positions",
             "jagged_sessionize",
             "jagged_topk",
+            "matrix_offsets",
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
@@ -903,10 +904,12 @@ def test_out_of_memory_backward(case: Case) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_out_of_memory_of_numbers(name: str) -> None:
     x, offsets = torch.zeros(2**27, device=CUDA), torch.tensor([0, 2**27], device=CUDA)
+    many = torch.zeros(2**27 + 1, dtype=torch.int32, device=CUDA)
     call = {
         "jagged_positions": lambda: jagged_cuda.jagged_positions(offsets, total=2**27),
         "jagged_sessionize": lambda: jagged_cuda.jagged_sessionize(x, offsets, 1, sessions=2**27),
         "jagged_topk": lambda: jagged_cuda.jagged_topk(x, offsets, 1),
+        "matrix_offsets": lambda: jagged_cuda.matrix_offsets(many),
     }[name]
     with memory_left(2**21), pytest.raises(torch.OutOfMemoryError) as caught:
         call()

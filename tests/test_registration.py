@@ -27,7 +27,7 @@ def test_the_layers_name_the_same_operators() -> None:
     assert operators(ROOT) == set(ops.__all__) == set(CASES)
     for path, suffix in (("csrc/cpu", "cpp"), ("csrc/cuda", "cpp"), ("jagged_cuda/ops", "py")):
         found = {p.stem for p in (ROOT / path).glob(f"*jagged*.{suffix}")}
-        assert found == operators(ROOT), path
+        assert found == {op for op in operators(ROOT) if "jagged" in op}, path
     assert registered(ROOT) >= operators(ROOT)
 
 

@@ -60,6 +60,10 @@ constexpr Operator kOperators[] = {
    " SymInt total, bool transpose=False, bool allow_tf32=False) -> Tensor",
    "a: float [sum Lx*Ly], y: a [T, N], " MATRICES "; total >= 0 -> a [total, N]"},
 
+  // where the matrix of each sequence begins
+  {"matrix_offsets(Tensor offsets, Tensor? y_offsets=None) -> Tensor",
+   "offsets: index [B + 1], y_offsets: offsets? [B + 1] -> int64 [B + 1]"},
+
   {"jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor",
    "x: float [T, ...], offsets: index [B + 1] -> x [T, ...]"},
   {"jagged_softmax_backward(Tensor grad_out, Tensor out, Tensor offsets, float scale=1.0) -> Tensor",
