@@ -22,6 +22,13 @@ from jagged_cuda.offsets import *  # noqa: E402, F403
 from jagged_cuda.ops import *  # noqa: E402, F403
 from jagged_cuda.rows import *  # noqa: E402, F403
 
-__all__ = ["PositionBias", "TimeBias", "__version__", "check_errors", "log_boundaries", "set_checks"]
+__all__ = [
+    "PositionBias",
+    "TimeBias",
+    "__version__",
+    "check_errors",
+    "log_boundaries",
+    "set_checks",
+]
 __all__ += ["sqrt_boundaries"]
 __all__ += [*offsets.__all__, *ops.__all__, *rows.__all__]

@@ -165,9 +165,7 @@ def flatten(
         if not isinstance(time_bias, tuple) or len(time_bias) != 5:
             fail_argument(op, "time_bias", "a TimeBias", type(time_bias).__name__)
         names = ("table", "q_time", "kv_time", "boundaries")
-        tensors = [
-            _tensor(op, f"time_bias.{n}", t) for n, t in zip(names, time_bias, strict=False)
-        ]
+        tensors = [_tensor(op, f"time_bias.{n}", t) for n, t in zip(names, time_bias, strict=False)]
         time = (_rows(tensors[0]), *tensors[1:], bool(time_bias[4]))
     position: tuple[Any, ...] = (None, 0)
     if position_bias is not None:

@@ -265,12 +265,13 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
     }
   }
   ptx::cp_async_wait<0>();
-  if constexpr (Config::kTables) return;
-  float scales[kRowBlocks][2];
+  if constexpr (!Config::kTables) {
+    float scales[kRowBlocks][2];
 #pragma unroll
-  for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
-  store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
-             params.dim_qk, params.aligned, lane);
+    for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
+    store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
+               params.dim_qk, params.aligned, lane);
+  }
 }
 
 template <typename Config>

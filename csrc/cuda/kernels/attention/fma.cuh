@@ -374,11 +374,12 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
     }
     if constexpr (!kTables) accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
   }
-  if constexpr (kTables) return;
-  T scales[kPerThread];
+  if constexpr (!kTables) {
+    T scales[kPerThread];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) scales[i] = scale;
-  store_result<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
+    for (int i = 0; i < kPerThread; ++i) scales[i] = scale;
+    store_result<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
+  }
 }
 
 template <typename Config>

@@ -110,8 +110,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   if (tile.seq < 0) {
     if (params.split_by_length) return;
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
-    if constexpr (Config::kSilu) return;
-    for (int row = threadIdx.x; row < rows; row += kThreads)
+    for (int row = threadIdx.x; !Config::kSilu && row < rows; row += kThreads)
       gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
