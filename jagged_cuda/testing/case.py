@@ -154,7 +154,8 @@ class Case:
 
 def _any_value(rng: random.Random, name: str, candidates: Sequence[Any], listed: Any) -> Any:
     """Any value between the candidates, if they are only examples of what is allowed."""
-    largest = max((n for each in candidates if type(each) is tuple for n in each), default=1)
+    tuples = (each for each in candidates if type(each) is tuple)
+    largest = max((n for each in tuples for n in each if type(n) is int), default=1)
     if name == "heads":
         kv_heads = rng.randint(1, 3)
         return kv_heads * rng.randint(1, 4), kv_heads
