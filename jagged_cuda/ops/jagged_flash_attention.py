@@ -77,8 +77,8 @@ def jagged_flash_attention(
         result does not depend on its neighbours, bit for bit.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
         backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on
-        Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums in a
-        fixed order; those of tables cost a kernel of their own.
+        Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are
+        sums in a fixed order; those of tables cost a kernel of their own.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):

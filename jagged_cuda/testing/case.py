@@ -42,6 +42,7 @@ class Case:
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
         rows: whose rows each argument and output has: "q", "kv", "seq" (one per sequence) or
+            "table" (for all sequences, as many as the choice "buckets" says),
             "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
             says how many there are), "total" (those of "q" in as many as that choice says), or a
             function that gives the layout of a result that is packed anew, from row 0 on.

@@ -214,8 +214,9 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
         if (last) ptx::mbarrier_arrive(shared.q_empty);
       }
       if constexpr (Config::kGeneral) {
-        scale_and_bias(s, scale, bias, tile.row + own_row, tile.num_queries, key, tile.num_keys,
-                       lane);
+        scale_and_bias(
+            s, scale, bias,
+            ScorePlace<false>{tile.row + own_row, tile.num_queries, key, tile.num_keys, lane});
       } else if (scale < 0.0f) {
         // The maximum of scale * S lies where -S is largest.
 #pragma unroll
