@@ -41,6 +41,8 @@ def rows_of(values: Tensor, layout: Layout, seqs: list[int]) -> Tensor:
 def selected(values: Tensor, rows: Rows, spec: Spec, seqs: list[int]) -> Tensor:
     if rows == "seq":
         return values[seqs].contiguous()
+    if rows == "table":  # the same for all
+        return values
     return rows_of(values, spec.rows_layout(rows), seqs).contiguous()
 
 
