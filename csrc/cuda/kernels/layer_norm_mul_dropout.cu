@@ -1,0 +1,742 @@
+// layer_norm_mul_dropout, for each row of x and u [T, D], in f32 (f64 of f64):
+//
+//   xhat = (x - mean) rstd      rstd = 1 / sqrt(variance + eps)
+//   out  = keep u (xhat weight + bias)      keep: 0, or 1 / (1 - p) (contract/dropout.h)
+//
+// and its gradients, with g = keep grad_out, h = g u weight, and means over the row:
+//
+//   du = g (xhat weight + bias)     dx = rstd (h - mean(h) - xhat mean(h xhat))
+//   dweight = sum over rows of g u xhat     dbias = sum over rows of g u
+//
+// Rows in registers. Lanes hold vectors of 16 bytes. A row of up to 64 vectors belongs to lanes of
+// one warp (the warp holds as many rows as it has lanes for), one of up to kMaxVectors to the CTA.
+// x is read once: the mean, then the sum of squared distances from it, are sums over the row's
+// lanes by shuffles, and over the CTA's warps through shared memory. kRows rows at a time, so that
+// loads and shuffles of one row do not wait for those of another. Forward: grid x, a CTA for each
+// set of rows. Backward: as many CTAs as are resident, each of which takes sets one grid apart and
+// keeps its sums for dweight and dbias in registers; then each CTA writes a row of `partial`
+// [CTAs, 2, D], and a second kernel adds them.
+//
+// Other rows (longer, not aligned, or f64): a warp for each row, which it reads again for each sum;
+// backward, a kernel writes dx, du and the row's statistics, and another one, whose threads have a
+// column each, adds the rows of its CTA to a row of `partial`.
+//
+// Shared memory: the sums of a row over warps, twice (one is written while slower warps read the
+// other), and the sums of columns over warps. Rows past the end are not read and count as zeros. All
+// sums are in a fixed order: deterministic.
+#include "cuda/kernels/layer_norm_mul_dropout.h"
+
+#include "contract/dropout.h"
+#include "cuda/kernels/prim/element.cuh"
+#include "cuda/kernels/prim/launch.cuh"
+
+#include <algorithm>
+
+namespace jagged_cuda {
+namespace {
+
+using Params = LayerNormMulDropoutParams;
+using BackwardParams = LayerNormMulDropoutBackwardParams;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxVectors = 4 * kThreads;
+
+// How a thread holds its part of a row: kItems vectors, of kRows rows at a time; kWide: the row
+// belongs to the CTA. kCtas: resident per SM, that the registers must leave room for.
+template <typename Element_, int kItems_, int kRows_, bool kWide_, int kCtas_>
+struct Config {
+  using Element = Element_;
+  static constexpr int kItems = kItems_, kRows = kRows_, kCtas = kCtas_;
+  static constexpr bool kWide = kWide_;
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
+  using Loaded = Vector<Element, kVector>;
+};
+
+struct ForwardLaunch {
+  Params params;
+  int lanes_log2;  // of a row within a warp
+};
+
+struct BackwardLaunch {
+  BackwardParams params;
+  int lanes_log2;
+};
+
+// Where a thread's elements are.
+template <typename Config>
+struct Place {
+  int64_t unit;   // of kRows * step rows
+  int64_t units;  // of the grid
+  int step;       // rows beside each other
+  int row;        // among these
+  int column;     // of the first vector
+  int apart;      // columns from one vector to the next
+  int lanes;      // of a row within a warp
+
+  __device__ __forceinline__ explicit Place(int lanes_log2) {
+    if constexpr (Config::kWide) {
+      unit = blockIdx.x;
+      units = gridDim.x;
+      step = 1;
+      row = 0;
+      column = static_cast<int>(threadIdx.x) * Config::kVector;
+      apart = static_cast<int>(blockDim.x) * Config::kVector;
+      lanes = 32;
+    } else {
+      const int lane = threadIdx.x % 32;
+      unit = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+      units = gridDim.x * int64_t{kWarps};
+      lanes = 1 << lanes_log2;
+      step = 32 >> lanes_log2;
+      row = lane >> lanes_log2;
+      column = (lane & (lanes - 1)) * Config::kVector;
+      apart = lanes * Config::kVector;
+    }
+  }
+};
+
+// Sums over the lanes of a row, and over the warps of a wide one. Every thread gets them.
+template <bool kWide>
+struct RowSums;
+
+template <>
+struct RowSums<false> {
+  int lanes;
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&value)[kCount]) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
+    }
+  }
+};
+
+constexpr int kMaxSums = 8;  // at a time
+
+template <>
+struct RowSums<true> {
+  float (*sSums)[kMaxSums][kWarps];  // [2]
+  int turn = 0;
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&value)[kCount]) {
+    static_assert(kCount <= kMaxSums);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
+    }
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sSums[turn][i][warp] = value[i];
+    }
+    // The sums of all warps are there. The next ones go to the other buffer, which every warp that
+    // has come here has read.
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      value[i] = sSums[turn][i][0];
+      for (int w = 1; w < warps; ++w) value[i] += sSums[turn][i][w];
+    }
+    turn ^= 1;
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ void load_rows(
+    typename Config::Loaded (&rows)[Config::kRows][Config::kItems], const void* global,
+    int64_t stride, const Place<Config>& place, int64_t first_row, const Params& params) {
+  using Loaded = typename Config::Loaded;
+  using Element = typename Config::Element;
+#pragma unroll
+  for (int r = 0; r < Config::kRows; ++r) {
+    const int64_t row = first_row + r * place.step;
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+      const int column = place.column + i * place.apart;
+      rows[r][i] = Loaded{};
+      if (row < params.total && column < params.columns) {
+        rows[r][i] = *reinterpret_cast<const Loaded*>(static_cast<const Element*>(global) +
+                                                      row * stride + column);
+      }
+    }
+  }
+}
+
+template <typename Loaded, typename Element>
+__device__ __forceinline__ Loaded load_columns(const void* global, int column, int64_t columns) {
+  if (column >= columns) return Loaded{};
+  return *reinterpret_cast<const Loaded*>(static_cast<const Element*>(global) + column);
+}
+
+// What the elements of a vector are multiplied by: 0, or kept_scale.
+template <int kVector>
+__device__ __forceinline__ void draw_keep(float (&keep)[kVector], const Params& params,
+                                          uint64_t seed, int64_t row, int column) {
+  if (params.seed == nullptr) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) keep[e] = 1.0f;
+    return;
+  }
+  static_assert(kVector % kDropoutWords == 0);
+  const float scale = static_cast<float>(params.kept_scale);
+#pragma unroll
+  for (int block = 0; block < kVector / kDropoutWords; ++block) {
+    const RandomWords words = dropout_words(seed, row, column / kDropoutWords + block);
+#pragma unroll
+    for (int w = 0; w < kDropoutWords; ++w) {
+      keep[block * kDropoutWords + w] = words.words[w] < params.drop_below ? 0.0f : scale;
+    }
+  }
+}
+
+// Mean and 1 / standard deviation of rows in registers.
+template <typename Config>
+__device__ __forceinline__ void statistics(
+    float (&mean)[Config::kRows], float (&rstd)[Config::kRows],
+    const typename Config::Loaded (&rows)[Config::kRows][Config::kItems],
+    const Place<Config>& place, const Params& params, RowSums<Config::kWide>& sums) {
+  const float columns = static_cast<float>(params.columns);
+#pragma unroll
+  for (int r = 0; r < Config::kRows; ++r) {
+    mean[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+#pragma unroll
+      for (int e = 0; e < Config::kVector; ++e) mean[r] += to_sum(rows[r][i].elems[e]);
+    }
+  }
+  sums.add(mean);
+#pragma unroll
+  for (int r = 0; r < Config::kRows; ++r) {
+    mean[r] /= columns;
+    rstd[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+      if (place.column + i * place.apart >= params.columns) continue;
+#pragma unroll
+      for (int e = 0; e < Config::kVector; ++e) {
+        const float distance = to_sum(rows[r][i].elems[e]) - mean[r];
+        rstd[r] += distance * distance;
+      }
+    }
+  }
+  sums.add(rstd);
+#pragma unroll
+  for (int r = 0; r < Config::kRows; ++r) {
+    rstd[r] = rsqrtf(rstd[r] / columns + static_cast<float>(params.eps));
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ RowSums<Config::kWide> row_sums(int lanes) {
+  if constexpr (Config::kWide) {
+    __shared__ float sSums[2][kMaxSums][kWarps];
+    return {sSums};
+  } else {
+    return {lanes};
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kThreads, Config::kCtas) void forward_rows(
+    const __grid_constant__ ForwardLaunch launch) {
+  using Element = typename Config::Element;
+  using Loaded = typename Config::Loaded;
+  constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
+  const Params& params = launch.params;
+  const Place<Config> place(launch.lanes_log2);
+  const int64_t first_row = place.unit * kRows * place.step + place.row;
+  const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
+  Loaded rX[kRows][kItems], rU[kRows][kItems];
+  load_rows<Config>(rX, params.x, params.x_stride, place, first_row, params);
+  load_rows<Config>(rU, params.u, params.u_stride, place, first_row, params);
+  auto sums = row_sums<Config>(place.lanes);
+  float mean[kRows], rstd[kRows];
+  statistics<Config>(mean, rstd, rX, place, params, sums);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int column = place.column + i * place.apart;
+    if (column >= params.columns) break;
+    const Loaded weight = load_columns<Loaded, Element>(params.weight, column, params.columns);
+    const Loaded bias = load_columns<Loaded, Element>(params.bias, column, params.columns);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = first_row + r * place.step;
+      if (row >= params.total) break;
+      float keep[kVector];
+      draw_keep<kVector>(keep, params, seed, row, column);
+      Loaded result;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        const float xhat = (to_sum(rX[r][i].elems[e]) - mean[r]) * rstd[r];
+        const float normed = xhat * to_sum(weight.elems[e]) + to_sum(bias.elems[e]);
+        const float product = to_sum(rU[r][i].elems[e]) * normed;
+        result.elems[e] = from_sum<Element>(keep[e] == 0.0f ? 0.0f : product * keep[e]);
+      }
+      *reinterpret_cast<Loaded*>(static_cast<Element*>(params.out) + row * params.columns +
+                                 column) = result;
+    }
+  }
+}
+
+// Adds the sums of columns over the lanes and warps that have the same ones, in fixed order, and
+// writes them to this CTA's row of `partial`.
+template <typename Config>
+__device__ __forceinline__ void write_column_sums(
+    float (&value)[Config::kItems][Config::kVector], const Place<Config>& place, int64_t columns,
+    float* gPartial) {
+  constexpr int kVector = Config::kVector;
+  if constexpr (Config::kWide) {
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+      const int column = place.column + i * place.apart;
+      if (column >= columns) break;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) gPartial[column + e] = value[i][e];
+    }
+  } else {
+    __shared__ float sColumns[kWarps][kVector][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        for (int offset = place.lanes; offset < 32; offset *= 2) {
+          value[i][e] += __shfl_xor_sync(0xffffffffu, value[i][e], offset);
+        }
+        sColumns[warp][e][lane] = value[i][e];
+      }
+      __syncthreads();  // the sums of all warps are there
+      for (int index = threadIdx.x; index < kVector * 32; index += kThreads) {
+        // Neighbouring threads have neighbouring columns.
+        const int from = index / kVector, e = index % kVector;
+        const int column = from * kVector + i * place.apart + e;
+        if (from < place.lanes && column < columns) {
+          float sum = sColumns[0][e][from];
+          for (int w = 1; w < kWarps; ++w) sum += sColumns[w][e][from];
+          gPartial[column] = sum;
+        }
+      }
+      __syncthreads();  // all have read them
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
+    const __grid_constant__ BackwardLaunch launch) {
+  using Element = typename Config::Element;
+  using Loaded = typename Config::Loaded;
+  constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
+  const BackwardParams& backward = launch.params;
+  const Params& params = backward.forward;
+  const Place<Config> place(launch.lanes_log2);
+  const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
+  const float columns = static_cast<float>(params.columns);
+  auto sums = row_sums<Config>(place.lanes);
+  Loaded rWeight[kItems], rBias[kItems];
+  float grad_weight[kItems][kVector], grad_bias[kItems][kVector];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int column = place.column + i * place.apart;
+    rWeight[i] = load_columns<Loaded, Element>(params.weight, column, params.columns);
+    rBias[i] = load_columns<Loaded, Element>(params.bias, column, params.columns);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) grad_weight[i][e] = grad_bias[i][e] = 0.0f;
+  }
+  const int64_t unit_rows = int64_t{kRows} * place.step;
+  for (int64_t unit = place.unit; unit * unit_rows < params.total; unit += place.units) {
+    const int64_t first_row = unit * unit_rows + place.row;
+    Loaded rX[kRows][kItems], rU[kRows][kItems], rGrad[kRows][kItems];
+    load_rows<Config>(rX, params.x, params.x_stride, place, first_row, params);
+    load_rows<Config>(rU, params.u, params.u_stride, place, first_row, params);
+    load_rows<Config>(rGrad, backward.grad_out, backward.grad_stride, place, first_row, params);
+    float mean[kRows], rstd[kRows];
+    statistics<Config>(mean, rstd, rX, place, params, sums);
+    float scaled[kRows][kItems][kVector];  // h
+    float means[2 * kRows];                // of h and h xhat
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      means[2 * r] = means[2 * r + 1] = 0.0f;
+      const int64_t row = first_row + r * place.step;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int column = place.column + i * place.apart;
+        float keep[kVector];
+        draw_keep<kVector>(keep, params, seed, row, column);
+        Loaded result;
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          const float xhat = (to_sum(rX[r][i].elems[e]) - mean[r]) * rstd[r];
+          const float weight = to_sum(rWeight[i].elems[e]);
+          const float normed = xhat * weight + to_sum(rBias[i].elems[e]);
+          const float kept =
+              keep[e] == 0.0f ? 0.0f : to_sum(rGrad[r][i].elems[e]) * keep[e];
+          const float product = kept * to_sum(rU[r][i].elems[e]);
+          result.elems[e] = from_sum<Element>(kept * normed);
+          grad_weight[i][e] += product * xhat;
+          grad_bias[i][e] += product;
+          const float h = product * weight;
+          scaled[r][i][e] = h;
+          means[2 * r] += h;
+          means[2 * r + 1] += h * xhat;
+        }
+        if (row < params.total && column < params.columns) {
+          *reinterpret_cast<Loaded*>(static_cast<Element*>(backward.grad_u) +
+                                     row * params.columns + column) = result;
+        }
+      }
+    }
+    sums.add(means);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = first_row + r * place.step;
+      const float mean_h = means[2 * r] / columns, mean_hx = means[2 * r + 1] / columns;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int column = place.column + i * place.apart;
+        Loaded result;
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          const float xhat = (to_sum(rX[r][i].elems[e]) - mean[r]) * rstd[r];
+          result.elems[e] =
+              from_sum<Element>(rstd[r] * (scaled[r][i][e] - mean_h - xhat * mean_hx));
+        }
+        if (row < params.total && column < params.columns) {
+          *reinterpret_cast<Loaded*>(static_cast<Element*>(backward.grad_x) +
+                                     row * params.columns + column) = result;
+        }
+      }
+    }
+  }
+  float* gPartial = static_cast<float*>(backward.partial) + blockIdx.x * 2 * params.columns;
+  write_column_sums<Config>(grad_weight, place, params.columns, gPartial);
+  write_column_sums<Config>(grad_bias, place, params.columns, gPartial + params.columns);
+}
+
+// --- rows of any length and place
+
+template <typename S>
+__device__ __forceinline__ S add_warp(S value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  return value;
+}
+
+template <typename Element>
+__device__ __forceinline__ Sum<Element> keep_one(const Params& params, int64_t row,
+                                                 int64_t column) {
+  using S = Sum<Element>;
+  if (params.seed == nullptr) return S(1);
+  const RandomWords words =
+      dropout_words(static_cast<uint64_t>(*params.seed), row, column / kDropoutWords);
+  const int w = static_cast<int>(column % kDropoutWords);
+  const uint32_t word = w == 0   ? words.words[0]
+                        : w == 1 ? words.words[1]
+                        : w == 2 ? words.words[2]
+                                 : words.words[3];
+  return word < params.drop_below ? S(0) : static_cast<S>(params.kept_scale);
+}
+
+template <typename Element>
+__device__ __forceinline__ void statistics_of(Sum<Element>& mean, Sum<Element>& rstd,
+                                              const Element* gX, int64_t columns, double eps) {
+  using S = Sum<Element>;
+  const int lane = threadIdx.x % 32;
+  S sum = S(0), squares = S(0);
+  for (int64_t column = lane; column < columns; column += 32) sum += to_sum(gX[column]);
+  mean = add_warp(sum) / static_cast<S>(columns);
+  for (int64_t column = lane; column < columns; column += 32) {
+    const S distance = to_sum(gX[column]) - mean;
+    squares += distance * distance;
+  }
+  rstd = S(1) / sqrt(add_warp(squares) / static_cast<S>(columns) + static_cast<S>(eps));
+}
+
+template <typename Element>
+__global__ __launch_bounds__(kThreads) void forward_plain(const __grid_constant__ Params params) {
+  using S = Sum<Element>;
+  const int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (row >= params.total) return;
+  const Element* gX = static_cast<const Element*>(params.x) + row * params.x_stride;
+  const Element* gU = static_cast<const Element*>(params.u) + row * params.u_stride;
+  const Element* gWeight = static_cast<const Element*>(params.weight);
+  const Element* gBias = static_cast<const Element*>(params.bias);
+  Element* gOut = static_cast<Element*>(params.out) + row * params.columns;
+  S mean, rstd;
+  statistics_of<Element>(mean, rstd, gX, params.columns, params.eps);
+  for (int64_t column = threadIdx.x % 32; column < params.columns; column += 32) {
+    const S keep = keep_one<Element>(params, row, column);
+    const S xhat = (to_sum(gX[column]) - mean) * rstd;
+    const S normed = xhat * to_sum(gWeight[column]) + to_sum(gBias[column]);
+    gOut[column] = from_sum<Element>(keep == S(0) ? S(0) : to_sum(gU[column]) * normed * keep);
+  }
+}
+
+// du, dx and the statistics of a row.
+template <typename Element>
+__global__ __launch_bounds__(kThreads) void backward_plain(
+    const __grid_constant__ BackwardParams backward) {
+  using S = Sum<Element>;
+  const Params& params = backward.forward;
+  const int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (row >= params.total) return;
+  const int lane = threadIdx.x % 32;
+  const Element* gX = static_cast<const Element*>(params.x) + row * params.x_stride;
+  const Element* gU = static_cast<const Element*>(params.u) + row * params.u_stride;
+  const Element* gGrad = static_cast<const Element*>(backward.grad_out) + row * backward.grad_stride;
+  const Element* gWeight = static_cast<const Element*>(params.weight);
+  const Element* gBias = static_cast<const Element*>(params.bias);
+  Element* gGradU = static_cast<Element*>(backward.grad_u) + row * params.columns;
+  Element* gGradX = static_cast<Element*>(backward.grad_x) + row * params.columns;
+  S mean, rstd;
+  statistics_of<Element>(mean, rstd, gX, params.columns, params.eps);
+  S mean_h = S(0), mean_hx = S(0);
+  for (int64_t column = lane; column < params.columns; column += 32) {
+    const S keep = keep_one<Element>(params, row, column);
+    const S xhat = (to_sum(gX[column]) - mean) * rstd;
+    const S kept = keep == S(0) ? S(0) : to_sum(gGrad[column]) * keep;
+    const S weight = to_sum(gWeight[column]);
+    gGradU[column] = from_sum<Element>(kept * (xhat * weight + to_sum(gBias[column])));
+    const S h = kept * to_sum(gU[column]) * weight;
+    mean_h += h;
+    mean_hx += h * xhat;
+  }
+  mean_h = add_warp(mean_h) / static_cast<S>(params.columns);
+  mean_hx = add_warp(mean_hx) / static_cast<S>(params.columns);
+  for (int64_t column = lane; column < params.columns; column += 32) {
+    const S keep = keep_one<Element>(params, row, column);
+    const S xhat = (to_sum(gX[column]) - mean) * rstd;
+    const S kept = keep == S(0) ? S(0) : to_sum(gGrad[column]) * keep;
+    const S h = kept * to_sum(gU[column]) * to_sum(gWeight[column]);
+    gGradX[column] = from_sum<Element>(rstd * (h - mean_h - xhat * mean_hx));
+  }
+  if (lane == 0) {
+    S* gStatistics = static_cast<S*>(backward.statistics) + 2 * row;
+    gStatistics[0] = mean;
+    gStatistics[1] = rstd;
+  }
+}
+
+// Sums over the rows of a CTA, a column for each lane; grid x: columns / 32, y: rows of `partial`.
+template <typename Element>
+__global__ __launch_bounds__(kThreads) void sum_columns_plain(
+    const __grid_constant__ BackwardParams backward) {
+  using S = Sum<Element>;
+  __shared__ S sColumns[2][kWarps][32];
+  const Params& params = backward.forward;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t column = blockIdx.x * int64_t{32} + lane;
+  S grad_weight = S(0), grad_bias = S(0);
+  if (column < params.columns) {
+    const int64_t apart = gridDim.y * int64_t{kWarps};
+    for (int64_t row = blockIdx.y * int64_t{kWarps} + warp; row < params.total; row += apart) {
+      const S* gStatistics = static_cast<const S*>(backward.statistics) + 2 * row;
+      const S keep = keep_one<Element>(params, row, column);
+      const auto at = [&](const void* global, int64_t stride) {
+        return to_sum(static_cast<const Element*>(global)[row * stride + column]);
+      };
+      const S xhat = (at(params.x, params.x_stride) - gStatistics[0]) * gStatistics[1];
+      const S kept = keep == S(0) ? S(0) : at(backward.grad_out, backward.grad_stride) * keep;
+      const S product = kept * at(params.u, params.u_stride);
+      grad_weight += product * xhat;
+      grad_bias += product;
+    }
+  }
+  sColumns[0][warp][lane] = grad_weight;
+  sColumns[1][warp][lane] = grad_bias;
+  __syncthreads();  // the sums of all warps are there
+  if (warp < 2 && column < params.columns) {
+    S sum = sColumns[warp][0][lane];
+    for (int w = 1; w < kWarps; ++w) sum += sColumns[warp][w][lane];
+    static_cast<S*>(backward.partial)[(blockIdx.y * 2 + warp) * params.columns + column] = sum;
+  }
+}
+
+// --- the rows of `partial`
+
+constexpr int kPartialThreads = 512;
+constexpr int kPartialWarps = kPartialThreads / 32;
+constexpr int kPartialItems = 8;  // that a thread has in flight
+
+// Grid x: 2 D / 32 sets of columns; a column of dweight or dbias for each lane, whose rows the
+// warps share.
+template <typename Element>
+__global__ __launch_bounds__(kPartialThreads) void sum_partial(
+    const __grid_constant__ BackwardParams backward) {
+  using S = Sum<Element>;
+  __shared__ S sColumns[kPartialWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t columns = backward.forward.columns, rows = backward.workspace.num_partials;
+  const int64_t column = blockIdx.x * int64_t{32} + lane;
+  const bool exists = column < 2 * columns;
+  const S* gPartial = static_cast<const S*>(backward.partial) + column;
+  S sum = S(0);
+  for (int64_t row = warp; exists && row < rows; row += kPartialItems * kPartialWarps) {
+    S rPartial[kPartialItems];
+#pragma unroll
+    for (int i = 0; i < kPartialItems; ++i) {
+      const int64_t next = row + i * kPartialWarps;
+      rPartial[i] = next < rows ? gPartial[next * 2 * columns] : S(0);
+    }
+#pragma unroll
+    for (int i = 0; i < kPartialItems; ++i) sum += rPartial[i];
+  }
+  sColumns[warp][lane] = sum;
+  __syncthreads();  // the sums of all warps are there
+  if (warp != 0 || !exists) return;
+  for (int w = 1; w < kPartialWarps; ++w) sum += sColumns[w][lane];
+  void* gResult = column < columns ? backward.grad_weight : backward.grad_bias;
+  static_cast<Element*>(gResult)[column < columns ? column : column - columns] =
+      from_sum<Element>(sum);
+}
+
+// --- the host
+
+// How a row of `vectors` vectors lies in a warp or a CTA.
+struct Shape {
+  int lanes_log2;
+  int items;
+  int threads;
+  bool wide;
+};
+
+Shape shape_of(int64_t vectors) {
+  if (vectors <= 64) {
+    int lanes_log2 = 0;
+    while (lanes_log2 < 5 && (int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
+    return {lanes_log2, vectors <= 32 ? 1 : 2, kThreads, false};
+  }
+  if (vectors <= kThreads / 2) return {5, 1, kThreads / 2, true};
+  const int items = vectors <= kThreads ? 1 : vectors <= 2 * kThreads ? 2 : 4;
+  return {5, items, kThreads, true};
+}
+
+bool in_registers(const Params& params) {
+  const int64_t kVector = is_16_bit(params.type) ? 8 : 4;
+  return params.type != ElementType::kF64 && params.vectors &&
+         params.columns <= kVector * kMaxVectors;
+}
+
+Shape shape_of(const Params& params) {
+  return shape_of((params.columns + (is_16_bit(params.type) ? 7 : 3)) /
+                  (is_16_bit(params.type) ? 8 : 4));
+}
+
+// run(config) with the Config of a shape.
+template <typename Element, bool kBackward, typename Run>
+cudaError_t with_config(const Shape& shape, Run run) {
+  if (!shape.wide) {
+    if (shape.items == 1) return run(Config<Element, 1, kBackward ? 2 : 4, false, kBackward ? 2 : 3>{});
+    return run(Config<Element, 2, kBackward ? 1 : 2, false, kBackward ? 2 : 3>{});
+  }
+  if (shape.items == 1) return run(Config<Element, 1, kBackward ? 2 : 4, true, kBackward ? 2 : 3>{});
+  if (shape.items == 2) return run(Config<Element, 2, kBackward ? 1 : 2, true, kBackward ? 2 : 3>{});
+  return run(Config<Element, 4, 1, true, 1>{});
+}
+
+// with_element for those that are kept in registers.
+template <typename Run>
+cudaError_t with_register_element(ElementType type, Run run) {
+  switch (type) {
+    case ElementType::kBf16:
+      return run(__nv_bfloat16{});
+    case ElementType::kF16:
+      return run(__half{});
+    case ElementType::kF32:
+      return run(float{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+}  // namespace
+
+cudaError_t launch_layer_norm_mul_dropout(const Params& params, cudaStream_t stream) {
+  if (!in_registers(params)) {
+    return with_element(params.type, [&](auto element) {
+      return launch<forward_plain<decltype(element)>>(params, {divide_up(params.total, kWarps)},
+                                                      kThreads, 0, stream,
+                                                      "cuda.layer_norm_mul_dropout.plain");
+    });
+  }
+  const Shape shape = shape_of(params);
+  return with_register_element(params.type, [&](auto element) {
+    return with_config<decltype(element), false>(shape, [&](auto config) {
+      using Config = decltype(config);
+      const int64_t rows = Config::kWide ? Config::kRows
+                                         : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
+      return launch<forward_rows<Config>>(
+          ForwardLaunch{params, shape.lanes_log2}, {divide_up(params.total, rows)}, shape.threads,
+          0, stream,
+          Config::kWide ? "cuda.layer_norm_mul_dropout.cta" : "cuda.layer_norm_mul_dropout.warp");
+    });
+  });
+}
+
+cudaError_t layer_norm_workspace(const Params& params, LayerNormWorkspace& workspace) {
+  int device = 0, num_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  workspace.needs_statistics = !in_registers(params);
+  if (workspace.needs_statistics) {
+    workspace.num_partials = std::min<int64_t>(divide_up(params.total, 8 * kWarps), 2 * num_sms);
+    return cudaSuccess;
+  }
+  const Shape shape = shape_of(params);
+  return with_register_element(params.type, [&](auto element) {
+    return with_config<decltype(element), true>(shape, [&](auto config) {
+      using Config = decltype(config);
+      const int64_t rows = Config::kWide ? Config::kRows
+                                         : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
+      const int64_t resident = int64_t{num_sms} * Config::kCtas * (kThreads / shape.threads);
+      workspace.num_partials = std::min(divide_up(params.total, rows), resident);
+      return cudaSuccess;
+    });
+  });
+}
+
+cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
+                                                   cudaStream_t stream) {
+  const Params& forward = params.forward;
+  const int64_t ctas = params.workspace.num_partials;
+  cudaError_t error = cudaSuccess;
+  if (params.workspace.needs_statistics) {
+    error = with_element(forward.type, [&](auto element) {
+      using Element = decltype(element);
+      const cudaError_t first = launch<backward_plain<Element>>(
+          params, {divide_up(forward.total, kWarps)}, kThreads, 0, stream,
+          "cuda.layer_norm_mul_dropout_backward.plain");
+      if (first != cudaSuccess) return first;
+      return launch<sum_columns_plain<Element>>(params, {divide_up(forward.columns, 32), ctas},
+                                                kThreads, 0, stream, nullptr);
+    });
+  } else {
+    const Shape shape = shape_of(forward);
+    error = with_register_element(forward.type, [&](auto element) {
+      return with_config<decltype(element), true>(shape, [&](auto config) {
+        using Config = decltype(config);
+        return launch<backward_rows<Config>>(BackwardLaunch{params, shape.lanes_log2}, {ctas},
+                                             shape.threads, 0, stream,
+                                             Config::kWide
+                                                 ? "cuda.layer_norm_mul_dropout_backward.cta"
+                                                 : "cuda.layer_norm_mul_dropout_backward.warp");
+      });
+    });
+  }
+  if (error != cudaSuccess) return error;
+  return with_element(forward.type, [&](auto element) {
+    return launch<sum_partial<decltype(element)>>(params, {divide_up(2 * forward.columns, 32)},
+                                                  kPartialThreads, 0, stream, nullptr);
+  });
+}
+
+}  // namespace jagged_cuda
