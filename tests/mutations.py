@@ -61,8 +61,8 @@ FAULTS = (
         "tail mask off by one",
         "cpu",
         "cpu/kernels/attention.inl",
-        "visible.end(row_begin + i) - key_block, columns, buffers.max",
-        "visible.end(row_begin + i) - key_block + 1, columns, buffers.max",
+        "visible.of(row_begin + i).counted_from(key_block)",
+        "visible.of(row_begin + i).counted_from(key_block - 1)",
     ),
     Fault(
         "lost barrier",

@@ -20,7 +20,13 @@ from jagged_cuda.testing.samples import Spec
 
 LAYOUT = Layout((40, 0, 3, 70), base=2, tail=3)
 CHOICES: dict[str, Any] = {"D": 16, "N": 8, "trailing": (8,), "dims": (16, 16), "heads": (2, 1)}
-CHOICES |= {"causal": False, "window_size": (-1, -1), "scale": 0.3, "max_len": False}
+CHOICES |= {
+    "causal": False,
+    "window_size": (-1, -1),
+    "scale": 0.3,
+    "max_len": False,
+    "ranges": None,
+}
 
 Fault = Callable[[Any, Tensor], Any]
 

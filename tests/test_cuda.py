@@ -19,7 +19,7 @@ from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, cotangents_o
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES, EVERY, Case, Tensors
+from jagged_cuda.testing.cases import CASES, EVERY, INDEX_OPERATORS, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample, Spec
@@ -191,6 +191,35 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     ),
     *(
         (
+            "jagged_hstu_attention",
+            dtype,
+            False,
+            {"dims": dims, "ranges": ranges, "row_scale": ranges is None},
+            f"cuda.attention.forward.mma_sync.{path}.silu",
+            f"cuda.attention.backward.mma_sync.{path}.silu",
+        )
+        for dtype in _DTYPES.values()
+        for ranges in (None, "hstu near")
+        for dims, path in (
+            ((1, 1), "d32"),
+            ((64, 40), "d64"),
+            ((128, 128), "d128"),
+            ((129, 1), "d256"),
+        )
+    ),
+    *(
+        (
+            "jagged_hstu_attention",
+            dtype,
+            False,
+            {"row_scale": True},
+            f"cuda.attention.forward.fma.{name}",
+            f"cuda.attention.backward.fma.{name}",
+        )
+        for name, dtype in (("f32", torch.float32), ("f64", torch.float64))
+    ),
+    *(
+        (
             "jagged_target_attention",
             dtype,
             False,
@@ -281,7 +310,7 @@ def test_in_a_new_thread(case: Case) -> None:
         f"{name}-{str(dtype)[6:]}-{'tf32' if tf32 else 'highest'}"
         f"-{choices.get('dims', choices.get('dim', ''))}"
         f"{'transpose' if choices.get('transpose') else ''}"
-        f"-{choices.get('queries', choices.get('function', ''))}"
+        f"-{choices.get('queries', choices.get('function', ''))}{choices.get('ranges') or ''}"
         for name, dtype, tf32, choices, *_ in PATHS
     ],
 )
@@ -668,8 +697,13 @@ def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
     assert last_kernel("cuda").endswith("tf32")
 
 
+# They return indices, by one kernel each, and have tests of their own.
+INDICES = ("hstu_key_ranges",)
+
+
 def test_every_operator_has_paths() -> None:
     assert {name for name, *_ in PATHS} == CASES.keys()
+    assert set(INDICES) == INDEX_OPERATORS
 
 
 # --- no host synchronisation
@@ -830,17 +864,24 @@ PLANNED = {"jagged_take", "jagged_select", "jagged_slice", "jagged_index_select"
 # So do the cases of those whose results are numbers.
 NUMBERS = [name for name, case in CASES.items() if not case.differentiable]
 PLANNED |= set(NUMBERS)
-UNPLANNED = pytest.mark.parametrize(
-    "case",
-    [case for case in EVERY.values() if case.name not in PLANNED],
-    ids=[name for name, case in EVERY.items() if case.name not in PLANNED],
-)
 LAYOUT_OF_GRADIENT = {"jagged_broadcast": MANY, "jagged_dense_bmm": Layout((100,) * 500)}
 BIG_CHOICES = {"D": 256, "N": 256, "trailing": (256,), "dims": (64, 64), "heads": (4, 4)}
-BIG_CHOICES |= {"queries": 256}
+BIG_CHOICES |= {"queries": 256, "ranges": None, "row_scale": False}
 
 
-@UNPLANNED
+def each_of(names: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [EVERY[name] for name in names], ids=names)
+
+
+UNPLANNED_NAMES = [name for name, case in EVERY.items() if case.name not in PLANNED]
+UNPLANNED = each_of(UNPLANNED_NAMES)
+# Ranges of keys are made in the call, and there is no room for them either.
+WITHOUT_RANGES = each_of(
+    [name for name in UNPLANNED_NAMES if None in EVERY[name].choices.get("ranges", (None,))]
+)
+
+
+@WITHOUT_RANGES
 @pytest.mark.parametrize("storage", ["contiguous", "expanded"])
 def test_out_of_memory_forward(case: Case, storage: str) -> None:
     layout = LAYOUT_OF_RESULT.get(case.name, BIG)
@@ -859,7 +900,8 @@ def test_out_of_memory_forward(case: Case, storage: str) -> None:
 @UNPLANNED
 def test_out_of_memory_backward(case: Case) -> None:
     layout = LAYOUT_OF_GRADIENT.get(case.name, BIG)
-    sample = case.sample(spec_of(layout, **BIG_CHOICES), torch.bfloat16, CUDA)
+    ranges = case.choices.get("ranges", (None,))[0]
+    sample = case.sample(spec_of(layout, **BIG_CHOICES | {"ranges": ranges}), torch.bfloat16, CUDA)
     leaves = {n: t.detach().requires_grad_() for n, t in sample.tensors.items()}
     out = case.call(jagged_cuda, dataclasses.replace(sample, tensors=leaves))["out"]
     cotangent = torch.ones_like(out)

@@ -12,7 +12,7 @@ from completeness import PARTS, missing_parts, operators, registered
 from plain import run_python
 
 from jagged_cuda import _load, ops
-from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.cases import CASES, INDEX_OPERATORS
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs/adding_an_op.md").read_text()
@@ -24,9 +24,14 @@ def test_every_operator_is_complete() -> None:
 
 
 def test_the_layers_name_the_same_operators() -> None:
-    assert operators(ROOT) == set(ops.__all__) == set(CASES)
-    for path, suffix in (("csrc/cpu", "cpp"), ("csrc/cuda", "cpp"), ("jagged_cuda/ops", "py")):
-        found = {p.stem for p in (ROOT / path).glob(f"*jagged*.{suffix}")}
+    assert operators(ROOT) == set(ops.__all__) == CASES.keys() | INDEX_OPERATORS
+    for path, registers in (
+        ("csrc/cpu", r"\bm\.impl\("),
+        ("csrc/cuda", r"\bm\.impl\("),
+        ("jagged_cuda/ops", r"(?m)^register\("),
+    ):
+        files = [path for path in (ROOT / path).iterdir() if path.is_file()]
+        found = {path.stem for path in files if re.search(registers, path.read_text())}
         assert found == operators(ROOT), path
     assert registered(ROOT) >= operators(ROOT)
 

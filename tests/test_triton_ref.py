@@ -270,6 +270,15 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         triton_ref.jagged_first(x, offsets, 7, total=14)[0],
         *triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True),
     ]
+    counts, rows = torch.tensor([2, 3], device="meta"), values(100).detach().float()
+    for given in (None, counts):
+        ranges = triton_ref.hstu_key_ranges(
+            offsets, num_targets=given, contextual_len=2, causal=given is None, total=100
+        )
+    masked = {"key_ranges": ranges}
+    results += triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True, **masked)
+    masked |= {"divisor": "length", "row_scale": rows}
+    results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, **masked))
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
         operands = (x, values(2, 16, 8), offsets)

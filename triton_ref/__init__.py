@@ -6,12 +6,14 @@ CPU tensors in fp32, fp16 and fp64.
 """
 
 from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from .hstu_key_ranges import hstu_key_ranges
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
 from .jagged_dense_add import jagged_dense_add
 from .jagged_dense_bmm import jagged_dense_bmm
 from .jagged_dense_mul import jagged_dense_mul
 from .jagged_flash_attention import jagged_flash_attention
+from .jagged_hstu_attention import jagged_hstu_attention
 from .jagged_index_select import jagged_index_select
 from .jagged_jagged_bmm import jagged_jagged_bmm
 from .jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
@@ -31,6 +33,7 @@ from .rows import jagged_concat, jagged_first, jagged_last, jagged_split
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "hstu_key_ranges",
     "jagged2_softmax",
     "jagged_broadcast",
     "jagged_concat",
@@ -39,6 +42,7 @@ __all__ = [
     "jagged_dense_mul",
     "jagged_first",
     "jagged_flash_attention",
+    "jagged_hstu_attention",
     "jagged_index_select",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",

@@ -76,10 +76,25 @@ def end_rows(b_max, b_sum, b_out):
 
 @triton.jit
 def probs_and_grad_logits(
-    b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION: tl.constexpr
+    b_q,
+    b_k,
+    b_v,
+    b_grad_out,
+    b_lse,
+    b_delta,
+    m_s,
+    scale,
+    SILU: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """P and dS, zeros where masked: [M, N] both."""
+    """P and dS, zeros where masked: [M, N] both. With SILU b_delta is the rows' weight."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
+    if SILU:
+        b_gate = tl.sigmoid(b_s)
+        b_grad_w = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
+        b_slope = b_gate * (1.0 + b_s * (1.0 - b_gate))
+        b_w = tl.where(m_s, b_delta[:, None] * (b_s * b_gate), 0.0)
+        return b_w, tl.where(m_s, b_delta[:, None] * b_slope * b_grad_w, 0.0)
     # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
     b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
     b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)

@@ -5,6 +5,9 @@ The backward recomputes P = exp(scale Q K^T - LSE) and, with delta = rowsum(dO *
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
+jagged_hstu_attention has weight silu(scale Q K^T) in the place of P, and in that of dS weight
+silu'(scale Q K^T) * dO V^T.
+
 Rows outside every sequence see nothing, like rows that the mask leaves nothing: output and gradient
 0, LSE -inf. Logits stay in natural units, although exp2 with log2(e) in the scale would save a
 product: so the largest logit minus the LSE is exact, where large logits lose digits otherwise.
@@ -29,15 +32,40 @@ from .attention import (
 )
 from .common import accumulator_type, check, input_precision, launch, num_tiles
 
-RUN_TIME_SIZES = ["num_seqs", "total_q", "total_k", "group_size", "left", "right"]
+RUN_TIME_SIZES = ["num_seqs", "total_q", "total_k", "group_size", "left", "right", "num_ranges"]
 
 
 @triton.jit
-def sees(o_row, o_col, len_q, len_k, left, right):
-    """Which of the rows [M] see which of the columns [N]: [M, N]."""
+def sees(o_row, o_col, len_q, len_k, left, right, p_ranges, num_ranges):
+    """Which of the rows [M] see which of the columns [N]: [M, N].
+
+    p_ranges points to the ranges of the sequence's first row, [Lq, num_ranges, 2], or is None.
+    """
     distance = o_col[None, :] - (o_row[:, None] + len_k - len_q)
     inside = (o_row < len_q)[:, None] & (o_col < len_k)[None, :]
-    return inside & (distance >= -left) & (distance <= right)
+    inside = inside & (distance >= -left) & (distance <= right)
+    if p_ranges is not None:
+        p_range = p_ranges + o_row.to(tl.int64) * num_ranges * 2
+        m_row = o_row < len_q
+        in_some = inside & (o_col < 0)[None, :]
+        for _ in range(num_ranges):
+            # [M], both
+            b_begin = tl.load(p_range, mask=m_row, other=0)
+            b_end = tl.load(p_range + 1, mask=m_row, other=0)
+            in_one = (o_col[None, :] >= b_begin[:, None]) & (o_col[None, :] < b_end[:, None])
+            in_some = in_some | in_one
+            p_range += 2
+        inside = inside & in_some
+    return inside
+
+
+@triton.jit
+def row_weights(p_row_scale, o_row, m_row, divisor, len_k, b_zeros):
+    """What the sums of silu(scores) v of rows [M] are multiplied by; divisor 0 is len_k: [M]."""
+    b_divisor = b_zeros + tl.where(divisor == 0.0, tl.maximum(len_k, 1).to(b_zeros.dtype), divisor)
+    if p_row_scale is None:
+        return 1.0 / b_divisor
+    return tl.load(p_row_scale + o_row, mask=m_row, other=0.0) / b_divisor
 
 
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
@@ -47,15 +75,19 @@ def jagged_flash_attention_kernel(
     p_v,  # [Tk, G, Dv]
     p_offsets,  # [B + 1]
     p_kv_offsets,  # [B + 1]
+    p_ranges,  # [Tq, num_ranges, 2], contiguous, or None
+    p_row_scale,  # [Tq], contiguous, or None
     p_out,  # [Tq, H, Dv], contiguous
-    p_lse,  # [Tq, H], contiguous
+    p_lse,  # [Tq, H], contiguous; None with SILU
     num_seqs,
     total_q,
     total_k,
     group_size,
     left,
     right,
+    num_ranges,
     scale,
+    divisor,
     q_strides,
     k_strides,
     v_strides,
@@ -63,6 +95,7 @@ def jagged_flash_attention_kernel(
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    SILU: tl.constexpr,
     TILE: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -70,6 +103,8 @@ def jagged_flash_attention_kernel(
     first_row, begin_q, len_q, begin_k, len_k = find_rows(
         p_offsets, p_kv_offsets, num_seqs, total_q, total_k, TILE
     )
+    if p_ranges is not None:
+        p_ranges += begin_q * num_ranges * 2
     i_head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     i_kv_head = i_head // group_size
@@ -92,12 +127,21 @@ def jagged_flash_attention_kernel(
         # [TILE, BLOCK_DV]
         b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-        b_s = tl.where(sees(o_m, o_n, len_q, len_k, left, right), b_s, float("-inf"))
-        b_max, b_sum, b_out = add_keys(b_s, b_v, b_max, b_sum, b_out, INPUT_PRECISION)
+        m_s = sees(o_m, o_n, len_q, len_k, left, right, p_ranges, num_ranges)
+        if SILU:
+            b_w = tl.where(m_s, b_s * tl.sigmoid(b_s), 0.0)
+            b_out += tl.dot(b_w.to(b_v.dtype), b_v, input_precision=INPUT_PRECISION)
+        else:
+            b_s = tl.where(m_s, b_s, float("-inf"))
+            b_max, b_sum, b_out = add_keys(b_s, b_v, b_max, b_sum, b_out, INPUT_PRECISION)
 
-    b_out, b_lse = end_rows(b_max, b_sum, b_out)
     o_out = (begin_q + o_m) * num_heads + i_head
-    tl.store(p_lse + o_out, b_lse, mask=m_m)
+    if SILU:
+        b_weight = row_weights(p_row_scale, begin_q + o_m, m_m, divisor, len_k, b_sum * 0.0)
+        b_out *= b_weight[:, None]
+    else:
+        b_out, b_lse = end_rows(b_max, b_sum, b_out)
+        tl.store(p_lse + o_out, b_lse, mask=m_m)
     store_head(p_out, b_out, o_out, m_m, DV, BLOCK_DV)
 
 
@@ -108,19 +152,23 @@ def jagged_flash_attention_backward_dq_kernel(
     p_q,  # [Tq, H, D]
     p_k,  # [Tk, G, D]
     p_v,  # [Tk, G, Dv]
-    p_out,  # [Tq, H, Dv], contiguous
-    p_lse,  # [Tq, H], contiguous
+    p_out,  # [Tq, H, Dv], contiguous; None with SILU
+    p_lse,  # [Tq, H], contiguous; None with SILU
     p_offsets,  # [B + 1]
     p_kv_offsets,  # [B + 1]
+    p_ranges,  # [Tq, num_ranges, 2], contiguous, or None
+    p_row_scale,  # [Tq], contiguous, or None
     p_grad_q,  # [Tq, H, D], contiguous
-    p_delta,  # [Tq, H], contiguous, written for the other kernel
+    p_delta,  # [Tq, H], contiguous, written for the other kernel; None with SILU
     num_seqs,
     total_q,
     total_k,
     group_size,
     left,
     right,
+    num_ranges,
     scale,
+    divisor,
     grad_strides,
     q_strides,
     k_strides,
@@ -129,6 +177,7 @@ def jagged_flash_attention_backward_dq_kernel(
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    SILU: tl.constexpr,
     TILE: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -136,6 +185,8 @@ def jagged_flash_attention_backward_dq_kernel(
     first_row, begin_q, len_q, begin_k, len_k = find_rows(
         p_offsets, p_kv_offsets, num_seqs, total_q, total_k, TILE
     )
+    if p_ranges is not None:
+        p_ranges += begin_q * num_ranges * 2
     i_head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     i_kv_head = i_head // group_size
@@ -147,16 +198,20 @@ def jagged_flash_attention_backward_dq_kernel(
     b_q = load_head(p_q, q_strides, i_head, begin_q + o_m, m_m, D, BLOCK_D)
     # [TILE, BLOCK_DV]
     b_grad_out = load_head(p_grad_out, grad_strides, i_head, begin_q + o_m, m_m, DV, BLOCK_DV)
-    # [TILE, BLOCK_DV]
-    b_out = load_head(p_out, (DV, 0, 1), 0, o_out, m_m, DV, BLOCK_DV)
-    # [TILE]
-    b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
-
-    b_delta = tl.sum(b_out.to(ACCUMULATOR) * b_grad_out.to(ACCUMULATOR), 1)
-    if p_grad_lse is not None:
+    if SILU:
+        b_zeros = tl.zeros([TILE], dtype=ACCUMULATOR)
+        b_delta = row_weights(p_row_scale, begin_q + o_m, m_m, divisor, len_k, b_zeros)
+        b_lse = b_zeros
+    else:
+        # [TILE, BLOCK_DV]
+        b_out = load_head(p_out, (DV, 0, 1), 0, o_out, m_m, DV, BLOCK_DV)
         # [TILE]
-        b_delta -= tl.load(p_grad_lse + o_out, mask=m_m, other=0.0)
-    tl.store(p_delta + o_out, b_delta, mask=m_m)
+        b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
+        b_delta = tl.sum(b_out.to(ACCUMULATOR) * b_grad_out.to(ACCUMULATOR), 1)
+        if p_grad_lse is not None:
+            # [TILE]
+            b_delta -= tl.load(p_grad_lse + o_out, mask=m_m, other=0.0)
+        tl.store(p_delta + o_out, b_delta, mask=m_m)
 
     b_grad_q = tl.zeros([TILE, BLOCK_D], dtype=ACCUMULATOR)
     first_key, end_key = visible_range(first_row, len_q, len_k, left, right, TILE)
@@ -167,9 +222,9 @@ def jagged_flash_attention_backward_dq_kernel(
         b_k = load_head(p_k, k_strides, i_kv_head, begin_k + o_n, m_n, D, BLOCK_D)
         # [TILE, BLOCK_DV]
         b_v = load_head(p_v, v_strides, i_kv_head, begin_k + o_n, m_n, DV, BLOCK_DV)
-        m_s = sees(o_m, o_n, len_q, len_k, left, right)
+        m_s = sees(o_m, o_n, len_q, len_k, left, right, p_ranges, num_ranges)
         _, b_grad_s = probs_and_grad_logits(
-            b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
+            b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, SILU, INPUT_PRECISION
         )
         b_grad_q += tl.dot(b_grad_s.to(b_k.dtype), b_k, input_precision=INPUT_PRECISION)
 
@@ -182,10 +237,12 @@ def jagged_flash_attention_backward_dkdv_kernel(
     p_q,  # [Tq, H, D]
     p_k,  # [Tk, G, D]
     p_v,  # [Tk, G, Dv]
-    p_lse,  # [Tq, H], contiguous
-    p_delta,  # [Tq, H], contiguous
+    p_lse,  # [Tq, H], contiguous; None with SILU
+    p_delta,  # [Tq, H], contiguous; None with SILU
     p_offsets,  # [B + 1]
     p_kv_offsets,  # [B + 1]
+    p_ranges,  # [Tq, num_ranges, 2], contiguous, or None
+    p_row_scale,  # [Tq], contiguous, or None
     p_grad_k,  # [Tk, G, D], contiguous
     p_grad_v,  # [Tk, G, Dv], contiguous
     num_seqs,
@@ -194,7 +251,9 @@ def jagged_flash_attention_backward_dkdv_kernel(
     group_size,
     left,
     right,
+    num_ranges,
     scale,
+    divisor,
     grad_strides,
     q_strides,
     k_strides,
@@ -203,6 +262,7 @@ def jagged_flash_attention_backward_dkdv_kernel(
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    SILU: tl.constexpr,
     TILE: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -210,6 +270,8 @@ def jagged_flash_attention_backward_dkdv_kernel(
     first_key, begin_k, len_k, begin_q, len_q = find_rows(
         p_kv_offsets, p_offsets, num_seqs, total_k, total_q, TILE
     )
+    if p_ranges is not None:
+        p_ranges += begin_q * num_ranges * 2
     i_kv_head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1) * group_size
 
@@ -235,14 +297,19 @@ def jagged_flash_attention_backward_dkdv_kernel(
             b_grad_out = load_head(
                 p_grad_out, grad_strides, i_head, begin_q + o_m, m_m, DV, BLOCK_DV
             )
-            # [TILE]
-            b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
-            # [TILE]
-            b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
+            if SILU:
+                b_zeros = tl.zeros([TILE], dtype=ACCUMULATOR)
+                b_delta = row_weights(p_row_scale, begin_q + o_m, m_m, divisor, len_k, b_zeros)
+                b_lse = b_zeros
+            else:
+                # [TILE]
+                b_lse = tl.load(p_lse + o_out, mask=m_m, other=0.0)
+                # [TILE]
+                b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
 
-            m_s = sees(o_m, o_n, len_q, len_k, left, right)
+            m_s = sees(o_m, o_n, len_q, len_k, left, right, p_ranges, num_ranges)
             b_p, b_grad_s = probs_and_grad_logits(
-                b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION
+                b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, SILU, INPUT_PRECISION
             )
             b_grad_v += tl.dot(
                 tl.trans(b_p.to(b_grad_out.dtype)), b_grad_out, input_precision=INPUT_PRECISION
@@ -257,13 +324,19 @@ def jagged_flash_attention_backward_dkdv_kernel(
 
 
 class JaggedFlashAttention(torch.autograd.Function):
+    """With a divisor silu in place of softmax; then there is no lse."""
+
     @staticmethod
-    def forward(ctx, q, k, v, offsets, kv_offsets, left, right, scale, precision):
+    def forward(
+        ctx, q, k, v, offsets, kv_offsets, ranges, row_scale, left, right, scale, divisor, precision
+    ):
+        silu = divisor is not None
         out = q.new_empty(*q.shape[:2], v.shape[2])
-        lse = q.new_empty(q.shape[:2], dtype=accumulator_type(q))
+        lse = None if silu else q.new_empty(q.shape[:2], dtype=accumulator_type(q))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, offsets, kv_offsets)
-        ctx.options = left, right, scale, precision
+        saved = (None, None) if silu else (out, lse)
+        ctx.save_for_backward(q, k, v, *saved, offsets, kv_offsets, ranges, row_scale)
+        ctx.options = left, right, scale, divisor, precision
         config = plan(q, v, precision)
         num_seqs = len(offsets) - 1
         launch(
@@ -274,13 +347,18 @@ class JaggedFlashAttention(torch.autograd.Function):
             v,
             offsets,
             kv_offsets,
+            ranges,
+            row_scale,
             out,
             lse,
             *(num_seqs, len(q), len(k), q.shape[1] // max(1, k.shape[1]), left, right),
+            1 if ranges is None else ranges.shape[1],
             scale,
+            divisor if silu else 0.0,
             q.stride(),
             k.stride(),
             v.stride(),
+            SILU=silu,
             **config,
         )
         return out, lse
@@ -288,17 +366,19 @@ class JaggedFlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, offsets, kv_offsets = ctx.saved_tensors
-        left, right, scale, precision = ctx.options
+        q, k, v, out, lse, offsets, kv_offsets, ranges, row_scale = ctx.saved_tensors
+        left, right, scale, divisor, precision = ctx.options
+        silu = divisor is not None
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grad_q, grad_k, grad_v = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
         )
-        delta = torch.empty_like(lse)
+        delta = None if silu else torch.empty_like(lse)
         config = plan(q, v, precision)
         num_seqs = len(offsets) - 1
         sizes = (num_seqs, len(q), len(k), q.shape[1] // max(1, k.shape[1]), left, right)
+        numbers = (1 if ranges is None else ranges.shape[1], scale, divisor if silu else 0.0)
         strides = [x.stride() for x in (grad_out, q, k, v)]
         launch(
             jagged_flash_attention_backward_dq_kernel,
@@ -312,11 +392,14 @@ class JaggedFlashAttention(torch.autograd.Function):
             lse,
             offsets,
             kv_offsets,
+            ranges,
+            row_scale,
             grad_q,
             delta,
             *sizes,
-            scale,
+            *numbers,
             *strides,
+            SILU=silu,
             **config,
         )
         launch(
@@ -330,14 +413,55 @@ class JaggedFlashAttention(torch.autograd.Function):
             delta,
             offsets,
             kv_offsets,
+            ranges,
+            row_scale,
             grad_k,
             grad_v,
             *sizes,
-            scale,
+            *numbers,
             *strides,
+            SILU=silu,
             **config,
         )
-        return grad_q, grad_k, grad_v, None, None, None, None, None, None
+        return grad_q, grad_k, grad_v, *(None,) * 9
+
+
+def attention_of(
+    op, q, k, v, offsets, *, kv_offsets, causal, window_size, scale, key_ranges, **silu
+):
+    """Out and lse of an operator; `silu` has row_scale and divisor, or nothing."""
+    one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
+    if one_head:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    left, right = window_size
+    if key_ranges is not None and key_ranges.dim() == 2:
+        key_ranges = key_ranges.unsqueeze(1)
+    mask = {"window_left": left, "window_right": right, "key_ranges": key_ranges}
+    check(op, q=q, k=k, v=v, offsets=offsets, kv_offsets=kv_offsets, **mask, **silu)
+    kv_offsets = offsets if kv_offsets is None else kv_offsets
+    if causal:
+        right = 0
+    # No row is further from a key than this, so that the kernels need no case for unbounded.
+    reach = min(max(len(q), len(k)), 2**29)
+    left, right = (reach if w < 0 else min(w, reach) for w in (left, right))
+    row_scale = silu.get("row_scale")
+    out, lse = JaggedFlashAttention.apply(
+        q,
+        k,
+        v,
+        offsets.contiguous(),
+        kv_offsets.contiguous(),
+        None if key_ranges is None else key_ranges.contiguous(),
+        None if row_scale is None else row_scale.contiguous(),
+        left,
+        right,
+        1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale),
+        silu.get("divisor"),
+        input_precision(),
+    )
+    if one_head:
+        out, lse = out.squeeze(1), lse if lse is None else lse.squeeze(1)
+    return out, lse
 
 
 def jagged_flash_attention(
@@ -352,42 +476,25 @@ def jagged_flash_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    key_ranges: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale Q_b K_b^T + mask) V_b for each sequence b.
 
     q [Tq, H, D], k [Tk, G, D] and v [Tk, G, Dv] give out [Tq, H, Dv]; query head h reads key head
     h // (H / G); [T, D] means one head. kv_offsets is offsets where it is not given, the default
     scale 1 / sqrt(D). Row i sees key j iff
-    i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unbounded, causal is right = 0.
+    i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unbounded, causal is right = 0. With
+    key_ranges [Tq, 2] or [Tq, 2, 2], int32, j is also in one of the row's ranges (begin, end).
     return_lse adds the natural log of each row's sum of exponentials, [Tq, H], differentiable too.
     max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE
     and its gradient are fp32.
     """
-    one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
-    if one_head:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    left, right = window_size
-    op = "jagged_flash_attention"
-    window = {"window_left": left, "window_right": right}
-    check(op, q=q, k=k, v=v, offsets=offsets, kv_offsets=kv_offsets, **window)
-    kv_offsets = offsets if kv_offsets is None else kv_offsets
-    if causal:
-        right = 0
-    # No row is further from a key than this, so that the kernels need no case for unbounded.
-    reach = min(max(len(q), len(k)), 2**29)
-    left, right = (reach if w < 0 else min(w, reach) for w in (left, right))
-
-    out, lse = JaggedFlashAttention.apply(
-        q,
-        k,
-        v,
-        offsets.contiguous(),
-        kv_offsets.contiguous(),
-        left,
-        right,
-        1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale),
-        input_precision(),
+    out, lse = attention_of(
+        *("jagged_flash_attention", q, k, v, offsets),
+        kv_offsets=kv_offsets,
+        causal=causal,
+        window_size=window_size,
+        scale=scale,
+        key_ranges=key_ranges,
     )
-    if one_head:
-        out, lse = out.squeeze(1), lse.squeeze(1)
     return (out, lse) if return_lse else out

@@ -23,7 +23,7 @@ inline Rows rows_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-// What both directions share, without a window.
+// What both directions share, without a window or ranges of keys.
 inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const Tensor& k,
                                         const Tensor& v, double scale) {
   AttentionParams params{};
@@ -40,6 +40,33 @@ inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const
   return params;
 }
 
+// The same for attention between jagged tensors. Windows larger than any sequence are cut;
+// `key_ranges` is contiguous.
+inline AttentionParams flash_params(const Sizes& sizes, const Tensor& q, const Tensor& k,
+                                    const Tensor& v, int64_t window_left, int64_t window_right,
+                                    double scale, const std::optional<Tensor>& key_ranges) {
+  AttentionParams params = attention_params(sizes, rows_of(q), k, v, scale);
+  params.window_left = std::min(window_left, sizes.Tq + sizes.Tk);
+  params.window_right = std::min(window_right, sizes.Tq + sizes.Tk);
+  params.key_ranges = key_ranges ? key_ranges->const_data_ptr<int32_t>() : nullptr;
+  params.num_key_ranges = sizes.R;
+  return params;
+}
+
+struct SequencePairs {
+  std::vector<Sequence> q, kv;
+};
+
+inline SequencePairs read_pairs(const char* op, const Tensor& offsets,
+                                const std::optional<Tensor>& kv_offsets, const Sizes& sizes,
+                                std::optional<int64_t> max_len) {
+  SequencePairs pairs;
+  pairs.q = read_sequences(op, "offsets", offsets, sizes.Tq, max_len);
+  pairs.kv =
+      kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len) : pairs.q;
+  return pairs;
+}
+
 // Adds what the backward pass reads and writes.
 inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& grad_out,
                           const Tensor& lse, const std::optional<Tensor>& grad_lse,
@@ -53,6 +80,16 @@ inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& 
   params.dv = dv.mutable_data_ptr();
 }
 
+// Zeros for the gradients of rows outside all sequences.
+inline void zero_gradients_outside(const AttentionParams& params, const Sizes& sizes,
+                                   const std::vector<Sequence>& queries,
+                                   const std::vector<Sequence>& keys) {
+  const int64_t bytes_each = element_bytes(params.element);
+  zero_rows_outside(queries, sizes.Tq, sizes.H * sizes.D * bytes_each, params.dq);
+  zero_rows_outside(keys, sizes.Tk, sizes.G * sizes.D * bytes_each, params.dk);
+  zero_rows_outside(keys, sizes.Tk, sizes.G * sizes.Dv * bytes_each, params.dv);
+}
+
 // Multiply-adds of query rows [row_begin, row_end) against keys [key_begin, key_end): exact enough
 // to balance threads.
 inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& visible,
@@ -62,9 +99,7 @@ inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& 
   const int64_t step = std::max<int64_t>(1, (row_end - row_begin) / kSamples);
   int64_t keys = 0;
   for (int64_t row = row_begin; row < row_end; row += step) {
-    const int64_t begin = std::max(key_begin, visible.begin(row));
-    const int64_t end = std::min(key_end, visible.end(row));
-    keys += std::max<int64_t>(0, end - begin) * std::min(step, row_end - row);
+    keys += visible.of(row).count_within(key_begin, key_end) * std::min(step, row_end - row);
   }
   const int64_t dims = params.dim_qk + params.dim_v;
   return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
@@ -82,8 +117,7 @@ inline void run_attention_forward(const AttentionParams& params,
     AttentionItem item{};
     item.q = queries[seq];
     item.kv = keys[seq];
-    const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, params.window_left,
-                              params.window_right};
+    const VisibleKeys visible = params.visible_keys(item.q, item.kv);
     for (item.row_begin = 0; item.row_begin < item.q.len; item.row_begin += item_rows) {
       item.row_end = std::min(item.q.len, item.row_begin + item_rows);
       const int64_t cost =
@@ -106,8 +140,7 @@ inline void run_attention_backward(const AttentionParams& params,
   const size_t num_seqs = params.kv_heads > 0 ? queries.size() : 0;
   const int64_t group = params.kv_heads > 0 ? params.heads / params.kv_heads : 0;
   const auto visible_keys = [&](size_t seq) {
-    const int64_t q_len = queries[seq].len, kv_len = keys[seq].len;
-    return VisibleKeys{kv_len - q_len, kv_len, params.window_left, params.window_right};
+    return params.visible_keys(queries[seq], keys[seq]);
   };
   std::vector<int64_t> costs(num_seqs);
   int64_t total_cost = 0;

@@ -29,6 +29,7 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "int | Tensor | None": (_TENSORS | {int, _NONE}, "an int or a tensor or None"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
+    "float | Literal['length']": (frozenset((float, int, str)), 'a number or "length"'),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
     "bool": (frozenset((bool,)), "True or False"),
     "Tensor | Sequence[Tensor]": (_TENSORS, "a tensor or a sequence of tensors"),
@@ -93,6 +94,8 @@ def _will_do(text: str, value: Any) -> bool:
         return isinstance(value, Tensor) and not value.is_nested
     if isinstance(value, Tensor):
         return False
+    if text == '"length"':
+        return isinstance(value, str)  # the function says which words it knows
     if text == "an int":
         return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
     if text == "a number":

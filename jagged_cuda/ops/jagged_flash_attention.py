@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from jagged_cuda.ops import _attention
-from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
@@ -25,12 +24,14 @@ def jagged_flash_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    key_ranges: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let each sequence's queries attend to its own keys, never storing the matrix of scores.
 
     For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + mask) @ v_b``. Row i
     sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
-    ``(left, right) = window_size`` (bottom-right alignment).
+    ``(left, right) = window_size`` (bottom-right alignment), and, with key_ranges, j is in one of
+    the row's ranges.
 
     Args:
         q: `[Tq, H, D]` jagged, or `[Tq, D]` for one head; float32, float64, float16 or bfloat16;
@@ -45,6 +46,9 @@ def jagged_flash_attention(
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
         return_lse: also return the logarithm of each row's sum of exponentials.
+        key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
+            ``begin <= j < end``, counted from the first key of the sequence; empty if
+            ``end <= begin``. hstu_key_ranges makes those of HSTU.
 
     Returns:
         `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head); with return_lse also lse `[Tq, H]`
@@ -60,15 +64,17 @@ def jagged_flash_attention(
         multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
         TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
         result does not depend on its neighbours, bit for bit.
+        Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
+        backward. Calls with key_ranges run on mma.sync on every GPU, on Hopper too.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
-        where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add to it in no fixed
-        order, in float32. Under ``torch.use_deterministic_algorithms(True)`` a slower kernel makes
-        that deterministic, too. No double backward. q, k and v are read in place if
-        their last dimension is contiguous (slices of a fused projection included), fastest if
-        rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
-        that operand.
+        without key_ranges, where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add
+        to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)`` a
+        slower kernel makes that deterministic, too. No double backward. q, k and v are read in
+        place if their last dimension is contiguous (slices of a fused projection included),
+        fastest if rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs
+        one copy of that operand.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the
@@ -82,7 +88,7 @@ def jagged_flash_attention(
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse = attend(
-        q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic
+        q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic, key_ranges
     )
     return (out, lse) if return_lse else out
 
@@ -98,17 +104,10 @@ def attend(
     scale: float | None,
     max_len: int | None,
     deterministic: bool,
+    key_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What jagged_flash_attention computes: the result and the LSE."""
-    window_left, window_right = window_size
-    if window_left < -1 or window_right < -1:
-        expected = "(left, right), each -1 or more"
-        fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-    if causal:
-        if window_right > 0:
-            expected = "(left, 0) or (left, -1) with causal=True"
-            fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-        window_right = 0
+    window_left, window_right = _attention.window("jagged_flash_attention", window_size, causal)
     one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
     if one_head:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
@@ -127,6 +126,7 @@ def attend(
         max_len,
         allow_tf32(q.dtype),
         deterministic,
+        _attention.three_dims(key_ranges),
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)
@@ -134,8 +134,8 @@ def attend(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, kv_offsets, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets)
+    q, k, v, offsets, kv_offsets, *ctx.options, key_ranges = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets, key_ranges)
     ctx.set_materialize_grads(False)
 
 
@@ -143,7 +143,7 @@ def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
-    return _attention.backward(op, ctx, grad_out, grad_lse)
+    return _attention.backward(op, ctx, grad_out, grad_lse, offsets=2)
 
 
 register("jagged_flash_attention_backward")

@@ -1,6 +1,7 @@
 // The kernels of jagged_flash_attention, as host code sees them.
 #pragma once
 
+#include "contract/key_interval.h"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -47,7 +48,13 @@ struct AttentionParams {
   int64_t window_left;     // rows, at least 0; kUnbounded for all
   int64_t window_right;
   double scale;
-  int64_t max_len;  // rows of the longest sequence, as the caller says; 0 if it says nothing
+  const KeyInterval* key_ranges;  // [Tq, num_key_ranges], contiguous; may be null: all keys
+  int num_key_ranges;             // 1 or 2
+  // silu(score) in place of a probability (jagged_hstu_attention): no lse is read or written.
+  bool silu;
+  double divisor;         // of silu: of its sums; 0: the number of keys
+  const void* row_scale;  // [Tq], of silu: a factor for each row, of the type of sums; may be null
+  int64_t max_len;        // rows of the longest sequence, as the caller says; 0 if it says nothing
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.
   bool aligned;
@@ -72,10 +79,11 @@ constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
-  void* delta;           // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse
-  HeadsView grad_q;      // [Tq, H, D] contiguous
-  HeadsView grad_k;      // [Tk, G, D] contiguous
-  HeadsView grad_v;      // [Tk, G, Dv] contiguous
+  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
+  void* delta;
+  HeadsView grad_q;  // [Tq, H, D] contiguous
+  HeadsView grad_k;  // [Tk, G, D] contiguous
+  HeadsView grad_v;  // [Tk, G, Dv] contiguous
   // Workspace of the kernel for long sequences, beside long_plan; null as that.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,21 +11,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import jagged_cuda
 from jagged_cuda.testing.case import Case, Profile, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops.jagged_softmax import masked_softmax
 from jagged_cuda.testing.padding import inside, pad, unpad
 from jagged_cuda.testing.samples import Sample, Spec
 
+# As users have them; and "one" range a row, which reaches past both ends of its sequence; and two
+# "scattered" ones in any order, either or both of them empty.
+RANGES = ("semi-local", "one", "scattered", "hstu", "hstu near")
 
-def _visible(
-    layout: Layout, kv_layout: Layout, window: tuple[int, int], device: torch.device
-) -> Tensor:
+
+def key_ranges(kind: str, q: Tensor, offsets: Tensor, kv_offsets: Tensor | None) -> Tensor:
+    """`[Tq, 2]` or `[Tq, 2, 2]`, made on the device of offsets, so that any test can draw them.
+
+    They depend on a row's place in its sequence alone, as a sequence's result must.
+    """
+    keys = offsets if kv_offsets is None else kv_offsets
+    hstu = functools.partial(
+        jagged_cuda.hstu_key_ranges, offsets, kv_offsets=kv_offsets, total=q.shape[0]
+    )
+    targets = jagged_cuda.lengths_from_offsets(keys) % 4
+    if kind == "hstu":
+        return hstu(num_targets=targets, contextual_len=2)
+    if kind == "hstu near":
+        near = hstu(num_targets=targets, max_attn_len=17, min_full_attn_len=5, target_group=2)
+        return near.flip(1)
+    end = hstu()[:, 0, 1]  # one more than the row's place among the keys
+    if kind == "one":
+        return torch.stack((end - 21, end + 3), -1)
+    if kind == "semi-local":  # the first four keys and the last nine
+        bounds = (torch.zeros_like(end), torch.full_like(end, 4), (end - 9).clamp(min=4), end)
+    else:
+        begin = end * 5 % 13
+        middle = begin + end * 3 % 7
+        bounds = (begin, middle, middle + end % 70, middle + end % 70 + end * 2 % 11 - 1)
+    ranges = torch.stack(bounds, -1).unflatten(1, (2, 2))
+    return torch.where((end % 2 == 0)[:, None, None], ranges.flip(1), ranges)
+
+
+def three_dims(ranges: Tensor) -> Tensor:
+    return ranges.unsqueeze(1) if ranges.dim() == 2 else ranges
+
+
+def _in_ranges(spec: Spec, q: Tensor) -> Tensor:
+    """`[B, M, N]`: whether key j is in a range of row i."""
+    kv = None if spec.kv_layout is None else spec.kv_layout.offsets(q.device)
+    ranges = key_ranges(spec.choices["ranges"], q, spec.layout.offsets(q.device), kv)
+    begin, end = pad(three_dims(ranges), spec.layout)[..., None].unbind(3)
+    j = torch.arange(spec.kv.max_len, device=q.device)
+    return ((begin <= j) & (j < end)).any(2)
+
+
+def visible_keys(spec: Spec, q: Tensor, ranges: bool) -> Tensor:
     """`[B, 1, M, N]`: whether query i sees key j.
 
-    That is ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``, where -1 is unbounded.
+    That is ``i + Lk - Lq - left <= j <= i + Lk - Lq + right``, where -1 is unbounded, and with
+    `ranges` j is in one of the row's.
     """
-    left, right = window
+    layout, kv_layout, device = spec.layout, spec.kv, q.device
+    left, right = window(spec)
     len_q, len_k = (
         torch.tensor(each.lengths, dtype=torch.int64, device=device)[:, None, None]
         for each in (layout, kv_layout)
@@ -35,10 +83,12 @@ def _visible(
         visible = visible & (j >= last - left)
     if right >= 0:
         visible = visible & (j <= last + right)
+    if ranges:
+        visible = visible & _in_ranges(spec, q)
     return visible[:, None]
 
 
-def _padded(
+def pad_heads(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, kv_layout: Layout
 ) -> tuple[Tensor, ...]:
     """`[B, H, M, D]` each, a key/value head repeated for the query heads that read it."""
@@ -63,21 +113,13 @@ def _lse(logits: Tensor, visible: Tensor) -> Tensor:
     return masked.logsumexp(3).where(some[..., 0], -math.inf)
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    kv_layout: Layout,
-    window: tuple[int, int],
-    scale: float,
-) -> Tensors:
+def definition(spec: Spec, q: Tensor, k: Tensor, v: Tensor, ranges: bool) -> Tensors:
     """q `[Tq, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` -> out `[Tq, H, Dv]`, lse `[Tq, H]`"""
-    visible = _visible(layout, kv_layout, window, q.device)
-    q, k, v = _padded(q, k, v, layout, kv_layout)
-    logits = scale * (q @ k.transpose(2, 3))
+    visible = visible_keys(spec, q, ranges)
+    q, k, v = pad_heads(q, k, v, spec.layout, spec.kv)
+    logits = attention_scale(spec) * (q @ k.transpose(2, 3))
     out = masked_softmax(logits, visible, dim=3) @ v
-    return _unpadded(out, _lse(logits, visible), layout, -math.inf)
+    return _unpadded(out, _lse(logits, visible), spec.layout, -math.inf)
 
 
 class _Rounded(torch.autograd.Function):
@@ -140,44 +182,47 @@ def attention_scale(spec: Spec) -> float:
     return dim**-0.5 if scale is None else scale
 
 
-def _with_heads(spec: Spec, tensors: Tensors) -> Tensors:
+def with_heads(spec: Spec, tensors: Tensors) -> Tensors:
     """The tensor with a dimension of heads, which it lacks if the spec has none."""
     if spec.choices["heads"] is not None:
         return tensors
     return {name: t.unsqueeze(-1 if name == "lse" else -2) for name, t in tensors.items()}
 
 
-def _without_heads(spec: Spec, tensors: Tensors) -> Tensors:
+def without_heads(spec: Spec, tensors: Tensors) -> Tensors:
     if spec.choices["heads"] is not None:
         return tensors
     return {name: t.squeeze(-1 if name == "lse" else -2) for name, t in tensors.items()}
 
 
-def reference(spec: Spec, tensors: Tensors) -> Tensors:
-    q, k, v = _with_heads(spec, tensors).values()
-    options = (window(spec), attention_scale(spec))
-    return _without_heads(spec, definition(q, k, v, spec.layout, spec.kv, *options))
+def reference(spec: Spec, tensors: Tensors, ranges: bool = False) -> Tensors:
+    q, k, v = with_heads(spec, tensors).values()
+    return without_heads(spec, definition(spec, q, k, v, ranges))
 
 
-def rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+def rounded(
+    divide_last: bool, ranges: bool = False
+) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
     def way(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
-        q, k, v = _with_heads(spec, tensors).values()
-        padded = _padded(q, k, v, spec.layout, spec.kv)
-        visible = _visible(spec.layout, spec.kv, window(spec), q.device)
+        q, k, v = with_heads(spec, tensors).values()
+        padded = pad_heads(q, k, v, spec.layout, spec.kv)
+        visible = visible_keys(spec, q, ranges)
         out, lse = _Rounded.apply(*padded, visible, attention_scale(spec), storage, divide_last)
-        return _without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
+        return without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
 
     return way
 
 
-def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
+def terms(
+    spec: Spec, tensors: Tensors, cotangents: Tensors | None, ranges: bool = False
+) -> Tensors:
     """A logit is a sum of terms of size ``a = scale * sum(|q| * |k|)``, so that its error is one of
     P of ``P * (a + sum(P * a))``."""
     layout, scale = spec.layout, attention_scale(spec)
-    leaves = [t.detach().requires_grad_() for t in _with_heads(spec, tensors).values()]
-    padded = _padded(leaves[0], leaves[1], leaves[2], layout, spec.kv)
+    leaves = [t.detach().requires_grad_() for t in with_heads(spec, tensors).values()]
+    padded = pad_heads(leaves[0], leaves[1], leaves[2], layout, spec.kv)
+    visible = visible_keys(spec, leaves[0], ranges)
     q, k, v = (t.detach() for t in padded)
-    visible = _visible(layout, spec.kv, window(spec), q.device)
     probs = masked_softmax(scale * (q @ k.transpose(2, 3)), visible, dim=3)
     logit_terms = abs(scale) * (q.abs() @ k.abs().transpose(2, 3))
     mean_logit_terms = (probs * logit_terms).sum(3, keepdim=True)
@@ -185,7 +230,7 @@ def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
     out_terms = prob_terms @ v.abs()
     found = _unpadded(out_terms, 1 + mean_logit_terms[..., 0], layout, 0.0)
     if cotangents is not None:
-        given = _with_heads(spec, cotangents)
+        given = with_heads(spec, cotangents)
         grad_out, grad_lse = (pad(given[n], layout).transpose(1, 2) for n in ("out", "lse"))
         grad_lse = grad_lse[..., None]
         delta = (grad_out * (probs @ v)).sum(3, keepdim=True) - grad_lse
@@ -205,7 +250,7 @@ def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
             ),
         )
         found |= {f"grad_{name}": g for name, g in zip("qkv", gradients, strict=True)}
-    return _without_heads(spec, found)
+    return without_heads(spec, found)
 
 
 def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -219,28 +264,43 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _call(
-    ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
-) -> Tensors:
+def call_options(spec: Spec) -> dict[str, Any]:
+    """The options of attention's public functions."""
     choices = spec.choices
     left, right = choices["window_size"]
+    return {
+        "causal": choices["causal"],
+        # Later keys and causal contradict each other: the functions refuse both together.
+        "window_size": (left, min(right, 0) if choices["causal"] else right),
+        "scale": None if choices["scale"] is None else attention_scale(spec),
+        "max_len": max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
+    }
+
+
+def _call(
+    ops: Any,
+    spec: Spec,
+    tensors: Tensors,
+    offsets: Tensor,
+    kv_offsets: Tensor | None,
+    ranges: bool = False,
+) -> Tensors:
+    more = call_options(spec)
+    if ranges:
+        more["key_ranges"] = key_ranges(spec.choices["ranges"], tensors["q"], offsets, kv_offsets)
     out, lse = ops.jagged_flash_attention(
         *(tensors[name] for name in "qkv"),
         offsets,
         kv_offsets=kv_offsets,
-        causal=choices["causal"],
-        # Later keys and causal contradict each other: the function refuses both together.
-        window_size=(left, min(right, 0) if choices["causal"] else right),
-        scale=None if choices["scale"] is None else attention_scale(spec),
-        max_len=max(spec.layout.max_len, spec.kv.max_len) if choices["max_len"] else None,
         return_lse=True,
+        **more,
     )
     return {"out": out, "lse": lse}
 
 
 def registered(name: str, sample: Sample, *options: Any) -> dict[str, tuple[Any, ...]]:
     """The arguments of an attention operator and of its gradient; `options` follow q, k and v."""
-    qkv = tuple(_with_heads(sample.spec, sample.tensors).values())
+    qkv = tuple(with_heads(sample.spec, sample.tensors).values())
     detached = tuple(t.detach() for t in qkv)
     out, lse = getattr(torch.ops.jagged_cuda, name)(*detached, *options)
     gradients = (torch.randn_like(out), torch.randn_like(lse))
@@ -293,3 +353,26 @@ CASE = Case(
     terms=terms,
     huge={"dims": (64, 64), "heads": (8, 8)},
 )
+
+
+def _registered_ranges(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    offsets, kv_offsets = sample.offsets, sample.kv_offsets
+    ranges = key_ranges(sample.spec.choices["ranges"], sample.tensors["q"], offsets, kv_offsets)
+    options = (*window(sample.spec), attention_scale(sample.spec), None, False, False)
+    name = "jagged_flash_attention"
+    return registered(name, sample, offsets, kv_offsets, *options, three_dims(ranges))
+
+
+_FEWER = {"dims": ((1, 1), (8, 8), (16, 32), (64, 64), (40, 24), (128, 128), (192, 128), (7, 250))}
+WITH_RANGES = dataclasses.replace(
+    CASE,
+    choices={**CASE.choices, **_FEWER, "ranges": RANGES},
+    function=functools.partial(_call, ranges=True),
+    registered=_registered_ranges,
+    reference=functools.partial(reference, ranges=True),
+    rounded=(rounded(divide_last=False, ranges=True), rounded(divide_last=True, ranges=True)),
+    terms=functools.partial(terms, ranges=True),
+)
+
+# Judged and fuzzed like operators of their own, in Triton too.
+VARIANTS = {"jagged_flash_attention_ranges": WITH_RANGES}

@@ -24,6 +24,12 @@
 // Barriers: one __syncthreads when the CTA's own rows have arrived, then one per step, as in the
 // forward pass.
 //
+// jagged_hstu_attention has, with a weight w for each row, which it keeps in the place of delta,
+//     P = w silu(scale S)        dS = w silu'(scale S) * dP
+//
+// Ranges of keys (ranges.cuh) leave out steps in both kernels: of keys that no query of the tile has
+// in its ranges, and of queries that have no key of the tile in theirs.
+//
 // Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
 // that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
 // without queries gives zeros to its keys.
@@ -33,11 +39,13 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, int kRowBlocks_>
+template <typename Element_, int kDim_, int kRowBlocks_, bool kRanges_, bool kSilu_>
 struct DqConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowBlocks = kRowBlocks_;  // 16-row blocks of a warp, as in the forward pass
+  static constexpr bool kRanges = kRanges_;       // as there
+  static constexpr bool kSilu = kSilu_;           // as there
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowBlocks * 16;
@@ -50,15 +58,20 @@ struct DqConfig {
                                                   : 1;
   static constexpr int kStages = 2;
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
-  static constexpr PathName kName =
-      PathName("cuda.attention.backward.mma_sync.d") + kDim + (kRowBlocks == 2 ? ".rows128" : "");
+  static constexpr PathName kName = PathName("cuda.attention.backward.mma_sync.d") + kDim +
+                                    (kRowBlocks == 2 ? ".rows128" : "") +
+                                    (kSilu     ? ".silu"
+                                     : kRanges ? ".ranges"
+                                               : "");
 };
 
-template <typename Element_, int kDim_, int kRowBlocks_>
+template <typename Element_, int kDim_, int kRowBlocks_, bool kRanges_, bool kSilu_>
 struct DkdvConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowBlocks = kRowBlocks_;
+  static constexpr bool kRanges = kRanges_;
+  static constexpr bool kSilu = kSilu_;
   static constexpr int kRowWarps = 4;
   static constexpr int kSplit = kDim <= 128 ? 1 : 2;
   static constexpr int kThreads = kRowWarps * kSplit * 32;
@@ -143,8 +156,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key = window.last_column(tile.row, rows, kv.len);
-  const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
+  const KeySteps<kStep, Config::kRanges> steps(params, window, tile, rows, kv.len);
 
   const Element* gQ = row_of<Element>(params.q, global_row, head);
   const Element* gOut = row_of<Element>(params.out, global_row, head);
@@ -162,7 +174,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   load_tile<kThreads>(shared.sGradOut, gGradOut, params.grad_out.row_stride, rows, params.dim_v,
                       params.aligned);
   ptx::cp_async_commit();
-  if (first_key < last_key) load_keys(first_key, 0);
+  if (steps.first < steps.last) load_keys(steps.first, 0);
   ptx::cp_async_commit();
 
   // lse and delta of the lane's two rows; a row past the end, or one that sees nothing, has P = 0.
@@ -178,6 +190,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       const int row = warp_row + 16 * r + 8 * half + lane / 4;
       const int64_t statistic = (global_row + row) * params.heads + head;
       const bool valid = row < rows;
+      if constexpr (Config::kSilu) {
+        delta[r][half] = row_weight<float>(params, global_row + (valid ? row : 0), kv.len);
+        if (valid && lane % 4 == 0) static_cast<float*>(params.delta)[statistic] = delta[r][half];
+        continue;
+      }
       const float dot =
           row_dot(shared.sGradOut, row, gOut + (valid ? row : 0) * params.out.row_stride,
                   params.dim_v, params.aligned, lane);
@@ -192,10 +209,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
   Accumulator<kRowBlocks, kOutBlocks> dq = {};
   int stage = 0;
-  for (int64_t key = first_key; key < last_key; key += kStep, stage ^= 1) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key), stage ^= 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
+    if (steps.next(key) < steps.last) load_keys(steps.next(key), stage ^ 1);
     ptx::cp_async_commit();
 
     if (Config::kRestsWarps && warp_row >= rows) continue;
@@ -209,13 +226,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       for (int block = 0; block < kScoreBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
-          s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
+          if constexpr (Config::kSilu) {
+            const float z = s[r][block][i] * scale;
+            s[r][block][i] = delta[r][i / 2] * silu_slope(z, sigmoid(z)) * dp[r][block][i];
+          } else {
+            const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
+            s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
+          }
         }
       }
     }
     if (window.cuts_tile(tile.row, kRows, key, kStep, kv.len)) {
       replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+    }
+    if (Config::kRanges && params.key_ranges != nullptr) {
+      replace_outside_ranges(s, 0.0f, params, global_row, warp_row + lane / 4, rows, key, lane);
     }
     mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
   }
@@ -259,7 +284,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const Window window =
       Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
-  const int64_t first_query = window.first_column(tile.row) / kStep * kStep;
+  const auto find_step = [&](int64_t query) {
+    if (!Config::kRanges || params.key_ranges == nullptr) return query;
+    return find_step_that_sees<kStep>(params, queries, query, last_query, tile.row, rows);
+  };
+  const int64_t first_query = find_step(window.first_column(tile.row) / kStep * kStep);
 
   const Element* gK = row_of<Element>(params.k, global_row, kv_head);
   const Element* gV = row_of<Element>(params.v, global_row, kv_head);
@@ -272,8 +301,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
                         params.grad_out.row_stride, valid, params.dim_v, params.aligned);
     for (int row = threadIdx.x; row < kStep; row += kThreads) {
       const int64_t statistic = (first + (row < valid ? row : 0)) * params.heads + head;
-      ptx::cp_async_4(&shared.sLse[stage][row], static_cast<const float*>(params.lse) + statistic,
-                      row < valid ? 4 : 0);
+      if constexpr (!Config::kSilu) {
+        ptx::cp_async_4(&shared.sLse[stage][row], static_cast<const float*>(params.lse) + statistic,
+                        row < valid ? 4 : 0);
+      }
       ptx::cp_async_4(&shared.sDelta[stage][row],
                       static_cast<const float*>(params.delta) + statistic, row < valid ? 4 : 0);
     }
@@ -299,7 +330,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   int64_t query = first_query;
   while (query < last_query && head < last_head) {
     int next_head = head;
-    int64_t next_query = query + kStep;
+    int64_t next_query = find_step(query + kStep);
     if (next_query >= last_query) {
       next_query = first_query;
       ++next_head;
@@ -312,8 +343,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     if (!Config::kRestsWarps || warp_row < rows) {
       Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
       mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
+      Accumulator<kRowBlocks, kScoreBlocks> slope;  // of silu
+      if constexpr (Config::kSilu) for_each_score(s, [&](float& score) { score *= scale; });
 #pragma unroll
-      for (int block = 0; block < kScoreBlocks; ++block) {
+      for (int block = 0; !Config::kSilu && block < kScoreBlocks; ++block) {
         const float2 lse =
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
         const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
@@ -324,8 +357,32 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
             s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[i % 2]);
         }
       }
+      constexpr float kHidden = Config::kSilu ? kHiddenScore : 0.0f;
       if (window.cuts_tile(tile.row, kRows, query, kStep, queries.len)) {
-        replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, query, queries.len, lane);
+        replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, query, queries.len,
+                       lane);
+      }
+      if (Config::kRanges && params.key_ranges != nullptr) {
+        const int left = static_cast<int>(min(int64_t{kStep}, queries.len - query));
+        replace_outside_ranges_transposed(s, kHidden, params, queries.begin + query, left,
+                                          tile.row + warp_row + lane / 4, lane);
+      }
+      if constexpr (Config::kSilu) {
+#pragma unroll
+        for (int block = 0; block < kScoreBlocks; ++block) {
+          const float2 weight =
+              *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+          for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float z = s[r][block][i], gate = sigmoid(z),
+                          factor = i % 2 == 0 ? weight.x : weight.y;
+              slope[r][block][i] = factor * silu_slope(z, gate);
+              s[r][block][i] = factor * (z * gate);
+            }
+          }
+        }
       }
       mma_accumulator_by_columns(dv, s, StepAddress::by_rows(shared.sGradOut[stage], 0, lane),
                                  column);
@@ -337,8 +394,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (Config::kSilu) {
+              s[r][block][i] = slope[r][block][i] * dp[r][block][i];
+            } else {
+              s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+            }
+          }
         }
       }
       mma_accumulator_by_columns(dk, s, StepAddress::by_rows(shared.sQ[stage], 0, lane), column);
@@ -363,9 +425,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
-    using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
-    using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
+  return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
+    constexpr bool kRanges = ranges.value != 0, kSilu = silu.value != 0;
+    using Dq =
+        DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1), kRanges, kSilu>;
+    using Dkdv =
+        DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1), kRanges, kSilu>;
     const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
         params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
         sizeof(DqStorage<Dq>), stream, Dq::kName);

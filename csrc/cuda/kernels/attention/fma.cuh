@@ -17,6 +17,8 @@
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
+#include "cuda/kernels/attention/ranges.cuh"
+#include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
 
@@ -159,6 +161,27 @@ __device__ __forceinline__ void store_result(const OutTile<Config>& o,
   }
 }
 
+// What the query `row` of a tile sees of the keys [key, key + columns).
+struct SeenKeys {
+  VisibleColumns visible;
+  int64_t key;
+  bool ranged;
+  RowRanges ranges;
+
+  __device__ __forceinline__ SeenKeys(const AttentionParams& params, const Window& window,
+                                      const JaggedTile& tile, int row, int64_t first, int columns,
+                                      int64_t num_keys)
+      : visible(window, tile.row + row, first, columns, num_keys),
+        key(first),
+        ranged(params.key_ranges != nullptr) {
+    if (ranged) ranges = RowRanges(params, tile.rows.begin + tile.row + row);
+  }
+
+  __device__ __forceinline__ bool contains(int column) const {
+    return visible.contains(column) && (!ranged || ranges.contains(key + column));
+  }
+};
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void forward_fma(
     const __grid_constant__ AttentionParams params) {
@@ -175,8 +198,8 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   const int64_t global_row = tile.rows.begin + tile.row;
   const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key =
-      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+  const int tile_rows = static_cast<int>(min(rows, int64_t{kTile}));
+  const KeySteps<kTile, true> steps(params, window, tile, tile_rows, kv.len);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> o = {};
@@ -188,7 +211,7 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   }
   if (tile.seq >= 0)
     load_operand<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
-  for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key)) {
     __syncthreads();
     load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
     load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
@@ -197,11 +220,20 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
     scores<Config>(s, shared.sQ, shared.sK, x, y);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
+      const int row = y + Config::kSide * i;
+      const SeenKeys seen(params, window, tile, min(row, tile_rows - 1), key, kTile, kv.len);
+      if (params.silu) {
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j) {
+          const T z = s[i][j] * scale;
+          s[i][j] = seen.contains(x + Config::kSide * j) ? z * precise_sigmoid(z) : T(0);
+        }
+        continue;
+      }
       T tile_max = -INFINITY;
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        s[i][j] = visible.contains(x + Config::kSide * j) ? s[i][j] * scale : T(-INFINITY);
+        s[i][j] = seen.contains(x + Config::kSide * j) ? s[i][j] * scale : T(-INFINITY);
         tile_max = s[i][j] > tile_max ? s[i][j] : tile_max;
       }
       tile_max = row_max(tile_max);
@@ -226,6 +258,11 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   for (int i = 0; i < kPerThread; ++i) {
     inverse_sum[i] = sum[i] == T(0) ? T(0) : T(1) / sum[i];
     const int row = y + Config::kSide * i;
+    if (params.silu) {
+      inverse_sum[i] =
+          tile.seq < 0 ? T(0) : row_weight<T>(params, global_row + min(row, tile_rows - 1), kv.len);
+      continue;
+    }
     if (x == 0 && row < rows) {
       static_cast<T*>(params.lse)[(global_row + row) * params.heads + head] =
           sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log(sum[i]);
@@ -250,8 +287,8 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
   const int64_t global_row = tile.rows.begin + tile.row;
   const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key =
-      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+  const int tile_rows = static_cast<int>(min(rows, int64_t{kTile}));
+  const KeySteps<kTile, true> steps(params, window, tile, tile_rows, kv.len);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> dq = {};
@@ -265,6 +302,11 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
       const int row = y + Config::kSide * i;
       const bool valid = row < rows;
       const int64_t statistic = (global_row + (valid ? row : 0)) * params.heads + head;
+      if (params.silu) {
+        delta[i] = row_weight<T>(params, global_row + (valid ? row : 0), kv.len);
+        if (valid && x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
+        continue;
+      }
       const T* gOut = static_cast<const T*>(params.out.data) +
                       (global_row + (valid ? row : 0)) * params.out.row_stride +
                       head * params.out.head_stride;
@@ -278,7 +320,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
       if (x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
     }
   }
-  for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key)) {
     __syncthreads();
     load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
     load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
@@ -288,11 +330,14 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
     scores<Config>(dp, shared.sGradOut, shared.sV, x, y);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
+      const int row = y + Config::kSide * i;
+      const SeenKeys seen(params, window, tile, min(row, tile_rows - 1), key, kTile, kv.len);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        const T ds = exp(s[i][j] * scale - lse[i]) * (dp[i][j] - delta[i]);
-        s[i][j] = visible.contains(x + Config::kSide * j) ? ds : T(0);
+        const T z = s[i][j] * scale;
+        const T ds = params.silu ? delta[i] * silu_slope(z, precise_sigmoid(z)) * dp[i][j]
+                                 : exp(z - lse[i]) * (dp[i][j] - delta[i]);
+        s[i][j] = seen.contains(x + Config::kSide * j) ? ds : T(0);
       }
     }
     accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
@@ -333,6 +378,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t query = window.first_column(tile.row) / kTile * kTile; query < last_query;
          query += kTile) {
+      if (!some_query_sees<kTile>(params, queries, query, tile.row, kTile)) continue;
       __syncthreads();
       const int64_t first = queries.begin + query;
       load_operand<Config>(shared.sQ, params.q, first, head, queries.len - query, params.dim_qk);
@@ -348,20 +394,32 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
         const int column = x + Config::kSide * j;
         const bool valid = query + column < queries.len;
         const int64_t statistic = (first + (valid ? column : 0)) * params.heads + head;
-        const T lse = static_cast<const T*>(params.lse)[statistic];
+        const T lse = params.silu ? T(0) : static_cast<const T*>(params.lse)[statistic];
         delta[j] = static_cast<const T*>(params.delta)[statistic];
+        const bool ranged = params.key_ranges != nullptr;
+        const RowRanges ranges =
+            ranged ? RowRanges(params, first + (valid ? column : 0)) : RowRanges();
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-          const VisibleColumns visible(window, tile.row + y + Config::kSide * i, query, kTile,
-                                       queries.len);
-          p[i][j] = visible.contains(column) ? exp(p[i][j] * scale - lse) : T(0);
+          const int64_t key = tile.row + y + Config::kSide * i;
+          const VisibleColumns visible(window, key, query, kTile, queries.len);
+          const bool seen = visible.contains(column) && (!ranged || ranges.contains(key));
+          const T z = p[i][j] * scale;
+          if (params.silu) {
+            const T gate = precise_sigmoid(z);
+            p[i][j] = seen ? delta[j] * (z * gate) : T(0);
+            dp[i][j] *= seen ? delta[j] * silu_slope(z, gate) : T(0);
+          } else {
+            p[i][j] = seen ? exp(z - lse) : T(0);
+          }
         }
       }
       accumulate<Config>(dv, p, shared.sP, shared.sGradOut, x, y);
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPerThread; ++j) p[i][j] *= dp[i][j] - delta[j];
+        for (int j = 0; j < kPerThread; ++j)
+          p[i][j] = params.silu ? dp[i][j] : p[i][j] * (dp[i][j] - delta[j]);
       }
       accumulate<Config>(dk, p, shared.sP, shared.sQ, x, y);
     }
