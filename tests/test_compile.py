@@ -25,7 +25,7 @@ CHOICES: dict[str, Any] = {"D": 8, "N": 11, "trailing": (6,), "dims": (8, 16), "
 CHOICES |= {"causal": True, "window_size": (-1, -1), "scale": 0.5, "cross": False}
 CHOICES |= {"max_len": False, "transpose": True, "capacity": 600}
 CHOICES |= {"padded_len": 13, "total": 51, "dim": -2}
-CHOICES |= {"queries": 9}
+CHOICES |= {"queries": 9, "p": 0.3}
 # Neither T nor B agrees, and no two sizes are equal, which dynamic shapes would take for one.
 FIRST, SECOND = Layout((5, 0, 9, 3), base=1, tail=2), Layout((4, 21, 2, 0, 6, 1, 7), tail=3)
 # Where keys have lengths of their own, T is an argument of some operators, and stays.

@@ -23,6 +23,7 @@ from jagged_cuda.ops.jagged_take import jagged_take
 from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
 from jagged_cuda.ops.jagged_to_padded import jagged_to_padded
 from jagged_cuda.ops.jagged_topk import jagged_topk
+from jagged_cuda.ops.layer_norm_mul_dropout import layer_norm_mul_dropout
 from jagged_cuda.ops.padded_to_jagged import padded_to_jagged
 
 __all__ = [
@@ -49,5 +50,6 @@ __all__ = [
     "jagged_target_attention",
     "jagged_to_padded",
     "jagged_topk",
+    "layer_norm_mul_dropout",
     "padded_to_jagged",
 ]

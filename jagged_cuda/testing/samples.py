@@ -54,7 +54,8 @@ class Spec:
         """The layout of a tensor by what its rows are, or by a function that says so.
 
         Rows of "q", of "kv", one per sequence ("seq"), or elements of its matrix ("matrix");
-        "total" are those of "q" in a tensor with as many rows as the choice "total" says.
+        "total" are those of "q" in a tensor with as many rows as the choice "total" says. What has
+        one element for each feature of every row ("features") belongs to the batch as a whole.
         """
         if not isinstance(rows, str):
             return rows(self)
@@ -64,6 +65,8 @@ class Spec:
             return replace(self.layout, tail=self.layout.tail + spare)
         if rows == "matrix":
             return matrices(self.layout, self.kv, self.capacity)
+        if rows == "features":
+            return Layout((self.choices["D"],))
         return {"q": self.layout, "kv": self.kv, "seq": Layout((1,) * self.layout.num_seqs)}[rows]
 
 

@@ -50,8 +50,43 @@ struct Config {
   static constexpr int kItems = kItems_, kRows = kRows_, kCtas = kCtas_;
   static constexpr bool kWide = kWide_;
   static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
-  using Loaded = Vector<Element, kVector>;
 };
+
+// A vector of 16 bytes as it lies in memory. In words: 16-bit elements would take a register each.
+struct alignas(16) Packed {
+  uint32_t words[4];
+};
+
+template <typename Element, int kVector>
+__device__ __forceinline__ void unpack_vector(float (&values)[kVector], const Packed& packed) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<Element, __half>) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(packed.words[i]));
+      values[2 * i] = pair.x;
+      values[2 * i + 1] = pair.y;
+    } else if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      values[2 * i] = __uint_as_float(packed.words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(packed.words[i] & 0xffff0000u);
+    } else {
+      values[i] = __uint_as_float(packed.words[i]);
+    }
+  }
+}
+
+template <typename Element, int kVector>
+__device__ __forceinline__ Packed round_vector(const float (&values)[kVector]) {
+  Packed packed;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(Element) == 2) {
+      packed.words[i] = pack<Element>(values[2 * i], values[2 * i + 1]);
+    } else {
+      packed.words[i] = __float_as_uint(values[i]);
+    }
+  }
+  return packed;
+}
 
 struct ForwardLaunch {
   Params params;
@@ -145,87 +180,133 @@ struct RowSums<true> {
 
 template <typename Config>
 __device__ __forceinline__ void load_rows(
-    typename Config::Loaded (&rows)[Config::kRows][Config::kItems], const void* global,
+    Packed (&rows)[Config::kRows][Config::kItems], const void* global,
     int64_t stride, const Place<Config>& place, int64_t first_row, const Params& params) {
-  using Loaded = typename Config::Loaded;
   using Element = typename Config::Element;
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
     const int64_t row = first_row + r * place.step;
+    const Element* gRow = static_cast<const Element*>(global) + row * stride;
 #pragma unroll
     for (int i = 0; i < Config::kItems; ++i) {
       const int column = place.column + i * place.apart;
-      rows[r][i] = Loaded{};
+      rows[r][i] = Packed{};
       if (row < params.total && column < params.columns) {
-        rows[r][i] = *reinterpret_cast<const Loaded*>(static_cast<const Element*>(global) +
-                                                      row * stride + column);
+        rows[r][i] = *reinterpret_cast<const Packed*>(gRow + column);
       }
     }
   }
 }
 
-template <typename Loaded, typename Element>
-__device__ __forceinline__ Loaded load_columns(const void* global, int column, int64_t columns) {
-  if (column >= columns) return Loaded{};
-  return *reinterpret_cast<const Loaded*>(static_cast<const Element*>(global) + column);
+template <typename Config>
+__device__ __forceinline__ void store_row(const float (&values)[Config::kVector], void* global,
+                                          int64_t row, int column, const Params& params) {
+  using Element = typename Config::Element;
+  if (row >= params.total || column >= params.columns) return;
+  Element* gRow = static_cast<Element*>(global) + row * params.columns + column;
+  *reinterpret_cast<Packed*>(gRow) = round_vector<Element>(values);
 }
 
-// What the elements of a vector are multiplied by: 0, or kept_scale.
+// weight or bias beside a vector, times kept_scale; zeros past the row.
 template <int kVector>
-__device__ __forceinline__ void draw_keep(float (&keep)[kVector], const Params& params,
-                                          uint64_t seed, int64_t row, int column) {
-  if (params.seed == nullptr) {
+__device__ __forceinline__ void load_columns(float (&values)[kVector], const void* global,
+                                             int column, int64_t columns, float scale) {
+  using Four = Vector<float, 4>;
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) keep[e] = 1.0f;
-    return;
+  for (int e = 0; e < kVector; e += 4) {
+    Four four{};
+    if (column < columns) {
+      four = *reinterpret_cast<const Four*>(static_cast<const float*>(global) + column + e);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[e + i] = four.elems[i] * scale;
   }
+}
+
+// Which elements of a vector are dropped: those with words up to drop_up_to.
+template <int kVector>
+struct Draw {
   static_assert(kVector % kDropoutWords == 0);
-  const float scale = static_cast<float>(params.kept_scale);
+  uint32_t words[kVector / kDropoutWords][kDropoutWords];
+
+  __device__ __forceinline__ Draw(const Params& params, uint64_t seed, int64_t row, int column) {
+    if (params.seed != nullptr) {
+      dropout_words(words, seed, row, column / kDropoutWords);
+      return;
+    }
 #pragma unroll
-  for (int block = 0; block < kVector / kDropoutWords; ++block) {
-    const RandomWords words = dropout_words(seed, row, column / kDropoutWords + block);
+    for (int e = 0; e < kVector; ++e) words[e / kDropoutWords][e % kDropoutWords] = 0xffffffffu;
+  }
+  __device__ __forceinline__ float keep(float value, int e, uint32_t drop_up_to) const {
+    return words[e / kDropoutWords][e % kDropoutWords] <= drop_up_to ? 0.0f : value;
+  }
+};
+
+// What words are compared with: without a seed all of them are larger.
+__device__ __forceinline__ uint32_t drop_up_to(const Params& params) {
+  return params.seed == nullptr ? 0 : params.drop_up_to;
+}
+
+__device__ __forceinline__ float kept_scale(const Params& params) {
+  return params.seed == nullptr ? 1.0f : static_cast<float>(params.kept_scale);
+}
+
+template <typename Config>
+using Values = float[Config::kRows][Config::kItems][Config::kVector];
+
+template <typename Config>
+__device__ __forceinline__ void unpack_rows(
+    Values<Config>& values,
+    const Packed (&rows)[Config::kRows][Config::kItems]) {
 #pragma unroll
-    for (int w = 0; w < kDropoutWords; ++w) {
-      keep[block * kDropoutWords + w] = words.words[w] < params.drop_below ? 0.0f : scale;
+  for (int r = 0; r < Config::kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+      unpack_vector<typename Config::Element>(values[r][i], rows[r][i]);
     }
   }
 }
 
-// Mean and 1 / standard deviation of rows in registers.
+// x becomes xhat; 1 / standard deviation of each row.
 template <typename Config>
-__device__ __forceinline__ void statistics(
-    float (&mean)[Config::kRows], float (&rstd)[Config::kRows],
-    const typename Config::Loaded (&rows)[Config::kRows][Config::kItems],
-    const Place<Config>& place, const Params& params, RowSums<Config::kWide>& sums) {
-  const float columns = static_cast<float>(params.columns);
+__device__ __forceinline__ void normalise(Values<Config>& x, float (&rstd)[Config::kRows],
+                                          const Place<Config>& place, const Params& params,
+                                          RowSums<Config::kWide>& sums) {
+  const float count = 1.0f / static_cast<float>(params.columns);
+  float mean[Config::kRows];
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
     mean[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::kItems; ++i) {
 #pragma unroll
-      for (int e = 0; e < Config::kVector; ++e) mean[r] += to_sum(rows[r][i].elems[e]);
+      for (int e = 0; e < Config::kVector; ++e) mean[r] += x[r][i][e];
     }
   }
   sums.add(mean);
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
-    mean[r] /= columns;
+    mean[r] *= count;
     rstd[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::kItems; ++i) {
-      if (place.column + i * place.apart >= params.columns) continue;
+      const bool exists = place.column + i * place.apart < params.columns;
 #pragma unroll
       for (int e = 0; e < Config::kVector; ++e) {
-        const float distance = to_sum(rows[r][i].elems[e]) - mean[r];
-        rstd[r] += distance * distance;
+        x[r][i][e] = exists ? x[r][i][e] - mean[r] : 0.0f;
+        rstd[r] += x[r][i][e] * x[r][i][e];
       }
     }
   }
   sums.add(rstd);
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
-    rstd[r] = rsqrtf(rstd[r] / columns + static_cast<float>(params.eps));
+    rstd[r] = rsqrtf(rstd[r] * count + static_cast<float>(params.eps));
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
+#pragma unroll
+      for (int e = 0; e < Config::kVector; ++e) x[r][i][e] *= rstd[r];
+    }
   }
 }
 
@@ -242,41 +323,38 @@ __device__ __forceinline__ RowSums<Config::kWide> row_sums(int lanes) {
 template <typename Config>
 __global__ __launch_bounds__(kThreads, Config::kCtas) void forward_rows(
     const __grid_constant__ ForwardLaunch launch) {
-  using Element = typename Config::Element;
-  using Loaded = typename Config::Loaded;
   constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
   const Params& params = launch.params;
   const Place<Config> place(launch.lanes_log2);
   const int64_t first_row = place.unit * kRows * place.step + place.row;
-  const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
-  Loaded rX[kRows][kItems], rU[kRows][kItems];
+  Packed rX[kRows][kItems], rU[kRows][kItems];
   load_rows<Config>(rX, params.x, params.x_stride, place, first_row, params);
   load_rows<Config>(rU, params.u, params.u_stride, place, first_row, params);
+  const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
+  const uint32_t dropped = drop_up_to(params);
+  const float scale = kept_scale(params);
   auto sums = row_sums<Config>(place.lanes);
-  float mean[kRows], rstd[kRows];
-  statistics<Config>(mean, rstd, rX, place, params, sums);
+  Values<Config> xhat;
+  float rstd[kRows];
+  unpack_rows<Config>(xhat, rX);
+  normalise<Config>(xhat, rstd, place, params, sums);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int column = place.column + i * place.apart;
-    if (column >= params.columns) break;
-    const Loaded weight = load_columns<Loaded, Element>(params.weight, column, params.columns);
-    const Loaded bias = load_columns<Loaded, Element>(params.bias, column, params.columns);
+    float weight[kVector], bias[kVector];
+    load_columns(weight, params.weight, column, params.columns, scale);
+    load_columns(bias, params.bias, column, params.columns, scale);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = first_row + r * place.step;
-      if (row >= params.total) break;
-      float keep[kVector];
-      draw_keep<kVector>(keep, params, seed, row, column);
-      Loaded result;
+      const Draw<kVector> draw(params, seed, row, column);
+      float u[kVector];
+      unpack_vector<typename Config::Element>(u, rU[r][i]);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        const float xhat = (to_sum(rX[r][i].elems[e]) - mean[r]) * rstd[r];
-        const float normed = xhat * to_sum(weight.elems[e]) + to_sum(bias.elems[e]);
-        const float product = to_sum(rU[r][i].elems[e]) * normed;
-        result.elems[e] = from_sum<Element>(keep[e] == 0.0f ? 0.0f : product * keep[e]);
+        u[e] = draw.keep(u[e] * (xhat[r][i][e] * weight[e] + bias[e]), e, dropped);
       }
-      *reinterpret_cast<Loaded*>(static_cast<Element*>(params.out) + row * params.columns +
-                                 column) = result;
+      store_row<Config>(u, params.out, row, column, params);
     }
   }
 }
@@ -324,39 +402,54 @@ __device__ __forceinline__ void write_column_sums(
   }
 }
 
+// The rows that a CTA, or a warp, works on.
+template <typename Config>
+struct Rows {
+  Packed x[Config::kRows][Config::kItems], u[Config::kRows][Config::kItems],
+      grad[Config::kRows][Config::kItems];
+
+  __device__ __forceinline__ void load(const BackwardParams& backward, const Place<Config>& place,
+                                       int64_t first_row) {
+    const Params& params = backward.forward;
+    load_rows<Config>(x, params.x, params.x_stride, place, first_row, params);
+    load_rows<Config>(u, params.u, params.u_stride, place, first_row, params);
+    load_rows<Config>(grad, backward.grad_out, backward.grad_stride, place, first_row, params);
+  }
+};
+
 template <typename Config>
 __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
     const __grid_constant__ BackwardLaunch launch) {
-  using Element = typename Config::Element;
-  using Loaded = typename Config::Loaded;
   constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
   const BackwardParams& backward = launch.params;
   const Params& params = backward.forward;
   const Place<Config> place(launch.lanes_log2);
+  const int64_t unit_rows = int64_t{kRows} * place.step;
+  int64_t unit = place.unit;
+  Rows<Config> next;
+  next.load(backward, place, unit * unit_rows + place.row);
   const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
-  const float columns = static_cast<float>(params.columns);
+  const uint32_t dropped = drop_up_to(params);
+  const float scale = kept_scale(params), count = 1.0f / static_cast<float>(params.columns);
   auto sums = row_sums<Config>(place.lanes);
-  Loaded rWeight[kItems], rBias[kItems];
+  float weight[kItems][kVector], bias[kItems][kVector];  // times kept_scale
   float grad_weight[kItems][kVector], grad_bias[kItems][kVector];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int column = place.column + i * place.apart;
-    rWeight[i] = load_columns<Loaded, Element>(params.weight, column, params.columns);
-    rBias[i] = load_columns<Loaded, Element>(params.bias, column, params.columns);
+    load_columns(weight[i], params.weight, column, params.columns, scale);
+    load_columns(bias[i], params.bias, column, params.columns, scale);
 #pragma unroll
     for (int e = 0; e < kVector; ++e) grad_weight[i][e] = grad_bias[i][e] = 0.0f;
   }
-  const int64_t unit_rows = int64_t{kRows} * place.step;
-  for (int64_t unit = place.unit; unit * unit_rows < params.total; unit += place.units) {
+  for (; unit * unit_rows < params.total; unit += place.units) {
     const int64_t first_row = unit * unit_rows + place.row;
-    Loaded rX[kRows][kItems], rU[kRows][kItems], rGrad[kRows][kItems];
-    load_rows<Config>(rX, params.x, params.x_stride, place, first_row, params);
-    load_rows<Config>(rU, params.u, params.u_stride, place, first_row, params);
-    load_rows<Config>(rGrad, backward.grad_out, backward.grad_stride, place, first_row, params);
-    float mean[kRows], rstd[kRows];
-    statistics<Config>(mean, rstd, rX, place, params, sums);
-    float scaled[kRows][kItems][kVector];  // h
-    float means[2 * kRows];                // of h and h xhat
+    const Rows<Config> rows = next;
+    next.load(backward, place, (unit + place.units) * unit_rows + place.row);
+    Values<Config> xhat, h;
+    float rstd[kRows], means[2 * kRows];  // of h and h xhat
+    unpack_rows<Config>(xhat, rows.x);
+    normalise<Config>(xhat, rstd, place, params, sums);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       means[2 * r] = means[2 * r + 1] = 0.0f;
@@ -364,51 +457,44 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const int column = place.column + i * place.apart;
-        float keep[kVector];
-        draw_keep<kVector>(keep, params, seed, row, column);
-        Loaded result;
+        const Draw<kVector> draw(params, seed, row, column);
+        float u[kVector], grad[kVector];
+        unpack_vector<typename Config::Element>(u, rows.u[r][i]);
+        unpack_vector<typename Config::Element>(grad, rows.grad[r][i]);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
-          const float xhat = (to_sum(rX[r][i].elems[e]) - mean[r]) * rstd[r];
-          const float weight = to_sum(rWeight[i].elems[e]);
-          const float normed = xhat * weight + to_sum(rBias[i].elems[e]);
-          const float kept =
-              keep[e] == 0.0f ? 0.0f : to_sum(rGrad[r][i].elems[e]) * keep[e];
-          const float product = kept * to_sum(rU[r][i].elems[e]);
-          result.elems[e] = from_sum<Element>(kept * normed);
-          grad_weight[i][e] += product * xhat;
+          const float kept = draw.keep(grad[e], e, dropped), product = kept * u[e];
+          grad_weight[i][e] += product * xhat[r][i][e];
           grad_bias[i][e] += product;
-          const float h = product * weight;
-          scaled[r][i][e] = h;
-          means[2 * r] += h;
-          means[2 * r + 1] += h * xhat;
+          h[r][i][e] = product * weight[i][e];
+          means[2 * r] += h[r][i][e];
+          means[2 * r + 1] += h[r][i][e] * xhat[r][i][e];
+          grad[e] = kept * (xhat[r][i][e] * weight[i][e] + bias[i][e]);
         }
-        if (row < params.total && column < params.columns) {
-          *reinterpret_cast<Loaded*>(static_cast<Element*>(backward.grad_u) +
-                                     row * params.columns + column) = result;
-        }
+        store_row<Config>(grad, backward.grad_u, row, column, params);
       }
     }
     sums.add(means);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first_row + r * place.step;
-      const float mean_h = means[2 * r] / columns, mean_hx = means[2 * r + 1] / columns;
+      const float mean_h = means[2 * r] * count, mean_hx = means[2 * r + 1] * count;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        const int column = place.column + i * place.apart;
-        Loaded result;
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
-          const float xhat = (to_sum(rX[r][i].elems[e]) - mean[r]) * rstd[r];
-          result.elems[e] =
-              from_sum<Element>(rstd[r] * (scaled[r][i][e] - mean_h - xhat * mean_hx));
+          h[r][i][e] = rstd[r] * (h[r][i][e] - mean_h - xhat[r][i][e] * mean_hx);
         }
-        if (row < params.total && column < params.columns) {
-          *reinterpret_cast<Loaded*>(static_cast<Element*>(backward.grad_x) +
-                                     row * params.columns + column) = result;
-        }
+        store_row<Config>(h[r][i], backward.grad_x, first_row + r * place.step,
+                          place.column + i * place.apart, params);
       }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      grad_weight[i][e] *= scale;
+      grad_bias[i][e] *= scale;
     }
   }
   float* gPartial = static_cast<float*>(backward.partial) + blockIdx.x * 2 * params.columns;
@@ -432,14 +518,11 @@ __device__ __forceinline__ Sum<Element> keep_one(const Params& params, int64_t r
                                                  int64_t column) {
   using S = Sum<Element>;
   if (params.seed == nullptr) return S(1);
-  const RandomWords words =
-      dropout_words(static_cast<uint64_t>(*params.seed), row, column / kDropoutWords);
+  uint32_t words[1][kDropoutWords];
+  dropout_words(words, static_cast<uint64_t>(*params.seed), row, column / kDropoutWords);
   const int w = static_cast<int>(column % kDropoutWords);
-  const uint32_t word = w == 0   ? words.words[0]
-                        : w == 1 ? words.words[1]
-                        : w == 2 ? words.words[2]
-                                 : words.words[3];
-  return word < params.drop_below ? S(0) : static_cast<S>(params.kept_scale);
+  const uint32_t word = w < 2 ? words[0][w == 0 ? 0 : 1] : words[0][w == 2 ? 2 : 3];
+  return word <= params.drop_up_to ? S(0) : static_cast<S>(params.kept_scale);
 }
 
 template <typename Element>
@@ -464,15 +547,15 @@ __global__ __launch_bounds__(kThreads) void forward_plain(const __grid_constant_
   if (row >= params.total) return;
   const Element* gX = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* gU = static_cast<const Element*>(params.u) + row * params.u_stride;
-  const Element* gWeight = static_cast<const Element*>(params.weight);
-  const Element* gBias = static_cast<const Element*>(params.bias);
+  const S* gWeight = static_cast<const S*>(params.weight);
+  const S* gBias = static_cast<const S*>(params.bias);
   Element* gOut = static_cast<Element*>(params.out) + row * params.columns;
   S mean, rstd;
   statistics_of<Element>(mean, rstd, gX, params.columns, params.eps);
   for (int64_t column = threadIdx.x % 32; column < params.columns; column += 32) {
     const S keep = keep_one<Element>(params, row, column);
     const S xhat = (to_sum(gX[column]) - mean) * rstd;
-    const S normed = xhat * to_sum(gWeight[column]) + to_sum(gBias[column]);
+    const S normed = xhat * gWeight[column] + gBias[column];
     gOut[column] = from_sum<Element>(keep == S(0) ? S(0) : to_sum(gU[column]) * normed * keep);
   }
 }
@@ -489,8 +572,8 @@ __global__ __launch_bounds__(kThreads) void backward_plain(
   const Element* gX = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* gU = static_cast<const Element*>(params.u) + row * params.u_stride;
   const Element* gGrad = static_cast<const Element*>(backward.grad_out) + row * backward.grad_stride;
-  const Element* gWeight = static_cast<const Element*>(params.weight);
-  const Element* gBias = static_cast<const Element*>(params.bias);
+  const S* gWeight = static_cast<const S*>(params.weight);
+  const S* gBias = static_cast<const S*>(params.bias);
   Element* gGradU = static_cast<Element*>(backward.grad_u) + row * params.columns;
   Element* gGradX = static_cast<Element*>(backward.grad_x) + row * params.columns;
   S mean, rstd;
@@ -500,8 +583,8 @@ __global__ __launch_bounds__(kThreads) void backward_plain(
     const S keep = keep_one<Element>(params, row, column);
     const S xhat = (to_sum(gX[column]) - mean) * rstd;
     const S kept = keep == S(0) ? S(0) : to_sum(gGrad[column]) * keep;
-    const S weight = to_sum(gWeight[column]);
-    gGradU[column] = from_sum<Element>(kept * (xhat * weight + to_sum(gBias[column])));
+    const S weight = gWeight[column];
+    gGradU[column] = from_sum<Element>(kept * (xhat * weight + gBias[column]));
     const S h = kept * to_sum(gU[column]) * weight;
     mean_h += h;
     mean_hx += h * xhat;
@@ -512,7 +595,7 @@ __global__ __launch_bounds__(kThreads) void backward_plain(
     const S keep = keep_one<Element>(params, row, column);
     const S xhat = (to_sum(gX[column]) - mean) * rstd;
     const S kept = keep == S(0) ? S(0) : to_sum(gGrad[column]) * keep;
-    const S h = kept * to_sum(gU[column]) * to_sum(gWeight[column]);
+    const S h = kept * to_sum(gU[column]) * gWeight[column];
     gGradX[column] = from_sum<Element>(rstd * (h - mean_h - xhat * mean_hx));
   }
   if (lane == 0) {
@@ -565,10 +648,9 @@ constexpr int kPartialItems = 8;  // that a thread has in flight
 
 // Grid x: 2 D / 32 sets of columns; a column of dweight or dbias for each lane, whose rows the
 // warps share.
-template <typename Element>
+template <typename S>
 __global__ __launch_bounds__(kPartialThreads) void sum_partial(
     const __grid_constant__ BackwardParams backward) {
-  using S = Sum<Element>;
   __shared__ S sColumns[kPartialWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t columns = backward.forward.columns, rows = backward.workspace.num_partials;
@@ -591,8 +673,7 @@ __global__ __launch_bounds__(kPartialThreads) void sum_partial(
   if (warp != 0 || !exists) return;
   for (int w = 1; w < kPartialWarps; ++w) sum += sColumns[w][lane];
   void* gResult = column < columns ? backward.grad_weight : backward.grad_bias;
-  static_cast<Element*>(gResult)[column < columns ? column : column - columns] =
-      from_sum<Element>(sum);
+  static_cast<S*>(gResult)[column < columns ? column : column - columns] = sum;
 }
 
 // --- the host
@@ -606,14 +687,13 @@ struct Shape {
 };
 
 Shape shape_of(int64_t vectors) {
-  if (vectors <= 64) {
+  if (vectors <= 32) {
     int lanes_log2 = 0;
-    while (lanes_log2 < 5 && (int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
-    return {lanes_log2, vectors <= 32 ? 1 : 2, kThreads, false};
+    while ((int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
+    return {lanes_log2, 1, kThreads, false};
   }
-  if (vectors <= kThreads / 2) return {5, 1, kThreads / 2, true};
-  const int items = vectors <= kThreads ? 1 : vectors <= 2 * kThreads ? 2 : 4;
-  return {5, items, kThreads, true};
+  const int threads = vectors <= 64 ? 64 : vectors <= 128 ? 128 : kThreads;
+  return {5, vectors <= threads ? 1 : vectors <= 2 * threads ? 2 : 4, threads, true};
 }
 
 bool in_registers(const Params& params) {
@@ -630,12 +710,10 @@ Shape shape_of(const Params& params) {
 // run(config) with the Config of a shape.
 template <typename Element, bool kBackward, typename Run>
 cudaError_t with_config(const Shape& shape, Run run) {
-  if (!shape.wide) {
-    if (shape.items == 1) return run(Config<Element, 1, kBackward ? 2 : 4, false, kBackward ? 2 : 3>{});
-    return run(Config<Element, 2, kBackward ? 1 : 2, false, kBackward ? 2 : 3>{});
-  }
-  if (shape.items == 1) return run(Config<Element, 1, kBackward ? 2 : 4, true, kBackward ? 2 : 3>{});
-  if (shape.items == 2) return run(Config<Element, 2, kBackward ? 1 : 2, true, kBackward ? 2 : 3>{});
+  constexpr int kRows = kBackward ? 1 : 2, kCtas = kBackward ? 2 : 4;
+  if (!shape.wide) return run(Config<Element, 1, kRows, false, kCtas>{});
+  if (shape.items == 1) return run(Config<Element, 1, kRows, true, kCtas>{});
+  if (shape.items == 2) return run(Config<Element, 2, 1, true, kBackward ? 2 : 4>{});
   return run(Config<Element, 4, 1, true, 1>{});
 }
 
@@ -709,7 +787,9 @@ cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
   const Params& forward = params.forward;
   const int64_t ctas = params.workspace.num_partials;
   cudaError_t error = cudaSuccess;
-  if (params.workspace.needs_statistics) {
+  if (ctas == 0) {
+    // Without rows the sums are zeros.
+  } else if (params.workspace.needs_statistics) {
     error = with_element(forward.type, [&](auto element) {
       using Element = decltype(element);
       const cudaError_t first = launch<backward_plain<Element>>(
@@ -733,10 +813,11 @@ cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
     });
   }
   if (error != cudaSuccess) return error;
-  return with_element(forward.type, [&](auto element) {
-    return launch<sum_partial<decltype(element)>>(params, {divide_up(2 * forward.columns, 32)},
-                                                  kPartialThreads, 0, stream, nullptr);
-  });
+  const Grid grid{divide_up(2 * forward.columns, 32)};
+  if (forward.type == ElementType::kF64) {
+    return launch<sum_partial<double>>(params, grid, kPartialThreads, 0, stream, nullptr);
+  }
+  return launch<sum_partial<float>>(params, grid, kPartialThreads, 0, stream, nullptr);
 }
 
 }  // namespace jagged_cuda

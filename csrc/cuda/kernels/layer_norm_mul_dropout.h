@@ -14,14 +14,14 @@ namespace jagged_cuda {
 struct LayerNormMulDropoutParams {
   const void* x;        // [T, D]
   const void* u;        // [T, D]
-  const void* weight;   // [D]
-  const void* bias;     // [D]
+  const void* weight;   // [D] in the type of sums
+  const void* bias;     // [D] in the type of sums
   const int64_t* seed;  // [1]; null: nothing is dropped
   void* out;            // [T, D], contiguous; forward only
   int64_t total, columns;
   int64_t x_stride, u_stride;
   double eps;
-  uint32_t drop_below;  // words below it drop their element (contract/dropout.h)
+  uint32_t drop_up_to;  // random words up to this one drop their element (contract/dropout.h)
   double kept_scale;    // 1 / (1 - p)
   bool vectors;         // lines of all operands begin at multiples of 16 bytes, and have multiples
   ElementType type;
@@ -39,7 +39,7 @@ struct LayerNormMulDropoutBackwardParams {
   const void* grad_out;  // [T, D]
   int64_t grad_stride;
   void *grad_x, *grad_u;            // [T, D], contiguous
-  void *grad_weight, *grad_bias;    // [D]
+  void *grad_weight, *grad_bias;    // [D] in the type of sums
   void* partial;                    // [num_partials, 2, D]
   void* statistics;                 // [T, 2] mean and 1 / standard deviation, or null
   LayerNormWorkspace workspace;
