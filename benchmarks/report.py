@@ -33,6 +33,7 @@ TITLES = {
     "figure2": "Figure 2 of the paper: forward and backward together",
     "target": "Target attention: items against histories",
     "rows": "Moving rows",
+    "norm": "A normed row times another one, with dropout",
     "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
     "modules": "Modules beside the operators that they are made of",

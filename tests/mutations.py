@@ -58,6 +58,38 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "the mask of the row below",
+        "cpu",
+        "cpu/kernels/layer_norm.inl",
+        "dropout_words(words, p.seed, row, column / kDropoutWords);",
+        "dropout_words(words, p.seed, row + 1, column / kDropoutWords);",
+        "--op layer_norm_mul_dropout",
+    ),
+    Fault(
+        "padding in the variance",
+        "cuda",
+        "cuda/kernels/layer_norm_mul_dropout.cu",
+        "exists ? x[r][i][e] - mean[r] : 0.0f;",
+        "x[r][i][e] - mean[r];",
+        "--op layer_norm_mul_dropout",
+    ),
+    Fault(
+        "a warp left out of a row's sum",
+        "cuda",
+        "cuda/kernels/layer_norm_mul_dropout.cu",
+        "for (int w = 1; w < warps; ++w) value[i] += sSums[turn][i][w];",
+        "for (int w = 2; w < warps; ++w) value[i] += sSums[turn][i][w];",
+        "tests/test_layer_norm_mul_dropout.py -k wide_rows",
+    ),
+    Fault(
+        "a draw that the backward pass does not repeat",
+        "cuda",
+        "cuda/kernels/layer_norm_mul_dropout.cu",
+        "const float kept = draw.keep(grad[e], e, dropped), product = kept * u[e];",
+        "const float kept = grad[e], product = kept * u[e];",
+        "--op layer_norm_mul_dropout",
+    ),
+    Fault(
         "tail mask off by one",
         "cpu",
         "cpu/kernels/attention.inl",

@@ -91,11 +91,11 @@ def broken(name: str, fault: Fault) -> Any:
     return SimpleNamespace(**(vars(jagged_cuda) | {name: call}))
 
 
-# The faults are at places that offsets say; jagged_take has none.
+# The faults are at places that offsets say; these have none.
 ROW_OPERATORS = [
     name for name, case in CASES.items() if case.rows["out"] == "q" and case.differentiable
 ]
-ROW_OPERATORS.remove("jagged_take")
+ROW_OPERATORS = [n for n in ROW_OPERATORS if n not in ("jagged_take", "layer_norm_mul_dropout")]
 
 
 @pytest.mark.parametrize("fault", ROW_FAULTS.values(), ids=ROW_FAULTS)

@@ -94,7 +94,9 @@ def test_200_000_sequences_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
     # Sums over the whole batch are 400 times as large.
     of_batch = {name for name in found if rows_of(case, name) == "features"}
     expected = repeated(case, expected, 400)
-    assert_same_bits(*({n: t for n, t in each.items() if n not in of_batch} for each in (found, expected)))
+    assert_same_bits(
+        *({n: t for n, t in each.items() if n not in of_batch} for each in (found, expected))
+    )
     for name in of_batch:
         torch.testing.assert_close(found[name], 400 * expected[name])
 

@@ -16,10 +16,21 @@
 // may run.
 template <class T>
 constexpr Kernels make_kernels() {
-  return {dense_bmm<T>,          jagged_bmm<T>,      sum_parts<T>,        softmax<T>,
-          softmax_statistics<T>, softmax_combine<T>, softmax_write<T>,    softmax_lines<T>,
-          sum_rows<T>,           store_sums<T>,      combine_elements<T>, layer_norm<T>,
-          layer_norm_backward<T>, attention_forward<T>, attention_backward<T>};
+  return {dense_bmm<T>,
+          jagged_bmm<T>,
+          sum_parts<T>,
+          softmax<T>,
+          softmax_statistics<T>,
+          softmax_combine<T>,
+          softmax_write<T>,
+          softmax_lines<T>,
+          sum_rows<T>,
+          store_sums<T>,
+          combine_elements<T>,
+          layer_norm<T>,
+          layer_norm_backward<T>,
+          attention_forward<T>,
+          attention_backward<T>};
 }
 
 constexpr KernelTable make_table(const char* name) {

@@ -179,9 +179,10 @@ struct RowSums<true> {
 };
 
 template <typename Config>
-__device__ __forceinline__ void load_rows(
-    Packed (&rows)[Config::kRows][Config::kItems], const void* global,
-    int64_t stride, const Place<Config>& place, int64_t first_row, const Params& params) {
+__device__ __forceinline__ void load_rows(Packed (&rows)[Config::kRows][Config::kItems],
+                                          const void* global, int64_t stride,
+                                          const Place<Config>& place, int64_t first_row,
+                                          const Params& params) {
   using Element = typename Config::Element;
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
@@ -255,9 +256,8 @@ template <typename Config>
 using Values = float[Config::kRows][Config::kItems][Config::kVector];
 
 template <typename Config>
-__device__ __forceinline__ void unpack_rows(
-    Values<Config>& values,
-    const Packed (&rows)[Config::kRows][Config::kItems]) {
+__device__ __forceinline__ void unpack_rows(Values<Config>& values,
+                                            const Packed (&rows)[Config::kRows][Config::kItems]) {
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
 #pragma unroll
@@ -362,9 +362,9 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void forward_rows(
 // Adds the sums of columns over the lanes and warps that have the same ones, in fixed order, and
 // writes them to this CTA's row of `partial`.
 template <typename Config>
-__device__ __forceinline__ void write_column_sums(
-    float (&value)[Config::kItems][Config::kVector], const Place<Config>& place, int64_t columns,
-    float* gPartial) {
+__device__ __forceinline__ void write_column_sums(float (&value)[Config::kItems][Config::kVector],
+                                                  const Place<Config>& place, int64_t columns,
+                                                  float* gPartial) {
   constexpr int kVector = Config::kVector;
   if constexpr (Config::kWide) {
 #pragma unroll
@@ -571,7 +571,8 @@ __global__ __launch_bounds__(kThreads) void backward_plain(
   const int lane = threadIdx.x % 32;
   const Element* gX = static_cast<const Element*>(params.x) + row * params.x_stride;
   const Element* gU = static_cast<const Element*>(params.u) + row * params.u_stride;
-  const Element* gGrad = static_cast<const Element*>(backward.grad_out) + row * backward.grad_stride;
+  const Element* gGrad =
+      static_cast<const Element*>(backward.grad_out) + row * backward.grad_stride;
   const S* gWeight = static_cast<const S*>(params.weight);
   const S* gBias = static_cast<const S*>(params.bias);
   Element* gGradU = static_cast<Element*>(backward.grad_u) + row * params.columns;
@@ -748,8 +749,9 @@ cudaError_t launch_layer_norm_mul_dropout(const Params& params, cudaStream_t str
   return with_register_element(params.type, [&](auto element) {
     return with_config<decltype(element), false>(shape, [&](auto config) {
       using Config = decltype(config);
-      const int64_t rows = Config::kWide ? Config::kRows
-                                         : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
+      const int64_t rows = Config::kWide
+                               ? Config::kRows
+                               : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
       return launch<forward_rows<Config>>(
           ForwardLaunch{params, shape.lanes_log2}, {divide_up(params.total, rows)}, shape.threads,
           0, stream,
@@ -773,8 +775,9 @@ cudaError_t layer_norm_workspace(const Params& params, LayerNormWorkspace& works
   return with_register_element(params.type, [&](auto element) {
     return with_config<decltype(element), true>(shape, [&](auto config) {
       using Config = decltype(config);
-      const int64_t rows = Config::kWide ? Config::kRows
-                                         : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
+      const int64_t rows = Config::kWide
+                               ? Config::kRows
+                               : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
       const int64_t resident = int64_t{num_sms} * Config::kCtas * (kThreads / shape.threads);
       workspace.num_partials = std::min(divide_up(params.total, rows), resident);
       return cudaSuccess;
@@ -792,9 +795,9 @@ cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
   } else if (params.workspace.needs_statistics) {
     error = with_element(forward.type, [&](auto element) {
       using Element = decltype(element);
-      const cudaError_t first = launch<backward_plain<Element>>(
-          params, {divide_up(forward.total, kWarps)}, kThreads, 0, stream,
-          "cuda.layer_norm_mul_dropout_backward.plain");
+      const cudaError_t first =
+          launch<backward_plain<Element>>(params, {divide_up(forward.total, kWarps)}, kThreads, 0,
+                                          stream, "cuda.layer_norm_mul_dropout_backward.plain");
       if (first != cudaSuccess) return first;
       return launch<sum_columns_plain<Element>>(params, {divide_up(forward.columns, 32), ctas},
                                                 kThreads, 0, stream, nullptr);
@@ -804,11 +807,10 @@ cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
     error = with_register_element(forward.type, [&](auto element) {
       return with_config<decltype(element), true>(shape, [&](auto config) {
         using Config = decltype(config);
-        return launch<backward_rows<Config>>(BackwardLaunch{params, shape.lanes_log2}, {ctas},
-                                             shape.threads, 0, stream,
-                                             Config::kWide
-                                                 ? "cuda.layer_norm_mul_dropout_backward.cta"
-                                                 : "cuda.layer_norm_mul_dropout_backward.warp");
+        return launch<backward_rows<Config>>(
+            BackwardLaunch{params, shape.lanes_log2}, {ctas}, shape.threads, 0, stream,
+            Config::kWide ? "cuda.layer_norm_mul_dropout_backward.cta"
+                          : "cuda.layer_norm_mul_dropout_backward.warp");
       });
     });
   }

@@ -38,10 +38,10 @@ struct LayerNormMulDropoutBackwardParams {
   LayerNormMulDropoutParams forward;
   const void* grad_out;  // [T, D]
   int64_t grad_stride;
-  void *grad_x, *grad_u;            // [T, D], contiguous
-  void *grad_weight, *grad_bias;    // [D] in the type of sums
-  void* partial;                    // [num_partials, 2, D]
-  void* statistics;                 // [T, 2] mean and 1 / standard deviation, or null
+  void *grad_x, *grad_u;          // [T, D], contiguous
+  void *grad_weight, *grad_bias;  // [D] in the type of sums
+  void* partial;                  // [num_partials, 2, D]
+  void* statistics;               // [T, 2] mean and 1 / standard deviation, or null
   LayerNormWorkspace workspace;
 };
 
