@@ -61,8 +61,8 @@ FAULTS = (
         "the mask of the row below",
         "cpu",
         "cpu/kernels/layer_norm.inl",
-        "dropout_words(words, p.seed, row, column / kDropoutWords);",
-        "dropout_words(words, p.seed, row + 1, column / kDropoutWords);",
+        "dropout_words(words, p.seed, row, column / kDropoutColumns);",
+        "dropout_words(words, p.seed, row + 1, column / kDropoutColumns);",
         "--op layer_norm_mul_dropout",
     ),
     Fault(

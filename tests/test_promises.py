@@ -98,7 +98,8 @@ def test_200_000_sequences_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
         *({n: t for n, t in each.items() if n not in of_batch} for each in (found, expected))
     )
     for name in of_batch:
-        torch.testing.assert_close(found[name], 400 * expected[name])
+        whole = 400 * expected[name]
+        torch.testing.assert_close(found[name], whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
 
 
 def rows_of(case: Case, name: str) -> Any:

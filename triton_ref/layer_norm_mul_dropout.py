@@ -11,18 +11,19 @@ TILE_T = 64  # rows whose sums for the gradients of weight and bias one program 
 
 
 @triton.jit
-def draw_keep(p_seed, i_row, o_d, p, scale, HAS_SEED: tl.constexpr, ACCUMULATOR: tl.constexpr):
+def draw_keep(p_seed, i_row, o_d, dropped, scale, HAS_SEED: tl.constexpr, ACCUMULATOR: tl.constexpr):
     """0 for elements that are dropped, else scale: [TILE_D]."""
     b_keep = tl.full(o_d.shape, 1.0, ACCUMULATOR)
     if HAS_SEED:
         seed = tl.load(p_seed)
-        o_block = (o_d // 4).to(tl.uint32)
+        o_block = (o_d // 8).to(tl.uint32)
         c1 = (i_row & 0xFFFFFFFF).to(tl.uint32) + o_block * 0
         c2 = (i_row >> 32).to(tl.uint32) + o_block * 0
         w0, w1, w2, w3 = tl.philox(seed, o_block, c1, c2, o_block * 0)
-        o_word = o_d % 4
+        o_word = o_d % 8 // 2
         words = tl.where(o_word < 2, tl.where(o_word == 0, w0, w1), tl.where(o_word == 2, w2, w3))
-        b_keep = tl.where(words.to(tl.int64) < p, 0.0, scale).to(ACCUMULATOR)
+        halves = tl.where(o_d % 2 == 0, words & 0xFFFF, words >> 16)
+        b_keep = tl.where(halves.to(tl.int32) < dropped, 0.0, scale).to(ACCUMULATOR)
     return b_keep
 
 
@@ -42,7 +43,7 @@ def normalise(b_x, m_d, D, eps):
     return b_x * rstd, rstd
 
 
-@triton.jit(do_not_specialize=["p"])
+@triton.jit(do_not_specialize=["dropped"])
 def layer_norm_mul_dropout_kernel(
     p_x,  # [T, D]
     p_u,  # [T, D]
@@ -54,7 +55,7 @@ def layer_norm_mul_dropout_kernel(
     x_strides,
     u_strides,
     eps,
-    p,  # times 2^32
+    dropped,  # of 2^16
     scale,
     HAS_SEED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -68,12 +69,12 @@ def layer_norm_mul_dropout_kernel(
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0)
     b_bias = tl.load(p_bias + o_d, mask=m_d, other=0.0)
     b_xhat, _ = normalise(b_x, m_d, D, eps)
-    b_keep = draw_keep(p_seed, i_row, o_d, p, scale, HAS_SEED, ACCUMULATOR)
+    b_keep = draw_keep(p_seed, i_row, o_d, dropped, scale, HAS_SEED, ACCUMULATOR)
     b_y = tl.where(b_keep == 0.0, 0.0, b_u * (b_xhat * b_weight + b_bias) * b_keep)
     tl.store(p_y + i_row * D + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
 
-@triton.jit(do_not_specialize=["total", "p"])
+@triton.jit(do_not_specialize=["total", "dropped"])
 def layer_norm_mul_dropout_backward_kernel(
     p_grad_y,  # [T, D]
     p_x,  # [T, D]
@@ -90,7 +91,7 @@ def layer_norm_mul_dropout_backward_kernel(
     x_strides,
     u_strides,
     eps,
-    p,  # times 2^32
+    dropped,  # of 2^16
     scale,
     HAS_SEED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -109,7 +110,7 @@ def layer_norm_mul_dropout_backward_kernel(
         b_u = load_row(p_u, u_strides, i_row, o_d, m_d, ACCUMULATOR)
         b_g = load_row(p_grad_y, grad_strides, i_row, o_d, m_d, ACCUMULATOR)
         b_xhat, rstd = normalise(b_x, m_d, D, eps)
-        b_keep = draw_keep(p_seed, i_row, o_d, p, scale, HAS_SEED, ACCUMULATOR)
+        b_keep = draw_keep(p_seed, i_row, o_d, dropped, scale, HAS_SEED, ACCUMULATOR)
         b_g = tl.where(b_keep == 0.0, 0.0, b_g * b_keep)
         b_grad_u = b_g * (b_xhat * b_weight + b_bias)
         b_grad_weight += b_g * b_u * b_xhat
@@ -184,10 +185,11 @@ class LayerNormMulDropout(torch.autograd.Function):
 
 
 def options_of(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> dict[str, object]:
+    dropped = int(p * 2**16 + 0.5)
     return {
-        "p": int(p * 2**32),
-        "scale": 1 / (1 - p) if p < 1 else 0.0,
-        "HAS_SEED": seed is not None and p > 0,
+        "dropped": dropped,
+        "scale": 2**16 / (2**16 - dropped) if dropped < 2**16 else 0.0,
+        "HAS_SEED": seed is not None and dropped > 0,
         "ACCUMULATOR": accumulator(x),
         "TILE_D": triton.next_power_of_2(max(1, x.shape[1])),
     }

@@ -4,8 +4,9 @@
 // Random words are Philox 4x32-10 of "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon, Moraes,
 // Dror and Shaw, SC '11): ten rounds, in each of which two products of 32 bits are split into
 // halves and mixed with a key that grows by a constant. The key is the seed (low word, high word),
-// the counter (column / 4, row's low word, row's high word, 0), and element (row, column) takes
-// word column % 4. It is dropped if the word is less than p 2^32, and else times 1 / (1 - p).
+// the counter (column / 8, row's low word, row's high word, 0). Element (row, column) takes word
+// column % 8 / 2, its low half in even columns and its high half in odd ones. It is dropped if that
+// half is less than t = p 2^16, rounded, and else times 1 / (1 - t / 2^16).
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,10 @@
 
 namespace jagged_cuda {
 
-constexpr int kDropoutWords = 4;  // columns that share a counter
+constexpr int kDropoutColumns = 8;  // that share a counter
+constexpr int kDropoutWords = 4;
 
-// The words of 4 kBlocks columns of a row, from column 4 * block on. Rounds are the outer loop, so
+// The words of 8 kBlocks columns of a row, from column 8 * block on. Rounds are the outer loop, so
 // that all blocks share a round's key.
 template <int kBlocks>
 JAGGED_HOST_DEVICE void dropout_words(uint32_t (&words)[kBlocks][kDropoutWords], uint64_t seed,
@@ -59,16 +61,22 @@ JAGGED_HOST_DEVICE void dropout_words(uint32_t (&words)[kBlocks][kDropoutWords],
   }
 }
 
+// The half that a column takes, in the high half of a word.
+JAGGED_HOST_DEVICE uint32_t dropout_half(uint32_t word, int column) {
+  return column % 2 == 0 ? word << 16 : word;
+}
+
 struct Dropout {
   bool drops;           // false: nothing
-  uint32_t drop_up_to;  // words up to this one drop their element
+  uint32_t drop_up_to;  // what dropout_half gives, up to this, drops its element
   double kept_scale;    // of the others
 };
 
 // For 0 <= p <= 1.
 inline Dropout dropout_of(double p) {
-  const uint64_t dropped = static_cast<uint64_t>(p * 4294967296.0);
-  return {dropped > 0, static_cast<uint32_t>(dropped - 1), 1.0 / (1.0 - p)};
+  const uint64_t dropped = static_cast<uint64_t>(p * 65536.0 + 0.5);
+  return {dropped > 0, static_cast<uint32_t>((dropped << 16) - 1),
+          65536.0 / static_cast<double>(65536 - dropped)};
 }
 
 }  // namespace jagged_cuda

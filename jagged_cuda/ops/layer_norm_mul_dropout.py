@@ -49,8 +49,8 @@ def layer_norm_mul_dropout(
     Notes:
         What is dropped depends on the seed and on an element's row and column in x alone: random
         words are Philox 4x32-10 (Salmon et al., 2011) with the seed as key and row and column as
-        counter, the same on the CPU, on CUDA and in Triton, in any dtype. p counts in steps of
-        2^-32. No mask is kept: the backward pass draws it again, and computes mean and variance
+        counter, the same on the CPU, on CUDA and in Triton, in any dtype. p is rounded to a
+        multiple of 2^-16, in what is dropped and in what the others are multiplied by. No mask is kept: the backward pass draws it again, and computes mean and variance
         again. Use another seed for each layer and step.
 
         No row is needed (T = 0), and nothing synchronises. Sums run in float32 (float64 for
@@ -64,10 +64,10 @@ def layer_norm_mul_dropout(
     equation 3; "Layer Normalization" (Ba, Kiros and Hinton, 2016).
 
     Example:
-        >>> x, u = torch.tensor([[1.0, 3.0], [5.0, 5.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> layer_norm_mul_dropout(x, u, torch.ones(2), torch.ones(2))
-        tensor([[5.0000e-07, 4.0000e+00],
-                [3.0000e+00, 4.0000e+00]])
+        >>> x, u = torch.tensor([[1.0, 3.0], [2.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> layer_norm_mul_dropout(x, u, torch.ones(2), torch.ones(2), eps=0.0)
+        tensor([[0., 4.],
+                [0., 8.]])
     """
     op = "layer_norm_mul_dropout"
     if not 0 <= p <= 1:

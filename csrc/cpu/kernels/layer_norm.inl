@@ -39,14 +39,14 @@ void draw_keep(T* keep, const LayerNormParams& p, int64_t row) {
   }
   const T scale = static_cast<T>(p.dropout.kept_scale);
   constexpr int kBlocks = 8;
-  constexpr int64_t kColumns = kBlocks * kDropoutWords;
+  constexpr int64_t kColumns = kBlocks * kDropoutColumns;
   for (int64_t column = 0; column < p.columns; column += kColumns) {
     uint32_t words[kBlocks][kDropoutWords];
-    dropout_words(words, p.seed, row, column / kDropoutWords);
-    const int64_t count = std::min(kColumns, p.columns - column);
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t word = words[i / kDropoutWords][i % kDropoutWords];
-      keep[column + i] = word <= p.dropout.drop_up_to ? T(0) : scale;
+    dropout_words(words, p.seed, row, column / kDropoutColumns);
+    const int count = static_cast<int>(std::min(kColumns, p.columns - column));
+    for (int i = 0; i < count; ++i) {
+      const uint32_t word = words[i / kDropoutColumns][i % kDropoutColumns / 2];
+      keep[column + i] = dropout_half(word, i) <= p.dropout.drop_up_to ? T(0) : scale;
     }
   }
 }

@@ -29,6 +29,7 @@
 #include "contract/dropout.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 
 #include <algorithm>
 
@@ -224,26 +225,33 @@ __device__ __forceinline__ void load_columns(float (&values)[kVector], const voi
   }
 }
 
-// Which elements of a vector are dropped: those with words up to drop_up_to.
+// Which elements of a vector are dropped (contract/dropout.h).
 template <int kVector>
 struct Draw {
-  static_assert(kVector % kDropoutWords == 0);
-  uint32_t words[kVector / kDropoutWords][kDropoutWords];
+  uint32_t words[kVector / 2];
 
   __device__ __forceinline__ Draw(const Params& params, uint64_t seed, int64_t row, int column) {
-    if (params.seed != nullptr) {
-      dropout_words(words, seed, row, column / kDropoutWords);
+    static_assert(kDropoutColumns % kVector == 0);
+    if (params.seed == nullptr) {
+#pragma unroll
+      for (int w = 0; w < kVector / 2; ++w) words[w] = 0xffffffffu;
       return;
     }
+    uint32_t drawn[1][kDropoutWords];
+    dropout_words(drawn, seed, row, column / kDropoutColumns);
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) words[e / kDropoutWords][e % kDropoutWords] = 0xffffffffu;
+    for (int w = 0; w < kVector / 2; ++w) {
+      // A vector of 4 takes the first or the second half of its counter's words.
+      const bool second = kVector < kDropoutColumns && column % kDropoutColumns != 0;
+      words[w] = second ? drawn[0][(w + kVector / 2) % kDropoutWords] : drawn[0][w];
+    }
   }
   __device__ __forceinline__ float keep(float value, int e, uint32_t drop_up_to) const {
-    return words[e / kDropoutWords][e % kDropoutWords] <= drop_up_to ? 0.0f : value;
+    return dropout_half(words[e / 2], e) <= drop_up_to ? 0.0f : value;
   }
 };
 
-// What words are compared with: without a seed all of them are larger.
+// What a draw is compared with: without a seed every half is larger.
 __device__ __forceinline__ uint32_t drop_up_to(const Params& params) {
   return params.seed == nullptr ? 0 : params.drop_up_to;
 }
@@ -320,41 +328,62 @@ __device__ __forceinline__ RowSums<Config::kWide> row_sums(int lanes) {
   }
 }
 
+// x and u of the rows that a CTA, or a warp, works on.
+template <typename Config>
+struct ForwardRows {
+  Packed x[Config::kRows][Config::kItems], u[Config::kRows][Config::kItems];
+
+  __device__ __forceinline__ void load(const Params& params, const Place<Config>& place,
+                                       int64_t first_row) {
+    load_rows<Config>(x, params.x, params.x_stride, place, first_row, params);
+    load_rows<Config>(u, params.u, params.u_stride, place, first_row, params);
+  }
+};
+
 template <typename Config>
 __global__ __launch_bounds__(kThreads, Config::kCtas) void forward_rows(
     const __grid_constant__ ForwardLaunch launch) {
   constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
   const Params& params = launch.params;
   const Place<Config> place(launch.lanes_log2);
-  const int64_t first_row = place.unit * kRows * place.step + place.row;
-  Packed rX[kRows][kItems], rU[kRows][kItems];
-  load_rows<Config>(rX, params.x, params.x_stride, place, first_row, params);
-  load_rows<Config>(rU, params.u, params.u_stride, place, first_row, params);
+  const int64_t unit_rows = int64_t{kRows} * place.step;
+  int64_t unit = place.unit;
+  ForwardRows<Config> next;
+  next.load(params, place, unit * unit_rows + place.row);
   const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
   const uint32_t dropped = drop_up_to(params);
   const float scale = kept_scale(params);
   auto sums = row_sums<Config>(place.lanes);
-  Values<Config> xhat;
-  float rstd[kRows];
-  unpack_rows<Config>(xhat, rX);
-  normalise<Config>(xhat, rstd, place, params, sums);
+  float weight[kItems][kVector], bias[kItems][kVector];  // times kept_scale
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int column = place.column + i * place.apart;
-    float weight[kVector], bias[kVector];
-    load_columns(weight, params.weight, column, params.columns, scale);
-    load_columns(bias, params.bias, column, params.columns, scale);
+    load_columns(weight[i], params.weight, column, params.columns, scale);
+    load_columns(bias[i], params.bias, column, params.columns, scale);
+  }
+  for (; unit * unit_rows < params.total; unit += place.units) {
+    const int64_t first_row = unit * unit_rows + place.row;
+    const ForwardRows<Config> rows = next;
+    next.load(params, place, (unit + place.units) * unit_rows + place.row);
+    Values<Config> xhat;
+    float rstd[kRows];
+    unpack_rows<Config>(xhat, rows.x);
+    normalise<Config>(xhat, rstd, place, params, sums);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = first_row + r * place.step;
-      const Draw<kVector> draw(params, seed, row, column);
-      float u[kVector];
-      unpack_vector<typename Config::Element>(u, rU[r][i]);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        u[e] = draw.keep(u[e] * (xhat[r][i][e] * weight[e] + bias[e]), e, dropped);
+      for (int i = 0; i < kItems; ++i) {
+        const int column = place.column + i * place.apart;
+        const Draw<kVector> draw(params, seed, row, column);
+        float u[kVector];
+        unpack_vector<typename Config::Element>(u, rows.u[r][i]);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          u[e] = draw.keep(u[e] * (xhat[r][i][e] * weight[i][e] + bias[i][e]), e, dropped);
+        }
+        store_row<Config>(u, params.out, row, column, params);
       }
-      store_row<Config>(u, params.out, row, column, params);
     }
   }
 }
@@ -402,7 +431,7 @@ __device__ __forceinline__ void write_column_sums(float (&value)[Config::kItems]
   }
 }
 
-// The rows that a CTA, or a warp, works on.
+// x, u and grad_out of such rows.
 template <typename Config>
 struct Rows {
   Packed x[Config::kRows][Config::kItems], u[Config::kRows][Config::kItems],
@@ -498,6 +527,7 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
     }
   }
   float* gPartial = static_cast<float*>(backward.partial) + blockIdx.x * 2 * params.columns;
+  ptx::griddepcontrol_launch_dependents();
   write_column_sums<Config>(grad_weight, place, params.columns, gPartial);
   write_column_sums<Config>(grad_bias, place, params.columns, gPartial + params.columns);
 }
@@ -519,10 +549,12 @@ __device__ __forceinline__ Sum<Element> keep_one(const Params& params, int64_t r
   using S = Sum<Element>;
   if (params.seed == nullptr) return S(1);
   uint32_t words[1][kDropoutWords];
-  dropout_words(words, static_cast<uint64_t>(*params.seed), row, column / kDropoutWords);
-  const int w = static_cast<int>(column % kDropoutWords);
-  const uint32_t word = w < 2 ? words[0][w == 0 ? 0 : 1] : words[0][w == 2 ? 2 : 3];
-  return word <= params.drop_up_to ? S(0) : static_cast<S>(params.kept_scale);
+  dropout_words(words, static_cast<uint64_t>(*params.seed), row, column / kDropoutColumns);
+  const int place = static_cast<int>(column % kDropoutColumns);
+  const uint32_t low = place < 2 ? words[0][0] : words[0][1];
+  const uint32_t high = place < 6 ? words[0][2] : words[0][3];
+  const uint32_t half = dropout_half(place < 4 ? low : high, place);
+  return half <= params.drop_up_to ? S(0) : static_cast<S>(params.kept_scale);
 }
 
 template <typename Element>
@@ -659,6 +691,7 @@ __global__ __launch_bounds__(kPartialThreads) void sum_partial(
   const bool exists = column < 2 * columns;
   const S* gPartial = static_cast<const S*>(backward.partial) + column;
   S sum = S(0);
+  ptx::griddepcontrol_wait();  // `partial` is there
   for (int64_t row = warp; exists && row < rows; row += kPartialItems * kPartialWarps) {
     S rPartial[kPartialItems];
 #pragma unroll
@@ -679,61 +712,72 @@ __global__ __launch_bounds__(kPartialThreads) void sum_partial(
 
 // --- the host
 
-// How a row of `vectors` vectors lies in a warp or a CTA.
+// How a row lies in a warp or a CTA.
 struct Shape {
   int lanes_log2;
-  int items;
   int threads;
-  bool wide;
 };
 
-Shape shape_of(int64_t vectors) {
-  if (vectors <= 32) {
-    int lanes_log2 = 0;
-    while ((int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
-    return {lanes_log2, 1, kThreads, false};
-  }
-  const int threads = vectors <= 64 ? 64 : vectors <= 128 ? 128 : kThreads;
-  return {5, vectors <= threads ? 1 : vectors <= 2 * threads ? 2 : 4, threads, true};
+int64_t vectors_of(const Params& params) {
+  const int64_t elems = is_16_bit(params.type) ? 8 : 4;
+  return (params.columns + elems - 1) / elems;
 }
 
 bool in_registers(const Params& params) {
-  const int64_t kVector = is_16_bit(params.type) ? 8 : 4;
-  return params.type != ElementType::kF64 && params.vectors &&
-         params.columns <= kVector * kMaxVectors;
+  return params.type != ElementType::kF64 && params.vectors && vectors_of(params) <= kMaxVectors;
 }
 
-Shape shape_of(const Params& params) {
-  return shape_of((params.columns + (is_16_bit(params.type) ? 7 : 3)) /
-                  (is_16_bit(params.type) ? 8 : 4));
-}
-
-// run(config) with the Config of a shape.
+// run(config, shape) with the Config of a row's length.
 template <typename Element, bool kBackward, typename Run>
-cudaError_t with_config(const Shape& shape, Run run) {
-  constexpr int kRows = kBackward ? 1 : 2, kCtas = kBackward ? 2 : 4;
-  if (!shape.wide) return run(Config<Element, 1, kRows, false, kCtas>{});
-  if (shape.items == 1) return run(Config<Element, 1, kRows, true, kCtas>{});
-  if (shape.items == 2) return run(Config<Element, 2, 1, true, kBackward ? 2 : 4>{});
-  return run(Config<Element, 4, 1, true, 1>{});
+cudaError_t with_config(int64_t vectors, Run run) {
+  constexpr bool kNarrow = sizeof(Element) == 2;  // 8 elements per vector
+  constexpr int kItems = kNarrow ? (kBackward ? KBI : KFI) : 2;
+  constexpr int kRows = kBackward ? KBR : KFR, kCtas = kBackward ? KBC : KFC;
+  if (vectors <= 32 * kItems) {
+    int lanes_log2 = 0;
+    while ((int64_t{kItems} << lanes_log2) < vectors) ++lanes_log2;
+    return run(Config<Element, kItems, kRows, false, kCtas>{}, Shape{lanes_log2, kThreads});
+  }
+  const auto threads = [&](int items) {
+    return vectors <= 64 * items ? 64 : vectors <= 128 * items ? 128 : kThreads;
+  };
+  if (vectors <= kThreads * kItems) {
+    return run(Config<Element, kItems, kRows, true, kCtas>{}, Shape{5, threads(kItems)});
+  }
+  if (vectors <= kThreads * 2) return run(Config<Element, 2, 1, true, 2>{}, Shape{5, kThreads});
+  return run(Config<Element, 4, 1, true, 1>{}, Shape{5, kThreads});
 }
 
-// with_element for those that are kept in registers.
-template <typename Run>
-cudaError_t with_register_element(ElementType type, Run run) {
-  switch (type) {
+// with_element and with_config for rows that are kept in registers.
+template <bool kBackward, typename Run>
+cudaError_t with_config(const Params& params, Run run) {
+  const int64_t vectors = vectors_of(params);
+  switch (params.type) {
     case ElementType::kBf16:
-      return run(__nv_bfloat16{});
+      return with_config<__nv_bfloat16, kBackward>(vectors, run);
     case ElementType::kF16:
-      return run(__half{});
+      return with_config<__half, kBackward>(vectors, run);
     case ElementType::kF32:
-      return run(float{});
+      return with_config<float, kBackward>(vectors, run);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// As many CTAs as there are units of rows, or as are resident.
+template <typename Config>
+cudaError_t count_ctas(const Shape& shape, int64_t total, int64_t& ctas) {
+  int device = 0, num_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  const int64_t units = Config::kWide ? 1 : int64_t{kWarps} * (32 >> shape.lanes_log2);
+  const int64_t resident = int64_t{num_sms} * Config::kCtas * (kThreads / shape.threads);
+  ctas = std::min(divide_up(total, Config::kRows * units), resident);
+  return error;
+}
 
 }  // namespace
 
@@ -745,43 +789,27 @@ cudaError_t launch_layer_norm_mul_dropout(const Params& params, cudaStream_t str
                                                       "cuda.layer_norm_mul_dropout.plain");
     });
   }
-  const Shape shape = shape_of(params);
-  return with_register_element(params.type, [&](auto element) {
-    return with_config<decltype(element), false>(shape, [&](auto config) {
-      using Config = decltype(config);
-      const int64_t rows = Config::kWide
-                               ? Config::kRows
-                               : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
-      return launch<forward_rows<Config>>(
-          ForwardLaunch{params, shape.lanes_log2}, {divide_up(params.total, rows)}, shape.threads,
-          0, stream,
-          Config::kWide ? "cuda.layer_norm_mul_dropout.cta" : "cuda.layer_norm_mul_dropout.warp");
-    });
+  return with_config<false>(params, [&](auto config, const Shape& shape) {
+    using Config = decltype(config);
+    int64_t ctas = 0;
+    const cudaError_t error = count_ctas<Config>(shape, params.total, ctas);
+    if (error != cudaSuccess) return error;
+    constexpr const char* kPath =
+        Config::kWide ? "cuda.layer_norm_mul_dropout.cta" : "cuda.layer_norm_mul_dropout.warp";
+    return launch<forward_rows<Config>>(ForwardLaunch{params, shape.lanes_log2}, {ctas},
+                                        shape.threads, 0, stream, kPath);
   });
 }
 
 cudaError_t layer_norm_workspace(const Params& params, LayerNormWorkspace& workspace) {
-  int device = 0, num_sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
   workspace.needs_statistics = !in_registers(params);
   if (workspace.needs_statistics) {
-    workspace.num_partials = std::min<int64_t>(divide_up(params.total, 8 * kWarps), 2 * num_sms);
+    constexpr int64_t kMaxPartials = 512;
+    workspace.num_partials = std::min(divide_up(params.total, 8 * kWarps), kMaxPartials);
     return cudaSuccess;
   }
-  const Shape shape = shape_of(params);
-  return with_register_element(params.type, [&](auto element) {
-    return with_config<decltype(element), true>(shape, [&](auto config) {
-      using Config = decltype(config);
-      const int64_t rows = Config::kWide
-                               ? Config::kRows
-                               : int64_t{Config::kRows} * kWarps * (32 >> shape.lanes_log2);
-      const int64_t resident = int64_t{num_sms} * Config::kCtas * (kThreads / shape.threads);
-      workspace.num_partials = std::min(divide_up(params.total, rows), resident);
-      return cudaSuccess;
-    });
+  return with_config<true>(params, [&](auto config, const Shape& shape) {
+    return count_ctas<decltype(config)>(shape, params.total, workspace.num_partials);
   });
 }
 
@@ -795,31 +823,28 @@ cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
   } else if (params.workspace.needs_statistics) {
     error = with_element(forward.type, [&](auto element) {
       using Element = decltype(element);
-      const cudaError_t first =
-          launch<backward_plain<Element>>(params, {divide_up(forward.total, kWarps)}, kThreads, 0,
-                                          stream, "cuda.layer_norm_mul_dropout_backward.plain");
+      const cudaError_t first = launch<backward_plain<Element>>(
+          params, {divide_up(forward.total, kWarps)}, kThreads, 0, stream,
+          "cuda.layer_norm_mul_dropout_backward.plain");
       if (first != cudaSuccess) return first;
       return launch<sum_columns_plain<Element>>(params, {divide_up(forward.columns, 32), ctas},
                                                 kThreads, 0, stream, nullptr);
     });
   } else {
-    const Shape shape = shape_of(forward);
-    error = with_register_element(forward.type, [&](auto element) {
-      return with_config<decltype(element), true>(shape, [&](auto config) {
-        using Config = decltype(config);
-        return launch<backward_rows<Config>>(
-            BackwardLaunch{params, shape.lanes_log2}, {ctas}, shape.threads, 0, stream,
-            Config::kWide ? "cuda.layer_norm_mul_dropout_backward.cta"
-                          : "cuda.layer_norm_mul_dropout_backward.warp");
-      });
+    error = with_config<true>(forward, [&](auto config, const Shape& shape) {
+      using Config = decltype(config);
+      constexpr const char* kPath = Config::kWide ? "cuda.layer_norm_mul_dropout_backward.cta"
+                                                  : "cuda.layer_norm_mul_dropout_backward.warp";
+      return launch<backward_rows<Config>>(BackwardLaunch{params, shape.lanes_log2}, {ctas},
+                                           shape.threads, 0, stream, kPath);
     });
   }
   if (error != cudaSuccess) return error;
   const Grid grid{divide_up(2 * forward.columns, 32)};
   if (forward.type == ElementType::kF64) {
-    return launch<sum_partial<double>>(params, grid, kPartialThreads, 0, stream, nullptr);
+    return launch_dependent<sum_partial<double>>(params, grid, kPartialThreads, 0, stream);
   }
-  return launch<sum_partial<float>>(params, grid, kPartialThreads, 0, stream, nullptr);
+  return launch_dependent<sum_partial<float>>(params, grid, kPartialThreads, 0, stream);
 }
 
 }  // namespace jagged_cuda

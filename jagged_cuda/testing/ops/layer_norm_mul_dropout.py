@@ -15,12 +15,11 @@ EPS = 1e-6
 _LOW = 2**32 - 1
 
 
-def random_words(seed: int, rows: int, columns: int, device: torch.device | str) -> Tensor:
-    """`[rows, columns]` words of 32 bits: Philox 4x32-10, written anew from its paper.
+def random_words(seed: int, rows: int, blocks: int, device: torch.device | str) -> Tensor:
+    """`[rows, blocks, 4]` words of 32 bits: Philox 4x32-10, written anew from its paper.
 
-    Column c of a row takes word c % 4 of the counter (c / 4, row, row / 2^32, 0).
+    The key is the seed, the counter (block, row, row / 2^32, 0).
     """
-    blocks = (columns + 3) // 4
     row = torch.arange(rows, device=device)[:, None].expand(rows, blocks)
     block = torch.arange(blocks, device=device).expand(rows, blocks)
     key = [seed & _LOW, (seed >> 32) & _LOW]
@@ -37,13 +36,15 @@ def random_words(seed: int, rows: int, columns: int, device: torch.device | str)
         high2, low2 = halves(counter[2], 0xCD9E8D57)
         counter = [high2 ^ counter[1] ^ key[0], low2, high0 ^ counter[3] ^ key[1], low0]
         key = [(key[0] + 0x9E3779B9) & _LOW, (key[1] + 0xBB67AE85) & _LOW]
-    return torch.stack(counter, dim=-1).flatten(1)[:, :columns]
+    return torch.stack(counter, dim=-1)
 
 
 def keep_of(x: Tensor, p: float, seed: int) -> Tensor:
-    """What the elements of x `[T, D]` are multiplied by."""
-    kept = random_words(seed, *x.shape, x.device) >= int(p * 2**32)
-    return kept.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(x)
+    """What the elements of x `[T, D]` are multiplied by: 8 of a row share a counter, 2 a word."""
+    words = random_words(seed, len(x), (x.shape[1] + 7) // 8, x.device)
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, : x.shape[1]]
+    dropped = int(p * 2**16 + 0.5)
+    return (halves >= dropped).to(x.dtype) * (2**16 / max(1, 2**16 - dropped))
 
 
 def definition(x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, keep: Tensor) -> Tensor:
