@@ -131,9 +131,9 @@ def test_path_with_ranges(dtype: torch.dtype, dim: int, kind: str) -> None:
         layout = Layout(lengths, base=5, tail=9)
         spec = spec_of(layout, dims=(dim, dim), heads=heads, ranges=kind)
         CASE.call(jagged_cuda, CASE.sample(spec, dtype, "cuda"))
-        assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.ranges"
+        assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.general"
         judge(CASE, spec, dtype, "cuda")
-        assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.ranges"
+        assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.general"
 
 
 @pytest.mark.cuda

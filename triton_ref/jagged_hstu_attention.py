@@ -24,10 +24,14 @@ def jagged_hstu_attention(
     row_scale: torch.Tensor | None = None,
     scale: float | None = None,
     max_len: int | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    kv_bias: torch.Tensor | None = None,
+    time_bias: tuple | None = None,
+    position_bias: tuple | None = None,
 ) -> torch.Tensor:
     """row_scale / divisor * silu(scale Q_b K_b^T) V_b for each sequence b.
 
-    Shapes and masks are those of jagged_flash_attention; row_scale is [Tq]. "length" divides by the
+    Shapes, masks and biases are those of jagged_flash_attention; row_scale is [Tq]. "length" divides by the
     sequence's number of keys.
     """
     out, _ = attention_of(
@@ -37,6 +41,10 @@ def jagged_hstu_attention(
         window_size=window_size,
         scale=scale,
         key_ranges=key_ranges,
+        kv_lengths=kv_lengths,
+        kv_bias=kv_bias,
+        time_bias=time_bias,
+        position_bias=position_bias,
         row_scale=row_scale,
         divisor=0.0 if divisor == "length" else float(divisor),
     )

@@ -40,9 +40,21 @@ struct Operator {
   "q: float [Tq, H, D], k: q [Tk, G, D], v: q [Tk, G, Dv], offsets: index [B + 1], kv_offsets: offsets? [B + 1]"
 // Ranges of keys, R of them for each query
 #define FLASH_RANGES "key_ranges: int32? [Tq, R, 2]"
+// What is added to scores: to those of a key, by the distance of two times, by that of two rows
+#define BIASES_SCHEMA \
+  "Tensor? kv_lengths=None, Tensor? kv_bias=None, Tensor? time_table=None, Tensor? q_time=None," \
+  " Tensor? kv_time=None, Tensor? boundaries=None, bool symmetric=True, Tensor? position_table=None," \
+  " int position_first=0"
+// Whether the gradients of kv_bias, and of the tables, are wanted; zeros are returned else
+#define BIAS_GRADIENTS_SCHEMA "bool kv_bias_gradient=False, bool table_gradients=False"
+#define BIASES \
+  "kv_lengths: offsets? [B], kv_bias: acc(q)? [Tk, Hb], time_table: acc(q)? [Ht, Rt + 1], q_time: int64? [Tq]," \
+  " kv_time: int64? [Tk], boundaries: int64? [Rt], position_table: acc(q)? [Hp, Rp]"
+#define BIAS_GRADIENTS "acc(q) [Tk, Hb], acc(q) [Ht, Rt + 1], acc(q) [Hp, Rp]"
 #define FLASH_RELATIONS \
   "Tk == Tq unless kv_offsets; 1 <= D <= 256; 1 <= Dv <= 256; H % G == 0; H <= 65535;" \
-  " window_left >= -1; window_right >= -1; max_len >= 0; 1 <= R <= 2"
+  " window_left >= -1; window_right >= -1; max_len >= 0; 1 <= R <= 2; H % Hb == 0; H % Ht == 0; H % Hp == 0;" \
+  " Rt <= 2047; 1 <= Rp <= 2048"
 #define TARGET "q: float [B, N, H, D], k: q [T, G, D], v: q [T, G, Dv], offsets: index [B + 1]"
 #define TARGET_RELATIONS \
   "1 <= D <= 256; 1 <= Dv <= 256; H % G == 0; H <= 65535; N * H <= 16777216 * G; max_len >= 0"
@@ -150,25 +162,26 @@ constexpr Operator kOperators[] = {
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
    " int window_right, float scale, int? max_len=None, bool allow_tf32=False, bool deterministic=False,"
-   " Tensor? key_ranges=None) -> (Tensor, Tensor)",
-   FLASH ", " FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
+   " Tensor? key_ranges=None, " BIASES_SCHEMA ") -> (Tensor, Tensor)",
+   FLASH ", " FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
   {"jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
    " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
-   " int? max_len=None, bool allow_tf32=False, bool deterministic=False, Tensor? key_ranges=None)"
-   " -> (Tensor, Tensor, Tensor)",
+   " int? max_len=None, bool allow_tf32=False, bool deterministic=False, Tensor? key_ranges=None, "
+   BIASES_SCHEMA ", " BIAS_GRADIENTS_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
    FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H], "
-   FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
+   FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv], " BIAS_GRADIENTS},
 
   // SiLU in place of softmax. divisor 0: the number of keys of the sequence
   {"jagged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
    " int window_right, float scale, float divisor, Tensor? row_scale=None, Tensor? key_ranges=None,"
-   " int? max_len=None, bool allow_tf32=False) -> Tensor",
-   FLASH ", row_scale: acc(q)? [Tq], " FLASH_RANGES "; " FLASH_RELATIONS " -> q [Tq, H, Dv]"},
+   " int? max_len=None, bool allow_tf32=False, " BIASES_SCHEMA ") -> Tensor",
+   FLASH ", row_scale: acc(q)? [Tq], " FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS " -> q [Tq, H, Dv]"},
   {"jagged_hstu_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor offsets,"
    " Tensor? kv_offsets, int window_left, int window_right, float scale, float divisor, Tensor? row_scale=None,"
-   " Tensor? key_ranges=None, int? max_len=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)",
-   FLASH ", grad_out: q [Tq, H, Dv], row_scale: acc(q)? [Tq], " FLASH_RANGES "; " FLASH_RELATIONS
-   " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
+   " Tensor? key_ranges=None, int? max_len=None, bool allow_tf32=False, " BIASES_SCHEMA ", " BIAS_GRADIENTS_SCHEMA ")"
+   " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+   FLASH ", grad_out: q [Tq, H, Dv], row_scale: acc(q)? [Tq], " FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS
+   " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv], " BIAS_GRADIENTS},
 
   {"jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, float scale, int? max_len=None,"
    " bool allow_tf32=False) -> (Tensor, Tensor)",

@@ -10,11 +10,13 @@
 
 namespace jagged_cuda {
 
-constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T, &Sizes::Tq, &Sizes::Tk,   &Sizes::Tx,
-                                       &Sizes::Ty, &Sizes::M, &Sizes::N,  &Sizes::D,    &Sizes::Dv,
-                                       &Sizes::H,  &Sizes::G, &Sizes::R,  &Sizes::elems};
-const std::vector<std::string> kSizeNames = {"B", "T", "Tq", "Tk", "Tx", "Ty", "M",
-                                             "N", "D", "Dv", "H",  "G",  "R",  "sum Lx*Ly"};
+constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T,  &Sizes::Tq, &Sizes::Tk,   &Sizes::Tx,
+                                       &Sizes::Ty, &Sizes::M,  &Sizes::N,  &Sizes::D,    &Sizes::Dv,
+                                       &Sizes::H,  &Sizes::G,  &Sizes::R,  &Sizes::Hb,   &Sizes::Ht,
+                                       &Sizes::Hp, &Sizes::Rt, &Sizes::Rp, &Sizes::elems};
+const std::vector<std::string> kSizeNames = {"B",  "T",  "Tq", "Tk", "Tx",       "Ty", "M",
+                                             "N",  "D",  "Dv", "H",  "G",        "R",  "Hb",
+                                             "Ht", "Hp", "Rt", "Rp", "sum Lx*Ly"};
 
 using Dtypes = std::vector<ScalarType>;
 const std::map<std::string, Dtypes> kClasses = {
@@ -226,11 +228,12 @@ struct Contract::Line {
       if (!side) return true;
       const char sign = i + 1 < words.size() ? words[i + 1].text[0] : 0;
       if (sign == '*' || sign == '%') {
-        const int64_t other = *call.value_of(words[i += 2]);
-        if (sign == '*' && __builtin_mul_overflow(*side, other, &*side)) {
+        const std::optional<int64_t> other = call.value_of(words[i += 2]);
+        if (!other) return true;
+        if (sign == '*' && __builtin_mul_overflow(*side, *other, &*side)) {
           side = std::numeric_limits<int64_t>::max();
         }
-        if (sign == '%' && other != 0) *side %= other;  // of 0, only 0 is a multiple
+        if (sign == '%' && *other != 0) *side %= *other;  // of 0, only 0 is a multiple
       }
       if (comparison == '<' && last > *side) return false;
       if (comparison == '>' && last < *side) return false;

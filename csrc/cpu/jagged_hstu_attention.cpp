@@ -18,16 +18,42 @@ void add_silu(AttentionParams& params, double divisor, const std::optional<Tenso
   params.row_scale = row_scale ? row_scale->const_data_ptr() : nullptr;
 }
 
-Tensor jagged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
-                             std::optional<Tensor> kv_offsets, int64_t window_left,
-                             int64_t window_right, double scale, double divisor,
-                             std::optional<Tensor> row_scale, std::optional<Tensor> key_ranges,
-                             std::optional<int64_t> max_len, bool allow_tf32) {
+Tensor jagged_hstu_attention(
+    Tensor q, Tensor k, Tensor v, Tensor offsets, std::optional<Tensor> kv_offsets,
+    int64_t window_left, int64_t window_right, double scale, double divisor,
+    std::optional<Tensor> row_scale, std::optional<Tensor> key_ranges,
+    std::optional<int64_t> max_len, bool allow_tf32, const std::optional<Tensor>& kv_lengths,
+    const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& time_table,
+    const std::optional<Tensor>& q_time, const std::optional<Tensor>& kv_time,
+    const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first) {
   constexpr const char* op = "jagged_hstu_attention";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({q, k, v, offsets, kv_offsets, window_left, window_right,
-                                      scale, divisor, row_scale, key_ranges, max_len, allow_tf32});
-  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
+  const Sizes sizes = contract.check({q,
+                                      k,
+                                      v,
+                                      offsets,
+                                      kv_offsets,
+                                      window_left,
+                                      window_right,
+                                      scale,
+                                      divisor,
+                                      row_scale,
+                                      key_ranges,
+                                      max_len,
+                                      allow_tf32,
+                                      kv_lengths,
+                                      kv_bias,
+                                      time_table,
+                                      q_time,
+                                      kv_time,
+                                      boundaries,
+                                      symmetric,
+                                      position_table,
+                                      position_first});
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
+  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len, kv_lengths);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);
   v = as_contiguous(op, v, -1);
@@ -39,6 +65,7 @@ Tensor jagged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
       flash_params(sizes, q, k, v, window_left, window_right, scale, key_ranges);
   add_silu(params, divisor, row_scale);
   params.out = out.mutable_data_ptr();
+  params.bias = biases.view();
   zero_rows_outside(pairs.q, sizes.Tq, sizes.H * sizes.Dv * element_bytes(params.element),
                     params.out);
   run_attention_forward(params, pairs.q, pairs.kv);
@@ -46,17 +73,46 @@ Tensor jagged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> jagged_hstu_attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_hstu_attention_backward(
     Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor offsets, std::optional<Tensor> kv_offsets,
     int64_t window_left, int64_t window_right, double scale, double divisor,
     std::optional<Tensor> row_scale, std::optional<Tensor> key_ranges,
-    std::optional<int64_t> max_len, bool allow_tf32) {
+    std::optional<int64_t> max_len, bool allow_tf32, const std::optional<Tensor>& kv_lengths,
+    const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& time_table,
+    const std::optional<Tensor>& q_time, const std::optional<Tensor>& kv_time,
+    const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first, bool kv_bias_gradient,
+    bool table_gradients) {
   constexpr const char* op = "jagged_hstu_attention_backward";
   static const Contract contract(op);
-  const Sizes sizes =
-      contract.check({grad_out, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-                      divisor, row_scale, key_ranges, max_len, allow_tf32});
-  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
+  const Sizes sizes = contract.check({grad_out,
+                                      q,
+                                      k,
+                                      v,
+                                      offsets,
+                                      kv_offsets,
+                                      window_left,
+                                      window_right,
+                                      scale,
+                                      divisor,
+                                      row_scale,
+                                      key_ranges,
+                                      max_len,
+                                      allow_tf32,
+                                      kv_lengths,
+                                      kv_bias,
+                                      time_table,
+                                      q_time,
+                                      kv_time,
+                                      boundaries,
+                                      symmetric,
+                                      position_table,
+                                      position_first,
+                                      kv_bias_gradient,
+                                      table_gradients});
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
+  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len, kv_lengths);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);
   v = as_contiguous(op, v, -1);
@@ -74,10 +130,12 @@ std::tuple<Tensor, Tensor, Tensor> jagged_hstu_attention_backward(
   params.dq = dq.mutable_data_ptr();
   params.dk = dk.mutable_data_ptr();
   params.dv = dv.mutable_data_ptr();
-  zero_gradients_outside(params, sizes, pairs.q, pairs.kv);
-  run_attention_backward(params, pairs.q, pairs.kv);
+  params.bias = biases.view();
+  BiasGradients added(op, q, sizes, biases);
+  run_attention_backward(op, params, q, sizes, pairs, biases, kv_bias_gradient, table_gradients,
+                         added);
   record_kernel(kernel_table().name);
-  return {dq, dk, dv};
+  return {dq, dk, dv, added.kv_bias, added.time_table, added.position_table};
 }
 
 }  // namespace

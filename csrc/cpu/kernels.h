@@ -13,6 +13,7 @@
 
 #include "contract/activation.h"
 #include "contract/dropout.h"
+#include "contract/score_bias.h"
 
 namespace jagged_cuda::cpu {
 
@@ -294,10 +295,12 @@ struct AttentionParams {
   bool silu;              // in place of softmax: there is no lse then, nor out_rows
   double divisor;         // of silu; 0: the number of keys
   const void* row_scale;  // [Tq] accumulators, of silu; or null
+  ScoreBias bias;
   // Backward only.
   Rows out_rows, grad_out;  // [Tq, heads, dim_v]
   const void* grad_lse;     // [Tq, heads], contiguous accumulators, or null
   void *dq, *dk, *dv;       // like q, k and v, contiguous
+  void* key_sums;           // [Tk, heads] accumulators: sums of dS over queries; or null
 
   VisibleKeys visible_keys(const Sequence& queries, const Sequence& keys) const {
     const int32_t* ranges =
@@ -322,6 +325,8 @@ struct AttentionItem {
   int64_t row_begin, row_end;
   int64_t key_begin, key_end;
   bool wants_dq, wants_dkv;
+  // Sums of dS by bucket are added to these, [heads, buckets] accumulators each; or null.
+  void *time_sums, *position_sums;
 };
 
 constexpr int64_t kQueryBlock = 48, kKeyBlock = 128;
@@ -377,6 +382,7 @@ struct AttentionBackwardBuffers {
   T* dq = arena.take<T>(size.max_rows * qk_row);
   T* dk = arena.take<T>(size.max_keys * qk_row);
   T* dv = arena.take<T>(size.max_keys * v_row);
+  T* key_sums = arena.take<T>(size.max_keys);
 };
 
 // ---- layer_norm_mul_dropout

@@ -19,19 +19,25 @@ Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor&
   return plan;
 }
 
-std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
-                                                  const Tensor& v_any, const Tensor& offsets_any,
-                                                  const std::optional<Tensor>& kv_offsets_any,
-                                                  int64_t window_left, int64_t window_right,
-                                                  double scale, std::optional<int64_t> max_len,
-                                                  bool allow_tf32, bool deterministic,
-                                                  const std::optional<Tensor>& key_ranges_any) {
+std::tuple<Tensor, Tensor> jagged_flash_attention(
+    const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Tensor& offsets_any,
+    const std::optional<Tensor>& kv_offsets_any, int64_t window_left, int64_t window_right,
+    double scale, std::optional<int64_t> max_len, bool allow_tf32, bool deterministic,
+    const std::optional<Tensor>& key_ranges_any, const std::optional<Tensor>& kv_lengths,
+    const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& time_table,
+    const std::optional<Tensor>& q_time, const std::optional<Tensor>& kv_time,
+    const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
-  const Sizes sizes =
-      contract.check({q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left, window_right,
-                      scale, max_len, allow_tf32, deterministic, key_ranges_any});
+  const Sizes sizes = contract.check(
+      {q_any,        k_any,          v_any,         offsets_any, kv_offsets_any, window_left,
+       window_right, scale,          max_len,       allow_tf32,  deterministic,  key_ranges_any,
+       kv_lengths,   kv_bias,        time_table,    q_time,      kv_time,        boundaries,
+       symmetric,    position_table, position_first});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
@@ -44,29 +50,40 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Ten
 
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-              max_len, key_ranges);
+              max_len, key_ranges, biases);
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
-  if (!key_ranges && sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type))
+  if (!is_general(params) && sizes.Tq > long_rows(params) && params.aligned &&
+      is_16_bit(params.type))
     long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
     const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any, int64_t window_left,
     int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32,
-    bool deterministic, const std::optional<Tensor>& key_ranges_any) {
+    bool deterministic, const std::optional<Tensor>& key_ranges_any,
+    const std::optional<Tensor>& kv_lengths, const std::optional<Tensor>& kv_bias,
+    const std::optional<Tensor>& time_table, const std::optional<Tensor>& q_time,
+    const std::optional<Tensor>& kv_time, const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first, bool kv_bias_gradient,
+    bool table_gradients) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
   const Sizes sizes =
-      contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any, lse_any,
-                      offsets_any, kv_offsets_any, window_left, window_right, scale, max_len,
-                      allow_tf32, deterministic, key_ranges_any});
+      contract.check({grad_out_any,     grad_lse_any,   q_any,       k_any,          v_any,
+                      out_any,          lse_any,        offsets_any, kv_offsets_any, window_left,
+                      window_right,     scale,          max_len,     allow_tf32,     deterministic,
+                      key_ranges_any,   kv_lengths,     kv_bias,     time_table,     q_time,
+                      kv_time,          boundaries,     symmetric,   position_table, position_first,
+                      kv_bias_gradient, table_gradients});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor grad_out = as_contiguous(op, grad_out_any, -1), out = as_contiguous(op, out_any, -1),
@@ -81,16 +98,17 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   Tensor grad_k = allocate(op, q, {sizes.Tk, sizes.G, sizes.D});
   Tensor grad_v = allocate(op, q, {sizes.Tk, sizes.G, sizes.Dv});
   const Tensor delta = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
-  if (sizes.Tq == 0 && sizes.Tk == 0) return {grad_q, grad_k, grad_v};
+  AttentionBackwardParams params{};
+  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
+              max_len, key_ranges, biases);
+  BiasSums sums(op, params, q, sizes, biases, kv_bias_gradient, table_gradients);
+  const auto& [grad_kv_bias, grad_time_table, grad_position_table] = sums.gradients;
   if (sizes.H == 0) {
     torch::stable::zero_(grad_k);
     torch::stable::zero_(grad_v);
-    return {grad_q, grad_k, grad_v};
   }
-
-  AttentionBackwardParams params{};
-  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-              max_len, key_ranges);
+  if (sizes.H == 0 || (sizes.Tq == 0 && sizes.Tk == 0))
+    return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
   set_grad_out(params, grad_out);
@@ -111,7 +129,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }
   check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
-  return {grad_q, grad_k, grad_v};
+  sums.finish(params, sizes, current_stream(q));
+  return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

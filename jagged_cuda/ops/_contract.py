@@ -169,7 +169,12 @@ class Contract:
         known = {**arguments, **self.check(op, arguments)}
         first = arguments[self.rules[0].name]
         results = tuple(
-            first.new_empty(rule.shape(known), dtype=rule.dtype(arguments)) for rule in self.results
+            # A size of arguments that are None is 0.
+            first.new_empty(
+                [0 if isinstance(size, str) else size for size in rule.shape(known)],
+                dtype=rule.dtype(arguments),
+            )
+            for rule in self.results
         )
         return results if len(results) > 1 else results[0]
 

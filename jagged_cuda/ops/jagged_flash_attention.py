@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _attention
+from jagged_cuda.ops import _attention, _bias
+from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
@@ -25,10 +26,14 @@ def jagged_flash_attention(
     max_len: int | None = None,
     return_lse: bool = False,
     key_ranges: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    kv_bias: Tensor | None = None,
+    time_bias: TimeBias | None = None,
+    position_bias: PositionBias | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let each sequence's queries attend to its own keys, never storing the matrix of scores.
 
-    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + mask) @ v_b``. Row i
+    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + bias + mask) @ v_b``. Row i
     sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
     ``(left, right) = window_size`` (bottom-right alignment), and, with key_ranges, j is in one of
     the row's ranges.
@@ -49,6 +54,12 @@ def jagged_flash_attention(
         key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
             ``begin <= j < end``, counted from the first key of the sequence; empty if
             ``end <= begin``. hstu_key_ranges makes those of HSTU.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk and
+            dv of the rows behind it are 0. None uses all.
+        kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
+            key after scale; -inf hides the key.
+        time_bias: a TimeBias, added likewise: by the time between query and key.
+        position_bias: a PositionBias, added likewise: by the rows between query and key.
 
     Returns:
         `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head); with return_lse also lse `[Tq, H]`
@@ -65,7 +76,9 @@ def jagged_flash_attention(
         TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
         result does not depend on its neighbours, bit for bit.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
-        backward. Calls with key_ranges run on mma.sync on every GPU, on Hopper too.
+        backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on Hopper
+        too. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums in a
+        fixed order; those of tables cost a kernel of their own.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
@@ -88,7 +101,9 @@ def jagged_flash_attention(
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse = attend(
-        q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic, key_ranges
+        *(q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic),
+        key_ranges,
+        _bias.flatten("jagged_flash_attention", kv_lengths, kv_bias, time_bias, position_bias),
     )
     return (out, lse) if return_lse else out
 
@@ -105,6 +120,7 @@ def attend(
     max_len: int | None,
     deterministic: bool,
     key_ranges: Tensor | None = None,
+    biases: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """What jagged_flash_attention computes: the result and the LSE."""
     window_left, window_right = _attention.window("jagged_flash_attention", window_size, causal)
@@ -127,6 +143,7 @@ def attend(
         allow_tf32(q.dtype),
         deterministic,
         _attention.three_dims(key_ranges),
+        *biases,
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)
@@ -134,16 +151,27 @@ def attend(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, kv_offsets, *ctx.options, key_ranges = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets, key_ranges)
+    ctx.options = inputs[5:11]
+    ctx.biases = _attention.save(ctx, (*inputs[:3], *output, *inputs[3:5], inputs[11]), inputs[12:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_lse is None:
+        return (None,) * 21
+    (q, k, v, out, lse, offsets, kv_offsets, key_ranges), biases = _attention.saved(ctx)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
     op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
-    return _attention.backward(op, ctx, grad_out, grad_lse, offsets=2)
+    wanted = _attention.wanted(ctx, 12)
+    *gradients, kv_bias, time_table, position_table = call(
+        *(op, grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets),
+        *(*ctx.options, key_ranges, *biases, *wanted),
+    )
+    added = _attention.bias_gradients(wanted, biases, kv_bias, time_table, position_table)
+    return (*gradients, *(None,) * 9, *added)
 
 
 register("jagged_flash_attention_backward")

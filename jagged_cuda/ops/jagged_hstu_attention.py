@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _attention
+from jagged_cuda.ops import _attention, _bias
+from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
@@ -27,11 +28,15 @@ def jagged_hstu_attention(
     row_scale: Tensor | None = None,
     scale: float | None = None,
     max_len: int | None = None,
+    kv_lengths: Tensor | None = None,
+    kv_bias: Tensor | None = None,
+    time_bias: TimeBias | None = None,
+    position_bias: PositionBias | None = None,
 ) -> Tensor:
     """Let each sequence's queries sum its values, weighted by the SiLU of their scores.
 
     For each sequence b and head, over the keys j that row i sees:
-    ``out_b[i] = row_scale[i] / divisor * sum_j silu(scale * q_b[i] @ k_b[j]) * v_b[j]`` with
+    ``out_b[i] = row_scale[i] / divisor * sum_j silu(scale * q_b[i] @ k_b[j] + bias) * v_b[j]`` with
     ``silu(z) = z / (1 + exp(-z))``. What a row sees is as in jagged_flash_attention.
 
     Args:
@@ -53,6 +58,12 @@ def jagged_hstu_attention(
         scale: of the scores; None means ``1 / sqrt(D)``.
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk and
+            dv of the rows behind it are 0. None uses all.
+        kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
+            key after scale; finite.
+        time_bias: a TimeBias, added likewise: by the time between query and key.
+        position_bias: a PositionBias, added likewise: by the rows between query and key.
 
     Returns:
         `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head). Rows that see no key, and rows outside
@@ -105,22 +116,26 @@ def jagged_hstu_attention(
         _attention.three_dims(key_ranges),
         max_len,
         allow_tf32(q.dtype),
+        *_bias.flatten(op, kv_lengths, kv_bias, time_bias, position_bias),
     )
     return out.squeeze(1) if one_head else out
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors = (*inputs[:5], *inputs[9:11])
-    ctx.options = inputs[5:9], inputs[11:]
-    ctx.save_for_backward(*tensors)
+    ctx.options = inputs[5:9], inputs[11:13]
+    ctx.biases = _attention.save(ctx, (*inputs[:5], *inputs[9:11]), inputs[13:])
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    *operands, row_scale, key_ranges = ctx.saved_tensors
+    (*operands, row_scale, key_ranges), biases = _attention.saved(ctx)
     before, after = ctx.options
     op = torch.ops.jagged_cuda.jagged_hstu_attention_backward.default
-    gradients = call(op, grad_out, *operands, *before, row_scale, key_ranges, *after)
-    return (*gradients, *(None,) * 10)
+    wanted = _attention.wanted(ctx, 13)
+    *gradients, kv_bias, time_table, position_table = call(
+        *(op, grad_out, *operands, *before, row_scale, key_ranges, *after, *biases, *wanted)
+    )
+    added = _attention.bias_gradients(wanted, biases, kv_bias, time_table, position_table)
+    return (*gradients, *(None,) * 10, *added)
 
 
 register("jagged_hstu_attention_backward")

@@ -90,6 +90,53 @@ JAGGED_INLINE void silu_row(T* row, const RowKeys& keys, const ScoreColumns& col
   fill_outside(row, keys, columns, T(0));
 }
 
+// Adds the biases to the logits of a row; `key_block` is the first key of the block.
+template <class T>
+void add_biases(T* score, const AttentionParams& p, const AttentionItem& item, int64_t head,
+                int64_t row, int64_t key_block, const ScoreColumns& columns) {
+  const ScoreBias& bias = p.bias;
+  const int64_t key = item.kv.begin + key_block;
+  if (bias.kv_bias != nullptr) {
+    const int64_t column = head / (p.heads / bias.kv_heads);
+    const T* added = static_cast<const T*>(bias.kv_bias) + key * bias.kv_heads + column;
+    for (int64_t j = columns.begin; j < columns.end; ++j) score[j] += added[j * bias.kv_heads];
+  }
+  if (bias.time_table != nullptr) {
+    const T* table = static_cast<const T*>(bias.time_table) +
+                     head / (p.heads / bias.time_heads) * bias.time_buckets;
+    const int64_t now = bias.q_time[item.q.begin + row];
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      score[j] += table[bias.time_bucket(now, bias.kv_time[key + j])];
+  }
+  if (bias.position_table != nullptr) {
+    const T* table = static_cast<const T*>(bias.position_table) +
+                     head / (p.heads / bias.position_heads) * bias.position_buckets;
+    const int64_t distance = row + item.kv.len - item.q.len - key_block;
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      score[j] += table[bias.position_bucket(distance - j)];
+  }
+}
+
+// Adds dS of a row, 0 where a key is not seen, to the sums of its buckets.
+template <class T>
+void add_to_buckets(const T* dscore, const AttentionParams& p, const AttentionItem& item,
+                    int64_t head, int64_t row, int64_t key_block, const ScoreColumns& columns) {
+  const ScoreBias& bias = p.bias;
+  if (item.time_sums != nullptr) {
+    T* sums = static_cast<T*>(item.time_sums) + head * bias.time_buckets;
+    const int64_t now = bias.q_time[item.q.begin + row];
+    const int64_t* then = bias.kv_time + item.kv.begin + key_block;
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      sums[bias.time_bucket(now, then[j])] += dscore[j];
+  }
+  if (item.position_sums != nullptr) {
+    T* sums = static_cast<T*>(item.position_sums) + head * bias.position_buckets;
+    const int64_t distance = row + item.kv.len - item.q.len - key_block;
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      sums[bias.position_bucket(distance - j)] += dscore[j];
+  }
+}
+
 template <class T>
 const void* rows_at(const Rows& rows, Element element, int64_t row, int64_t head) {
   return element_at(rows.data, element, row * rows.row_stride + head * rows.head_stride);
@@ -157,6 +204,9 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
       for (int64_t i = 0; i < block_rows; ++i) {
         T* score = buffers.score + i * kScoreRow;
         const RowKeys seen = visible.of(row_begin + i).counted_from(key_block);
+        if (p.bias.any()) {
+          add_biases(score, p, item, item.head, row_begin + i, key_block, columns);
+        }
         if (p.silu) {
           silu_row<T>(score, seen, columns);
           buffers.rescale[i] = T(1);
@@ -182,6 +232,7 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
     }
   }
 
+  constexpr T kInfinity = std::numeric_limits<T>::infinity();
   T* lse = static_cast<T*>(p.lse);
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t row = item.row_begin + i, index = (first_row + i) * p.heads + item.head;
@@ -194,9 +245,11 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
       store_elements(result, out, p.element, p.dim_v);
       continue;
     }
-    // A row that sees keys whose logits are all -inf is NaN, as softmax is; one that sees none is
-    // 0.
-    if (!visible.of(row).empty()) {
+    // A row that sees keys whose logits are all -inf is NaN, as softmax is; one that sees none, or
+    // none but those which kv_bias hides, is 0.
+    const bool hidden = p.bias.kv_bias != nullptr && buffers.max[i] == -kInfinity;
+    if (hidden) std::fill_n(out, p.dim_v, T(0));
+    if (!hidden && !visible.of(row).empty()) {
       scale_rows(out, buffers.v_row, 1, p.dim_v, 1 / buffers.sum[i]);
     }
     store_elements(result, out, p.element, p.dim_v);
@@ -270,7 +323,10 @@ void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
       }
       const int64_t index = (item.q.begin + row + i) * p.heads + head;
       const int64_t local = row + i - item.row_begin;
-      buffers.lse[local] = lse[index];
+      // Of a row all of whose keys kv_bias hides: their P is 0 then.
+      const bool hidden =
+          p.bias.kv_bias != nullptr && lse[index] < std::numeric_limits<T>::lowest();
+      buffers.lse[local] = hidden ? T(0) : lse[index];
       buffers.delta[local] =
           reduce_sum<T>(product) - (grad_lse != nullptr ? grad_lse[index] : T(0));
     }
@@ -308,6 +364,8 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     load_row_statistics(p, item, visible, head, buffers);
     if (item.wants_dq) std::fill_n(buffers.dq, item_rows * buffers.qk_row, T(0));
+    const bool sums_keys = item.wants_dkv && p.key_sums != nullptr;
+    if (sums_keys) std::fill_n(buffers.key_sums, item_keys, T(0));
 
     for (int64_t key_block = item.key_begin; key_block < item.key_end; key_block += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, item.key_end - key_block);
@@ -357,11 +415,17 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
           const int64_t local = block + i - item.row_begin;
           T *score = buffers.prob + i * kScoreRow, *dscore = buffers.dscore + i * kScoreRow;
           const RowKeys seen = visible.of(block + i).counted_from(key_block);
+          if (p.bias.any()) add_biases(score, p, item, head, block + i, key_block, columns);
           if (p.silu) {
             silu_grad_row<T>(score, dscore, seen, columns, buffers.delta[local]);
           } else {
             softmax_grad_row<T>(score, dscore, seen, columns, buffers.lse[local],
                                 buffers.delta[local]);
+          }
+          add_to_buckets(dscore, p, item, head, block + i, key_block, columns);
+          if (sums_keys) {
+            T* sums = buffers.key_sums + key_block - item.key_begin;
+            for (int64_t j = columns.begin; j < columns.end; ++j) sums[j] += dscore[j];
           }
         }
 
@@ -410,6 +474,10 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
       scale_rows(buffers.dq, buffers.qk_row, item_rows, p.dim_qk, T(p.scale));
       store_grad(p.dq, p.element, item.q.begin + item.row_begin, item_rows, p.heads, head, p.dim_qk,
                  buffers.dq, buffers.qk_row);
+    }
+    for (int64_t key = 0; sums_keys && key < item_keys; ++key) {
+      const int64_t row = item.kv.begin + item.key_begin + key;
+      static_cast<T*>(p.key_sums)[row * p.heads + head] = buffers.key_sums[key];
     }
   }
   if (item.wants_dkv) {

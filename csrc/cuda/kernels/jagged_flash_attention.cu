@@ -1,5 +1,5 @@
 // Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
-// keys always mma.sync; plain FMA for f32 and f64.
+// keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -85,7 +85,7 @@ cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStrea
 }  // namespace
 
 bool takes_long_backward(const AttentionBackwardParams& params) {
-  return is_16_bit(params.type) && params.key_ranges == nullptr && takes_wgmma(params) &&
+  return is_16_bit(params.type) && !is_general(params) && takes_wgmma(params) &&
          takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
@@ -95,8 +95,7 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
-      if (params.key_ranges != nullptr)
-        return attention::launch_forward_mma_sync<Element>(params, stream);
+      if (is_general(params)) return attention::launch_forward_mma_sync<Element>(params, stream);
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
@@ -129,10 +128,9 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {
-      return attention::launch_backward_fma<Element>(params, stream);
+      return attention::launch_backward_general<Element>(params, stream);
     } else {
-      if (params.key_ranges != nullptr)
-        return attention::launch_backward_mma_sync<Element>(params, stream);
+      if (is_general(params)) return attention::launch_backward_general<Element>(params, stream);
       const auto launch_longer = [&](AttentionBackwardParams longer) {
         if (!takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "contract/key_interval.h"
+#include "contract/score_bias.h"
+#include "cuda/kernels/prim/counts.cuh"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -54,6 +56,8 @@ struct AttentionParams {
   bool silu;
   double divisor;         // of silu: of its sums; 0: the number of keys
   const void* row_scale;  // [Tq], of silu: a factor for each row, of the type of sums; may be null
+  CountsView kv_lengths;  // [B]: the used part of each key sequence; data may be null: all
+  ScoreBias bias;         // added to scores, after scale
   int64_t max_len;        // rows of the longest sequence, as the caller says; 0 if it says nothing
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.
@@ -74,6 +78,11 @@ struct AttentionParams {
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
+// Whether a call wants the kernels that look ranges of keys, biases and used parts up.
+inline bool is_general(const AttentionParams& params) {
+  return params.key_ranges != nullptr || params.kv_lengths.data != nullptr || params.bias.any();
+}
+
 constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
 
 struct AttentionBackwardParams : AttentionParams {
@@ -84,10 +93,30 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_q;  // [Tq, H, D] contiguous
   HeadsView grad_k;  // [Tk, G, D] contiguous
   HeadsView grad_v;  // [Tk, G, Dv] contiguous
+  void* key_sums;    // [Tk, H], full of zeros: gets the sum of dS of each key; may be null
+  // Gets the gradients of tables where table_ctas is not 0: [table_ctas * table_warps, H, buckets]
+  // each, full of zeros, to be added up.
+  void* time_sums;
+  void* position_sums;
+  int table_ctas;  // of each head
   // Workspace of the kernel for long sequences, beside long_plan; null as that.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
 };
+
+// Warps of a CTA that sums the gradients of tables, each with sums of its own.
+constexpr int table_warps(ElementType type) {
+  return type == ElementType::kBf16 || type == ElementType::kF16 ? 4 : 8;
+}
+// How many CTAs per head do so: by sizes alone, so that sums have one order.
+inline int64_t table_ctas(const AttentionParams& params) {
+  constexpr int kCtas = 528;
+  const int64_t wanted = kCtas / (params.heads > kCtas ? kCtas
+                                  : params.heads > 0   ? params.heads
+                                                       : 1);
+  const int64_t tiles = num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, 64);
+  return wanted < tiles ? wanted : tiles;
+}
 
 // The backward kernel for long sequences takes those of more queries than this: shorter ones end
 // before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it.

@@ -20,12 +20,7 @@ cudaError_t launch_jagged_hstu_attention(const AttentionParams& params, cudaStre
 cudaError_t launch_jagged_hstu_attention_backward(const AttentionBackwardParams& params,
                                                   cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
-    using Element = decltype(element);
-    if constexpr (sizeof(Element) != 2) {
-      return attention::launch_backward_fma<Element>(params, stream);
-    } else {
-      return attention::launch_backward_mma_sync<Element>(params, stream);
-    }
+    return attention::launch_backward_general<decltype(element)>(params, stream);
   });
 }
 

@@ -37,17 +37,13 @@ def _weight(spec: Spec, q: Tensor) -> Tensor:
     given = _row_scale(spec, q, spec.layout.offsets(q.device), kv)
     rows = q.new_ones(q.shape[0]) if given is None else given.to(q.dtype)
     divisor = spec.choices["divisor"]
-    lengths = torch.tensor(spec.kv.lengths, dtype=q.dtype, device=q.device)[:, None]
+    lengths = torch.tensor(flash.used_lengths(spec), dtype=q.dtype, device=q.device)[:, None]
     by = lengths.clamp(min=1) if divisor == "length" else divisor
     return (pad(rows, spec.layout) / by)[:, None, :, None]
 
 
-def _visible(spec: Spec, q: Tensor) -> Tensor:
-    return flash.visible_keys(spec, q, ranges=spec.choices["ranges"] is not None)
-
-
 def _padded(spec: Spec, tensors: Tensors) -> tuple[Tensor, ...]:
-    q, k, v = flash.with_heads(spec, tensors).values()
+    q, k, v = (flash.with_heads(spec, tensors)[name] for name in "qkv")
     return flash.pad_heads(q, k, v, spec.layout, spec.kv)
 
 
@@ -58,7 +54,9 @@ def _unpadded(spec: Spec, out: Tensor) -> Tensors:
 def reference(spec: Spec, tensors: Tensors) -> Tensors:
     q, k, v = _padded(spec, tensors)
     scores = flash.attention_scale(spec) * (q @ k.transpose(2, 3))
-    weights = F.silu(scores).where(_visible(spec, tensors["q"]), 0.0)
+    bias = flash.padded_bias(spec, tensors)
+    scores = scores if bias is None else scores + bias
+    weights = F.silu(scores).where(flash.visible_keys(spec, tensors), 0.0)
     return _unpadded(spec, _weight(spec, tensors["q"]) * (weights @ v))
 
 
@@ -71,12 +69,14 @@ class _Rounded(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Tensor | None,
         visible: Tensor,
         weight: Tensor,
         scale: float,
         storage: torch.dtype,
     ) -> Tensor:
         scores = scale * (q @ k.transpose(2, 3))
+        scores = scores if bias is None else scores + bias
         ctx.save_for_backward(q, k, v, scores, visible, weight)
         ctx.scale, ctx.storage = scale, storage
         stored = F.silu(scores).where(visible, 0.0).to(storage).to(q.dtype)
@@ -88,21 +88,23 @@ class _Rounded(torch.autograd.Function):
         gate = scores.sigmoid()
         slope = gate * (1 + scores * (1 - gate))
         grad_scores = (weight * slope * (grad_out @ v.transpose(2, 3))).where(visible, 0.0)
+        grad_bias = grad_scores if ctx.needs_input_grad[3] else None
         grad_scores = grad_scores.to(ctx.storage).to(q.dtype)
         weights = (weight * F.silu(scores)).where(visible, 0.0).to(ctx.storage).to(q.dtype)
         return (
             ctx.scale * (grad_scores @ k),
             ctx.scale * (grad_scores.transpose(2, 3) @ q),
             weights.transpose(2, 3) @ grad_out,
+            grad_bias,
             *(None,) * 4,
         )
 
 
 def rounded(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
     q = tensors["q"]
-    visible, weight = _visible(spec, q), _weight(spec, q)
-    scale = flash.attention_scale(spec)
-    out = _Rounded.apply(*_padded(spec, tensors), visible, weight, scale, storage)
+    visible, weight = flash.visible_keys(spec, tensors), _weight(spec, q)
+    bias, scale = flash.padded_bias(spec, tensors), flash.attention_scale(spec)
+    out = _Rounded.apply(*_padded(spec, tensors), bias, visible, weight, scale, storage)
     return _unpadded(spec, out)
 
 
@@ -110,12 +112,15 @@ def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
     """A score sums terms of size ``scale * sum(|q| * |k|)``; the slope of silu is at most 1.1,
     and that of its slope 0.5."""
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
-    padded = _padded(spec, leaves)
+    padded, bias = _padded(spec, leaves), flash.padded_bias(spec, leaves)
     q, k, v = (t.detach() for t in padded)
-    scale, visible = flash.attention_scale(spec), _visible(spec, tensors["q"])
+    scale, visible = flash.attention_scale(spec), flash.visible_keys(spec, tensors)
     weight = _weight(spec, tensors["q"]).abs()
     scores = scale * (q @ k.transpose(2, 3))
     score_terms = abs(scale) * (q.abs() @ k.abs().transpose(2, 3))
+    if bias is not None:
+        padded = (*padded, bias)
+        scores, score_terms = scores + bias.detach(), score_terms + bias.detach().abs()
     silu_terms = (F.silu(scores).abs() + 1.1 * score_terms).where(visible, 0.0)
     found = _unpadded(spec, weight * (silu_terms @ v.abs()))
     if cotangents is None:
@@ -128,14 +133,14 @@ def terms(spec: Spec, tensors: Tensors, cotangents: Tensors | None) -> Tensors:
     grad_terms = weight * (
         (slope + 0.5 * score_terms) * grad_weights + 1.1 * grad_out.abs() @ v.abs().transpose(2, 3)
     ).where(visible, 0.0)
+    by_padded = (
+        abs(scale) * (grad_terms @ k.abs()),
+        abs(scale) * (grad_terms.transpose(2, 3) @ q.abs()),
+        (weight * silu_terms).transpose(2, 3) @ grad_out.abs(),
+        *(() if bias is None else (grad_terms,)),
+    )
     gradients = torch.autograd.grad(
-        padded,
-        list(leaves.values()),
-        (
-            abs(scale) * (grad_terms @ k.abs()),
-            abs(scale) * (grad_terms.transpose(2, 3) @ q.abs()),
-            (weight * silu_terms).transpose(2, 3) @ grad_out.abs(),
-        ),
+        padded, list(leaves.values()), by_padded, materialize_grads=True
     )
     return found | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
 
@@ -149,6 +154,7 @@ def _call(
         divisor=spec.choices["divisor"],
         kv_offsets=kv_offsets,
         **flash.call_options(spec),
+        **flash.bias_options(spec, tensors),
         **_options(spec, q, offsets, kv_offsets),
     )
     return {"out": out}
@@ -156,19 +162,23 @@ def _call(
 
 def _registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     spec = sample.spec
-    q, k, v = flash.with_heads(spec, sample.tensors).values()
+    q, k, v = (flash.with_heads(spec, sample.tensors)[name] for name in "qkv")
     more = _options(spec, q, sample.offsets, sample.kv_offsets)
     ranges = None if more["key_ranges"] is None else flash.three_dims(more["key_ranges"])
     divisor = spec.choices["divisor"]
     options = (
         *(sample.offsets, sample.kv_offsets, *flash.window(spec), flash.attention_scale(spec)),
         *(0.0 if divisor == "length" else divisor, more["row_scale"], ranges, None, False),
+        *flash.flat_biases(sample),
     )
     detached = tuple(t.detach() for t in (q, k, v))
     out = torch.ops.jagged_cuda.jagged_hstu_attention(*detached, *options)
+    wanted = (True, True) if "kv_bias" in sample.tensors else ()
     return {
         "jagged_hstu_attention": (q, k, v, *options),
-        "jagged_hstu_attention_backward": (torch.randn_like(out), *detached, *options),
+        "jagged_hstu_attention_backward": (
+            *(torch.randn_like(out), *detached, *flash.detach(options), *wanted),
+        ),
     }
 
 
@@ -188,3 +198,12 @@ CASE = dataclasses.replace(
     rounded=(rounded,),
     terms=terms,
 )
+
+BIASED = dataclasses.replace(
+    CASE,
+    choices={**CASE.choices, **flash.BIAS_CHOICES, "hidden": (False,)},
+    shapes=flash.BIASED.shapes,
+    rows={name: rows for name, rows in flash.BIASED.rows.items() if name != "lse"},
+)
+
+VARIANTS = {"jagged_hstu_attention_biased": BIASED}

@@ -32,6 +32,7 @@
 // -inf, and they are not stored.
 #pragma once
 
+#include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/mask.cuh"
@@ -44,15 +45,16 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, int kRowBlocks_, bool kRanges_, bool kSilu_>
+template <typename Element_, int kDim_, int kRowBlocks_, bool kGeneral_, bool kSilu_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
   // 16-row blocks of a warp. Two halve the reads of K and V from shared memory and L2 per product;
   // one wastes less of short sequences, and is all that 256 dims leave registers for.
   static constexpr int kRowBlocks = kRowBlocks_;
-  // Keys are taken away by ranges too (ranges.cuh). They take registers, which others spill.
-  static constexpr bool kRanges = kRanges_;
+  // Keys may be taken away by ranges (ranges.cuh), biases added and keys unused (bias.cuh): looked up
+  // at run time, in registers that the others have not. Scores are scaled before all else.
+  static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kSilu = kSilu_;  // in place of softmax (silu.cuh)
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
@@ -71,9 +73,9 @@ struct ForwardConfig {
   static constexpr bool kHoldsQ = kDim == 128 && kRowBlocks == 1;  // Q stays in registers
   static constexpr PathName kName = PathName("cuda.attention.forward.mma_sync.d") + kDim +
                                     (kRowBlocks == 2 ? ".rows128" : "") +
-                                    (kSilu     ? ".silu"
-                                     : kRanges ? ".ranges"
-                                               : "");
+                                    (kSilu      ? ".silu"
+                                     : kGeneral ? ".general"
+                                                : "");
   static_assert(kDim % 16 == 0 && kDim <= 256);
 };
 
@@ -108,15 +110,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   if (tile.seq < 0) {
     if (params.split_by_length) return;
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
-    if constexpr (Config::kSilu) return;
-    for (int row = threadIdx.x; row < rows; row += kThreads)
+    for (int row = threadIdx.x; !Config::kSilu && row < rows; row += kThreads)
       gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
-  const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  const RowRange kv =
+      Config::kGeneral ? used_rows(params, tile.seq) : sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const KeySteps<kTileN, Config::kRanges> steps(params, window, tile, rows, kv.len);
+  const KeySteps<kTileN, Config::kGeneral> steps(params, window, tile, rows, kv.len);
 
   const Element* gQ = row_of<Element>(params.q, global_row, head);
   const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
@@ -137,7 +139,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   // At least a tiny positive number: with scale 0 all scores are equal, but a
   // masked one, -inf, must stay so.
   const float scale = static_cast<float>(params.scale),
-              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+              // Of logits, in the general kernel, scale is part already.
+      scale_log2 = Config::kGeneral ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+  const HeadBias<float> bias(params, head, tile.rows, kv);
   ptx::cp_async_wait<1>();
   __syncthreads();
   const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
@@ -156,8 +160,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
 
     Accumulator<kRowBlocks, kScoreBlocks> s = {};
     mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
-    if constexpr (Config::kSilu) {
-      for_each_score(s, [&](float& score) { score *= scale; });
+    if constexpr (Config::kGeneral) {
+      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
+                     lane);
     } else if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
@@ -169,7 +174,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
     if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
       replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
-    if (Config::kRanges && params.key_ranges != nullptr) {
+    if (Config::kGeneral && params.key_ranges != nullptr) {
       replace_outside_ranges(s, kHidden, params, global_row, warp_row + lane / 4, rows, key, lane);
     }
     if constexpr (Config::kSilu) {
@@ -199,7 +204,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
       const int row = warp_row + 16 * r + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < rows) {
         gLse[static_cast<int64_t>(row) * params.heads] =
-            sum == 0.0f ? -INFINITY : __fmaf_rn(softmax.row_max[r][half], fabsf(scale), logf(sum));
+            sum == 0.0f ? -INFINITY
+                        : __fmaf_rn(softmax.row_max[r][half],
+                                    Config::kGeneral ? 1.0f : fabsf(scale), logf(sum));
       }
     }
   }

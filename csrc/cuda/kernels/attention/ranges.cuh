@@ -46,7 +46,7 @@ struct RowRanges {
 
 // The steps of kStep keys that a tile of queries walks over: those in [first, gap) and [behind,
 // last), where gap and behind are multiples of kStep. Without ranges there is no gap.
-template <int kStep, bool kRanges>
+template <int kStep, bool kGeneral>
 struct KeySteps {
   int64_t last;
   int64_t first;
@@ -62,7 +62,7 @@ struct KeySteps {
         first(window.first_column(tile.row)),
         gap(last),
         behind(last) {
-    if (kRanges && params.key_ranges != nullptr) {
+    if (kGeneral && params.key_ranges != nullptr) {
       leave_out(params, tile.rows.begin + tile.row, rows);
     } else {
       first = first / kStep * kStep;
@@ -71,7 +71,7 @@ struct KeySteps {
 
   __device__ __forceinline__ int64_t next(int64_t key) const {
     key += kStep;
-    return kRanges && key >= gap && key < behind ? behind : key;
+    return kGeneral && key >= gap && key < behind ? behind : key;
   }
 
  private:
