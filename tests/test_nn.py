@@ -560,6 +560,28 @@ def test_dropout_of_hstu_layer(recompute: bool, device: torch.device) -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_biases_of_hstu_layer(recompute: bool, device: torch.device) -> None:
+    """They reach attention, and their tables get gradients."""
+    layer = HSTULayer(E, H, recompute=recompute).to(device)
+    x, offsets = torch.randn(8, E, device=device), torch.tensor([0, 3, 8], device=device)
+    table = torch.randn(H, 5, device=device, requires_grad=True)
+    time = torch.arange(8, device=device)
+    given = {
+        "position_bias": jagged_cuda.PositionBias(table, 0),
+        "time_bias": jagged_cuda.TimeBias(
+            table, time, time, torch.tensor([1, 2, 4, 6], device=device)
+        ),
+        "kv_bias": torch.randn(8, device=device, requires_grad=True),
+    }
+    for name, bias in given.items():
+        out = layer(x, offsets, **{name: bias})
+        assert not torch.equal(out, layer(x, offsets))
+        leaf = bias if name == "kv_bias" else table
+        (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+        assert gradient.abs().sum() > 0
+
+
 def test_a_drawn_seed_is_of_the_generator() -> None:
     layer, x, offsets = HSTULayer(E, H, dropout=0.4), torch.randn(5, E), torch.tensor([0, 2, 5])
     found = []

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from jagged_cuda.nn._rows import Rows, put_together, take_apart
+from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_hstu_attention import jagged_hstu_attention
 from jagged_cuda.ops.layer_norm_mul_dropout import layer_norm_mul_dropout
@@ -26,7 +27,7 @@ class HSTULayer(nn.Module):
     For each sequence b, with `*` element by element::
 
         u_b, v_b, q_b, k_b = split(silu(uvqk_proj(input_norm(x_b))))
-        a_b = silu(scale * q_b @ k_b.T) @ v_b / divisor   # for each head, over visible keys
+        a_b = silu(q_b @ k_b.T / sqrt(qk_dim) + bias) @ v_b / divisor   # for each head, over visible keys
         y_b = x_b + out_proj(dropout(u_b * output_norm(a_b)))
 
     Args:
@@ -128,6 +129,9 @@ class HSTULayer(nn.Module):
         window_size: tuple[int, int] = (-1, -1),
         key_ranges: Tensor | None = None,
         row_scale: Tensor | None = None,
+        kv_bias: Tensor | None = None,
+        time_bias: TimeBias | None = None,
+        position_bias: PositionBias | None = None,
         max_len: int | None = None,
         seed: Tensor | None = None,
     ) -> Rows:
@@ -140,6 +144,9 @@ class HSTULayer(nn.Module):
                 jagged_cuda.jagged_hstu_attention. With ranges of hstu_key_ranges pass
                 ``causal=False``.
             row_scale: `[T]`, a factor for attention's result.
+            kv_bias, time_bias, position_bias: added to scores: see
+                jagged_cuda.jagged_hstu_attention. Their tables are parameters of your own, which
+                layers may share.
             max_len: a hint, the length of the longest sequence.
             seed: `[1]` int64 on x's device, what dropout draws from in training. None draws one.
 
@@ -158,6 +165,9 @@ class HSTULayer(nn.Module):
             "window_size": window_size,
             "key_ranges": key_ranges,
             "row_scale": row_scale,
+            "kv_bias": kv_bias,
+            "time_bias": time_bias,
+            "position_bias": position_bias,
             "max_len": max_len,
         }
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
