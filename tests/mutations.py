@@ -58,11 +58,11 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "the mask of the row below",
+        "a draw not repeated",
         "cpu",
         "cpu/kernels/layer_norm.inl",
-        "dropout_words(words, p.seed, row, column / kDropoutColumns);",
-        "dropout_words(words, p.seed, row + 1, column / kDropoutColumns);",
+        "const T kept = keep[i] == T(0) ? T(0) : grad[i] * keep[i];",
+        "const T kept = grad[i];",
         "--op layer_norm_mul_dropout",
     ),
     Fault(
@@ -74,7 +74,7 @@ FAULTS = (
         "--op layer_norm_mul_dropout",
     ),
     Fault(
-        "a warp left out of a row's sum",
+        "a warp left out of a sum",
         "cuda",
         "cuda/kernels/layer_norm_mul_dropout.cu",
         "for (int w = 1; w < warps; ++w) value[i] += sSums[turn][i][w];",
@@ -82,7 +82,7 @@ FAULTS = (
         "tests/test_layer_norm_mul_dropout.py -k wide_rows",
     ),
     Fault(
-        "a draw that the backward pass does not repeat",
+        "a draw not repeated",
         "cuda",
         "cuda/kernels/layer_norm_mul_dropout.cu",
         "const float kept = draw.keep(grad[e], e, dropped), product = kept * u[e];",

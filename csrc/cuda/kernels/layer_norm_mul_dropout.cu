@@ -731,8 +731,8 @@ bool in_registers(const Params& params) {
 template <typename Element, bool kBackward, typename Run>
 cudaError_t with_config(int64_t vectors, Run run) {
   constexpr bool kNarrow = sizeof(Element) == 2;  // 8 elements per vector
-  constexpr int kItems = kNarrow ? (kBackward ? KBI : KFI) : 2;
-  constexpr int kRows = kBackward ? KBR : KFR, kCtas = kBackward ? KBC : KFC;
+  constexpr int kItems = kNarrow ? 1 : 2;
+  constexpr int kRows = 2, kCtas = kBackward ? 2 : 3;
   if (vectors <= 32 * kItems) {
     int lanes_log2 = 0;
     while ((int64_t{kItems} << lanes_log2) < vectors) ++lanes_log2;
