@@ -69,8 +69,8 @@ FAULTS = (
         "padding in the variance",
         "cuda",
         "cuda/kernels/layer_norm_mul_dropout.cu",
-        "exists ? x[r][i][e] - mean[r] : 0.0f;",
-        "x[r][i][e] - mean[r];",
+        "const float subtracted = exists.columns[i] ? mean[r] : 0.0f;",
+        "const float subtracted = mean[r];",
         "--op layer_norm_mul_dropout",
     ),
     Fault(
@@ -85,8 +85,8 @@ FAULTS = (
         "a draw not repeated",
         "cuda",
         "cuda/kernels/layer_norm_mul_dropout.cu",
-        "const float kept = draw.keep(grad[e], e, dropped), product = kept * u[e];",
-        "const float kept = grad[e], product = kept * u[e];",
+        "const float kept = draws.keep(g[e], r, i, e, dropped), product = kept * gate[e];",
+        "const float kept = g[e], product = kept * gate[e];",
         "--op layer_norm_mul_dropout",
     ),
     Fault(

@@ -41,8 +41,10 @@ void draw_keep(T* keep, const LayerNormParams& p, int64_t row) {
   constexpr int kBlocks = 8;
   constexpr int64_t kColumns = kBlocks * kDropoutColumns;
   for (int64_t column = 0; column < p.columns; column += kColumns) {
+    DropoutPlace places[kBlocks];
+    for (int i = 0; i < kBlocks; ++i) places[i] = {row, column / kDropoutColumns + i};
     uint32_t words[kBlocks][kDropoutWords];
-    dropout_words(words, p.seed, row, column / kDropoutColumns);
+    dropout_words(words, p.seed, places);
     const int count = static_cast<int>(std::min(kColumns, p.columns - column));
     for (int i = 0; i < count; ++i) {
       const uint32_t word = words[i / kDropoutColumns][i % kDropoutColumns / 2];

@@ -26,7 +26,7 @@
 // sums are in a fixed order: deterministic.
 #include "cuda/kernels/layer_norm_mul_dropout.h"
 
-#include "contract/dropout.h"
+#include "contract/dropout_words.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
@@ -179,34 +179,65 @@ struct RowSums<true> {
   }
 };
 
+// A thread's elements in a [T, D] tensor, of one unit of rows after another.
 template <typename Config>
-__device__ __forceinline__ void load_rows(Packed (&rows)[Config::kRows][Config::kItems],
-                                          const void* global, int64_t stride,
-                                          const Place<Config>& place, int64_t first_row,
-                                          const Params& params) {
+struct Cursor {
   using Element = typename Config::Element;
-#pragma unroll
-  for (int r = 0; r < Config::kRows; ++r) {
-    const int64_t row = first_row + r * place.step;
-    const Element* gRow = static_cast<const Element*>(global) + row * stride;
+  Element* first;    // of the first row and vector
+  int64_t per_row;   // elements from one row of the thread to the next
+  int64_t per_unit;  // to the next unit of the thread
+
+  __device__ __forceinline__ Cursor(const void* global, int64_t stride, const Place<Config>& place)
+      : per_row(place.step * stride), per_unit(place.units * Config::kRows * per_row) {
+    const int64_t row = place.unit * Config::kRows * place.step + place.row;
+    first = static_cast<Element*>(const_cast<void*>(global)) + row * stride + place.column;
+  }
+  __device__ __forceinline__ void advance() { first += per_unit; }
+};
+
+// Which of a thread's rows and vectors are there.
+template <typename Config>
+struct Exists {
+  int rows;  // from the thread's first one to the end
+  bool columns[Config::kItems];
+
+  __device__ __forceinline__ Exists(const Place<Config>& place, int64_t first_row,
+                                    const Params& params) {
+    const int64_t left = params.total - first_row;
+    rows = left < 0x7fffffff ? static_cast<int>(left) : 0x7fffffff;
 #pragma unroll
     for (int i = 0; i < Config::kItems; ++i) {
-      const int column = place.column + i * place.apart;
+      columns[i] = place.column + i * place.apart < params.columns;
+    }
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ void load_rows(Packed (&rows)[Config::kRows][Config::kItems],
+                                          const Cursor<Config>& cursor, const Place<Config>& place,
+                                          const Exists<Config>& exists) {
+#pragma unroll
+  for (int r = 0; r < Config::kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < Config::kItems; ++i) {
       rows[r][i] = Packed{};
-      if (row < params.total && column < params.columns) {
-        rows[r][i] = *reinterpret_cast<const Packed*>(gRow + column);
+      if (r * place.step < exists.rows && exists.columns[i]) {
+        rows[r][i] = *reinterpret_cast<const Packed*>(cursor.first + r * cursor.per_row +
+                                                      i * place.apart);
       }
     }
   }
 }
 
 template <typename Config>
-__device__ __forceinline__ void store_row(const float (&values)[Config::kVector], void* global,
-                                          int64_t row, int column, const Params& params) {
+__device__ __forceinline__ void store_vector(const float (&values)[Config::kVector],
+                                             const Cursor<Config>& cursor, int r, int i,
+                                             const Place<Config>& place,
+                                             const Exists<Config>& exists) {
   using Element = typename Config::Element;
-  if (row >= params.total || column >= params.columns) return;
-  Element* gRow = static_cast<Element*>(global) + row * params.columns + column;
-  *reinterpret_cast<Packed*>(gRow) = round_vector<Element>(values);
+  if (r * place.step >= exists.rows || !exists.columns[i]) return;
+  *reinterpret_cast<Packed*>(cursor.first + r * cursor.per_row + i * place.apart) =
+      round_vector<Element>(values);
 }
 
 // weight or bias beside a vector, times kept_scale; zeros past the row.
@@ -225,29 +256,44 @@ __device__ __forceinline__ void load_columns(float (&values)[kVector], const voi
   }
 }
 
-// Which elements of a vector are dropped (contract/dropout.h).
-template <int kVector>
-struct Draw {
-  uint32_t words[kVector / 2];
+// Which elements of a thread's vectors are dropped (contract/dropout.h).
+template <typename Config>
+struct Draws {
+  static constexpr int kVector = Config::kVector, kCount = Config::kRows * Config::kItems;
+  static_assert(kDropoutColumns % kVector == 0);
+  uint32_t words[kCount][kDropoutWords];
 
-  __device__ __forceinline__ Draw(const Params& params, uint64_t seed, int64_t row, int column) {
-    static_assert(kDropoutColumns % kVector == 0);
+  __device__ __forceinline__ Draws(const Params& params, uint64_t seed, const Place<Config>& place,
+                                   int64_t first_row) {
     if (params.seed == nullptr) {
 #pragma unroll
-      for (int w = 0; w < kVector / 2; ++w) words[w] = 0xffffffffu;
+      for (int i = 0; i < kCount * kDropoutWords; ++i) {
+        words[i / kDropoutWords][i % kDropoutWords] = 0xffffffffu;
+      }
       return;
     }
-    uint32_t drawn[1][kDropoutWords];
-    dropout_words(drawn, seed, row, column / kDropoutColumns);
+    DropoutPlace places[kCount];
 #pragma unroll
-    for (int w = 0; w < kVector / 2; ++w) {
+    for (int i = 0; i < kCount; ++i) {
+      const int column = place.column + i % Config::kItems * place.apart;
+      places[i] = {first_row + i / Config::kItems * place.step, column / kDropoutColumns};
+    }
+    dropout_words(words, seed, places);
+    if constexpr (kVector < kDropoutColumns) {
       // A vector of 4 takes the first or the second half of its counter's words.
-      const bool second = kVector < kDropoutColumns && column % kDropoutColumns != 0;
-      words[w] = second ? drawn[0][(w + kVector / 2) % kDropoutWords] : drawn[0][w];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int column = place.column + i % Config::kItems * place.apart;
+        const bool second = column % kDropoutColumns != 0;
+        words[i][0] = second ? words[i][2] : words[i][0];
+        words[i][1] = second ? words[i][3] : words[i][1];
+      }
     }
   }
-  __device__ __forceinline__ float keep(float value, int e, uint32_t drop_up_to) const {
-    return dropout_half(words[e / 2], e) <= drop_up_to ? 0.0f : value;
+  __device__ __forceinline__ float keep(float value, int r, int i, int e,
+                                        uint32_t drop_up_to) const {
+    const uint32_t half = dropout_half(words[r * Config::kItems + i][e / 2], e);
+    return half <= drop_up_to ? 0.0f : value;
   }
 };
 
@@ -278,7 +324,7 @@ __device__ __forceinline__ void unpack_rows(Values<Config>& values,
 // x becomes xhat; 1 / standard deviation of each row.
 template <typename Config>
 __device__ __forceinline__ void normalise(Values<Config>& x, float (&rstd)[Config::kRows],
-                                          const Place<Config>& place, const Params& params,
+                                          const Exists<Config>& exists, const Params& params,
                                           RowSums<Config::kWide>& sums) {
   const float count = 1.0f / static_cast<float>(params.columns);
   float mean[Config::kRows];
@@ -298,10 +344,10 @@ __device__ __forceinline__ void normalise(Values<Config>& x, float (&rstd)[Confi
     rstd[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::kItems; ++i) {
-      const bool exists = place.column + i * place.apart < params.columns;
+      const float subtracted = exists.columns[i] ? mean[r] : 0.0f;  // zeros stay past the row
 #pragma unroll
       for (int e = 0; e < Config::kVector; ++e) {
-        x[r][i][e] = exists ? x[r][i][e] - mean[r] : 0.0f;
+        x[r][i][e] -= subtracted;
         rstd[r] += x[r][i][e] * x[r][i][e];
       }
     }
@@ -328,28 +374,20 @@ __device__ __forceinline__ RowSums<Config::kWide> row_sums(int lanes) {
   }
 }
 
-// x and u of the rows that a CTA, or a warp, works on.
-template <typename Config>
-struct ForwardRows {
-  Packed x[Config::kRows][Config::kItems], u[Config::kRows][Config::kItems];
-
-  __device__ __forceinline__ void load(const Params& params, const Place<Config>& place,
-                                       int64_t first_row) {
-    load_rows<Config>(x, params.x, params.x_stride, place, first_row, params);
-    load_rows<Config>(u, params.u, params.u_stride, place, first_row, params);
-  }
-};
-
 template <typename Config>
 __global__ __launch_bounds__(kThreads, Config::kCtas) void forward_rows(
     const __grid_constant__ ForwardLaunch launch) {
   constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
   const Params& params = launch.params;
   const Place<Config> place(launch.lanes_log2);
-  const int64_t unit_rows = int64_t{kRows} * place.step;
-  int64_t unit = place.unit;
-  ForwardRows<Config> next;
-  next.load(params, place, unit * unit_rows + place.row);
+  const int64_t unit_rows = int64_t{kRows} * place.step, pass_rows = place.units * unit_rows;
+  int64_t first_row = place.unit * unit_rows + place.row;
+  Cursor<Config> x(params.x, params.x_stride, place), u(params.u, params.u_stride, place),
+      out(params.out, params.columns, place);
+  Packed next_x[kRows][kItems], next_u[kRows][kItems];
+  Exists<Config> next(place, first_row, params);
+  load_rows(next_x, x, place, next);
+  load_rows(next_u, u, place, next);
   const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
   const uint32_t dropped = drop_up_to(params);
   const float scale = kept_scale(params);
@@ -361,30 +399,35 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void forward_rows(
     load_columns(weight[i], params.weight, column, params.columns, scale);
     load_columns(bias[i], params.bias, column, params.columns, scale);
   }
-  for (; unit * unit_rows < params.total; unit += place.units) {
-    const int64_t first_row = unit * unit_rows + place.row;
-    const ForwardRows<Config> rows = next;
-    next.load(params, place, (unit + place.units) * unit_rows + place.row);
-    Values<Config> xhat;
+  // The same units for all lanes of a row.
+  while (first_row - place.row < params.total) {
+    const Exists<Config> exists = next;
+    Values<Config> xhat, gate;
+    unpack_rows<Config>(xhat, next_x);
+    unpack_rows<Config>(gate, next_u);
+    x.advance();
+    u.advance();
+    next = Exists<Config>(place, first_row + pass_rows, params);
+    load_rows(next_x, x, place, next);
+    load_rows(next_u, u, place, next);
     float rstd[kRows];
-    unpack_rows<Config>(xhat, rows.x);
-    normalise<Config>(xhat, rstd, place, params, sums);
+    normalise<Config>(xhat, rstd, exists, params, sums);
+    const Draws<Config> draws(params, seed, place, first_row);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first_row + r * place.step;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        const int column = place.column + i * place.apart;
-        const Draw<kVector> draw(params, seed, row, column);
-        float u[kVector];
-        unpack_vector<typename Config::Element>(u, rows.u[r][i]);
+        float result[kVector];
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
-          u[e] = draw.keep(u[e] * (xhat[r][i][e] * weight[i][e] + bias[i][e]), e, dropped);
+          const float normed = xhat[r][i][e] * weight[i][e] + bias[i][e];
+          result[e] = draws.keep(gate[r][i][e] * normed, r, i, e, dropped);
         }
-        store_row<Config>(u, params.out, row, column, params);
+        store_vector(result, out, r, i, place, exists);
       }
     }
+    out.advance();
+    first_row += pass_rows;
   }
 }
 
@@ -431,32 +474,25 @@ __device__ __forceinline__ void write_column_sums(float (&value)[Config::kItems]
   }
 }
 
-// x, u and grad_out of such rows.
-template <typename Config>
-struct Rows {
-  Packed x[Config::kRows][Config::kItems], u[Config::kRows][Config::kItems],
-      grad[Config::kRows][Config::kItems];
-
-  __device__ __forceinline__ void load(const BackwardParams& backward, const Place<Config>& place,
-                                       int64_t first_row) {
-    const Params& params = backward.forward;
-    load_rows<Config>(x, params.x, params.x_stride, place, first_row, params);
-    load_rows<Config>(u, params.u, params.u_stride, place, first_row, params);
-    load_rows<Config>(grad, backward.grad_out, backward.grad_stride, place, first_row, params);
-  }
-};
-
 template <typename Config>
 __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
     const __grid_constant__ BackwardLaunch launch) {
   constexpr int kRows = Config::kRows, kItems = Config::kItems, kVector = Config::kVector;
+  using Element = typename Config::Element;
   const BackwardParams& backward = launch.params;
   const Params& params = backward.forward;
   const Place<Config> place(launch.lanes_log2);
-  const int64_t unit_rows = int64_t{kRows} * place.step;
-  int64_t unit = place.unit;
-  Rows<Config> next;
-  next.load(backward, place, unit * unit_rows + place.row);
+  const int64_t unit_rows = int64_t{kRows} * place.step, pass_rows = place.units * unit_rows;
+  int64_t first_row = place.unit * unit_rows + place.row;
+  Cursor<Config> x(params.x, params.x_stride, place), u(params.u, params.u_stride, place),
+      grad(backward.grad_out, backward.grad_stride, place),
+      grad_x(backward.grad_x, params.columns, place),
+      grad_u(backward.grad_u, params.columns, place);
+  Packed next_x[kRows][kItems], next_u[kRows][kItems], next_grad[kRows][kItems];
+  Exists<Config> next(place, first_row, params);
+  load_rows(next_x, x, place, next);
+  load_rows(next_u, u, place, next);
+  load_rows(next_grad, grad, place, next);
   const uint64_t seed = params.seed == nullptr ? 0 : static_cast<uint64_t>(*params.seed);
   const uint32_t dropped = drop_up_to(params);
   const float scale = kept_scale(params), count = 1.0f / static_cast<float>(params.columns);
@@ -471,36 +507,46 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
 #pragma unroll
     for (int e = 0; e < kVector; ++e) grad_weight[i][e] = grad_bias[i][e] = 0.0f;
   }
-  for (; unit * unit_rows < params.total; unit += place.units) {
-    const int64_t first_row = unit * unit_rows + place.row;
-    const Rows<Config> rows = next;
-    next.load(backward, place, (unit + place.units) * unit_rows + place.row);
+  // The same units for all lanes of a row.
+  while (first_row - place.row < params.total) {
+    const Exists<Config> exists = next;
+    Packed rU[kRows][kItems], rGrad[kRows][kItems];
     Values<Config> xhat, h;
+    unpack_rows<Config>(xhat, next_x);
+#pragma unroll
+    for (int i = 0; i < kRows * kItems; ++i) {
+      rU[i / kItems][i % kItems] = next_u[i / kItems][i % kItems];
+      rGrad[i / kItems][i % kItems] = next_grad[i / kItems][i % kItems];
+    }
+    x.advance();
+    u.advance();
+    grad.advance();
+    next = Exists<Config>(place, first_row + pass_rows, params);
+    load_rows(next_x, x, place, next);
+    load_rows(next_u, u, place, next);
+    load_rows(next_grad, grad, place, next);
     float rstd[kRows], means[2 * kRows];  // of h and h xhat
-    unpack_rows<Config>(xhat, rows.x);
-    normalise<Config>(xhat, rstd, place, params, sums);
+    normalise<Config>(xhat, rstd, exists, params, sums);
+    const Draws<Config> draws(params, seed, place, first_row);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       means[2 * r] = means[2 * r + 1] = 0.0f;
-      const int64_t row = first_row + r * place.step;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        const int column = place.column + i * place.apart;
-        const Draw<kVector> draw(params, seed, row, column);
-        float u[kVector], grad[kVector];
-        unpack_vector<typename Config::Element>(u, rows.u[r][i]);
-        unpack_vector<typename Config::Element>(grad, rows.grad[r][i]);
+        float gate[kVector], g[kVector];
+        unpack_vector<Element>(gate, rU[r][i]);
+        unpack_vector<Element>(g, rGrad[r][i]);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
-          const float kept = draw.keep(grad[e], e, dropped), product = kept * u[e];
+          const float kept = draws.keep(g[e], r, i, e, dropped), product = kept * gate[e];
           grad_weight[i][e] += product * xhat[r][i][e];
           grad_bias[i][e] += product;
           h[r][i][e] = product * weight[i][e];
           means[2 * r] += h[r][i][e];
           means[2 * r + 1] += h[r][i][e] * xhat[r][i][e];
-          grad[e] = kept * (xhat[r][i][e] * weight[i][e] + bias[i][e]);
+          g[e] = kept * (xhat[r][i][e] * weight[i][e] + bias[i][e]);
         }
-        store_row<Config>(grad, backward.grad_u, row, column, params);
+        store_vector(g, grad_u, r, i, place, exists);
       }
     }
     sums.add(means);
@@ -513,10 +559,12 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
         for (int e = 0; e < kVector; ++e) {
           h[r][i][e] = rstd[r] * (h[r][i][e] - mean_h - xhat[r][i][e] * mean_hx);
         }
-        store_row<Config>(h[r][i], backward.grad_x, first_row + r * place.step,
-                          place.column + i * place.apart, params);
+        store_vector(h[r][i], grad_x, r, i, place, exists);
       }
     }
+    grad_x.advance();
+    grad_u.advance();
+    first_row += pass_rows;
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -526,8 +574,8 @@ __global__ __launch_bounds__(kThreads, Config::kCtas) void backward_rows(
       grad_bias[i][e] *= scale;
     }
   }
-  float* gPartial = static_cast<float*>(backward.partial) + blockIdx.x * 2 * params.columns;
   ptx::griddepcontrol_launch_dependents();
+  float* gPartial = static_cast<float*>(backward.partial) + blockIdx.x * 2 * params.columns;
   write_column_sums<Config>(grad_weight, place, params.columns, gPartial);
   write_column_sums<Config>(grad_bias, place, params.columns, gPartial + params.columns);
 }
@@ -549,7 +597,7 @@ __device__ __forceinline__ Sum<Element> keep_one(const Params& params, int64_t r
   using S = Sum<Element>;
   if (params.seed == nullptr) return S(1);
   uint32_t words[1][kDropoutWords];
-  dropout_words(words, static_cast<uint64_t>(*params.seed), row, column / kDropoutColumns);
+  dropout_words(words, static_cast<uint64_t>(*params.seed), {{row, column / kDropoutColumns}});
   const int place = static_cast<int>(column % kDropoutColumns);
   const uint32_t low = place < 2 ? words[0][0] : words[0][1];
   const uint32_t high = place < 6 ? words[0][2] : words[0][3];
@@ -730,21 +778,22 @@ bool in_registers(const Params& params) {
 // run(config, shape) with the Config of a row's length.
 template <typename Element, bool kBackward, typename Run>
 cudaError_t with_config(int64_t vectors, Run run) {
-  constexpr bool kNarrow = sizeof(Element) == 2;  // 8 elements per vector
-  constexpr int kItems = kNarrow ? 1 : 2;
-  constexpr int kRows = 2, kCtas = kBackward ? 2 : 3;
-  if (vectors <= 32 * kItems) {
+  // Measured on 103,366 rows of 64 to 1,024 elements; docs/performance_log.md has the others.
+  constexpr bool kTwoRows = kBackward && sizeof(Element) == 2;
+  constexpr int kRows = kTwoRows ? 2 : 1, kCtas = kTwoRows ? 1 : 2;
+  if (vectors <= 64) {
     int lanes_log2 = 0;
-    while ((int64_t{kItems} << lanes_log2) < vectors) ++lanes_log2;
-    return run(Config<Element, kItems, kRows, false, kCtas>{}, Shape{lanes_log2, kThreads});
+    while ((int64_t{2} << lanes_log2) < vectors) ++lanes_log2;
+    return run(Config<Element, 2, kRows, false, kCtas>{}, Shape{lanes_log2, kThreads});
   }
-  const auto threads = [&](int items) {
-    return vectors <= 64 * items ? 64 : vectors <= 128 * items ? 128 : kThreads;
-  };
-  if (vectors <= kThreads * kItems) {
-    return run(Config<Element, kItems, kRows, true, kCtas>{}, Shape{5, threads(kItems)});
+  constexpr int kItems = kTwoRows ? 1 : 2;
+  const int threads = vectors <= 64 * kItems    ? 64
+                      : vectors <= 128 * kItems ? 128
+                                                : kThreads;
+  if (vectors <= threads * kItems) {
+    return run(Config<Element, kItems, kRows, true, 2>{}, Shape{5, threads});
   }
-  if (vectors <= kThreads * 2) return run(Config<Element, 2, 1, true, 2>{}, Shape{5, kThreads});
+  if (vectors <= kThreads * 2) return run(Config<Element, 2, 1, true, 1>{}, Shape{5, kThreads});
   return run(Config<Element, 4, 1, true, 1>{}, Shape{5, kThreads});
 }
 
