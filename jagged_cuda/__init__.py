@@ -12,14 +12,14 @@ _load.load_libraries()
 # Operators register on libraries that are loaded.
 from jagged_cuda import lists, nested, nn, offsets, ops, rows, torchrec  # noqa: E402, F401
 from jagged_cuda._checks import check_errors, set_checks  # noqa: E402
+from jagged_cuda.offsets import *  # noqa: E402, F403
+from jagged_cuda.ops import *  # noqa: E402, F403
 from jagged_cuda.ops._bias import (  # noqa: E402
     PositionBias,
     TimeBias,
     log_boundaries,
     sqrt_boundaries,
 )
-from jagged_cuda.offsets import *  # noqa: E402, F403
-from jagged_cuda.ops import *  # noqa: E402, F403
 from jagged_cuda.rows import *  # noqa: E402, F403
 
 __all__ = [

@@ -201,8 +201,14 @@ def exported(
         rows, batch, keys, elems = (
             torch.export.Dim(f"{letter}_{name}", min=2) for letter in ("T", "B", "K", "E")
         )
-        dims = {"q": rows, "kv": keys if cross else rows, "seq": batch, "matrix": elems}
-        dims["features"] = None
+        dims = {
+            "q": rows,
+            "kv": keys if cross else rows,
+            "seq": batch,
+            "matrix": elems,
+            "table": None,
+            "features": None,
+        }
         of_tensors = {each: {0: dims[case.rows[each]]} for each in samples[name].tensors}
         shapes[name] = (of_tensors, {0: batch + 1}, {0: batch + 1} if cross else None)
     arguments = (arguments_of(samples),)

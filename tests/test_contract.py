@@ -24,6 +24,7 @@ from jagged_cuda.ops._contract import Contract, operators
 SIZES = {
     **{"B": 2, "T": 6, "Tq": 6, "Tk": 6, "Tx": 6, "Ty": 6, "M": 4, "N": 5, "D": 3, "Dv": 7},
     **{"H": 4, "G": 2, "R": 2, "sum Lx*Ly": 10, "...": (3, 2)},
+    **{"Hb": 2, "Ht": 2, "Hp": 2, "Rt": 4, "Rp": 5},
 }
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -145,7 +146,7 @@ def wrong_relations(op: str, contract: Contract) -> Iterator[Wrong]:
             owner = next(rule for rule in contract.rules if subject in rule.dims)
             yield Wrong(check, right_call(op, sizes, optional=not unless), owner.name, text)
         if words[1] == "%":
-            no_keys = right_call(op, SIZES | {"G": 0})
+            no_keys = right_call(op, SIZES | {words[2]: 0})
             yield Wrong(check, no_keys, owner.name, "a multiple of 0")
 
 

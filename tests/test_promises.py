@@ -92,7 +92,7 @@ def test_200_000_sequences_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
     many = Sample(spec, repeated(case, few.tensors, 400), layout.offsets(), None)
     found = run(case, many, calls(case), lambda _: repeated(case, given, 400))
     # Sums over the whole batch are 400 times as large.
-    of_batch = {name for name in found if rows_of(case, name) == "features"}
+    of_batch = {name for name in found if rows_of(case, name) in SHARED}
     expected = repeated(case, expected, 400)
     assert_same_bits(
         *({n: t for n, t in each.items() if n not in of_batch} for each in (found, expected))
@@ -102,6 +102,10 @@ def test_200_000_sequences_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found[name], whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
 
 
+# Rows that belong to the batch as a whole.
+SHARED = ("features", "table")
+
+
 def rows_of(case: Case, name: str) -> Any:
     """What the rows of an argument, an output or a gradient are."""
     return case.rows[name.removeprefix("grad_")]
@@ -109,7 +113,7 @@ def rows_of(case: Case, name: str) -> Any:
 
 def repeated(case: Case, tensors: Tensors, times: int) -> Tensors:
     return {
-        name: t if rows_of(case, name) == "features" else t.repeat(times, *[1] * (t.dim() - 1))
+        name: t if rows_of(case, name) in SHARED else t.repeat(times, *[1] * (t.dim() - 1))
         for name, t in tensors.items()
     }
 
@@ -239,7 +243,7 @@ def joined(case: Case, first: Sample, second: Sample) -> Sample:
     device = first.offsets.device
     layout = Layout(first.spec.layout.lengths + second.spec.layout.lengths)
     tensors = {
-        name: t if case.rows[name] == "features" else torch.cat((t, second.tensors[name]))
+        name: t if case.rows[name] in SHARED else torch.cat((t, second.tensors[name]))
         for name, t in first.tensors.items()
     }
     spec = dataclasses.replace(first.spec, layout=layout)
@@ -250,7 +254,7 @@ def alone(case: Case, sample: Sample, seq: int) -> Sample:
     """One sequence of a sample."""
     tensors = {}
     for name, tensor in sample.tensors.items():
-        if case.rows[name] == "features":
+        if case.rows[name] in SHARED:
             tensors[name] = tensor
             continue
         begin, end = sample.spec.rows_layout(case.rows[name]).offsets()[seq : seq + 2]

@@ -41,7 +41,7 @@ def rows_of(values: Tensor, layout: Layout, seqs: list[int]) -> Tensor:
 def selected(values: Tensor, rows: Rows, spec: Spec, seqs: list[int]) -> Tensor:
     if rows == "seq":
         return values[seqs].contiguous()
-    if rows == "features":
+    if rows in ("features", "table"):  # the same for all
         return values.contiguous()
     return rows_of(values, spec.rows_layout(rows), seqs).contiguous()
 

@@ -241,7 +241,8 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
             else:
                 signature[parameter.name] = mangle_type(value)
                 if isinstance(value, tuple):
-                    constants |= {(i, j): 1 for j, stride in enumerate(value) if stride == 1}
+                    numbers = ((j, n) for j, n in enumerate(value) if isinstance(n, int))
+                    constants |= {(i, j): 1 for j, n in numbers if n == 1}
         source = ASTSource(kernel, signature, constants)
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.add(kernel.__name__)
@@ -279,6 +280,21 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
     results += triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True, **masked)
     masked |= {"divisor": "length", "row_scale": rows}
     results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, **masked))
+    results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, divisor=3.0))
+    times, table = rows.long(), torch.empty(2, 7, device="meta", requires_grad=True)
+    biases = {
+        "kv_lengths": counts,
+        "kv_bias": torch.empty(100, 2, device="meta", requires_grad=True),
+        "time_bias": (table, times, times, times[:6], False),
+        "position_bias": (table, -3),
+    }
+    results += triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True, **biases)
+    results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, divisor=3.0, **biases))
+    shared = {
+        "kv_bias": values(100).detach().float(),
+        "time_bias": (table[0], *biases["time_bias"][1:]),
+    }
+    results.append(triton_ref.jagged_flash_attention(q, k, v, offsets, **shared))
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
         operands = (x, values(2, 16, 8), offsets)

@@ -43,7 +43,7 @@ def used_keys(p_kv_lengths, i_seq, len_k):
 @triton.jit
 def time_buckets(time, o_q, o_k, m_q, m_k):
     """How many boundaries are at most the distance in time of rows [M] and keys [N]: [M, N]."""
-    p_table, heads, buckets, p_q_time, p_kv_time, p_boundaries, symmetric = time
+    _, _, buckets, p_q_time, p_kv_time, p_boundaries, symmetric = time
     # [M]
     b_q = tl.load(p_q_time + o_q, mask=m_q, other=0)
     # [N]
@@ -59,7 +59,7 @@ def time_buckets(time, o_q, o_k, m_q, m_k):
 @triton.jit
 def position_buckets(position, b_distance):
     """Of the distance in rows: [M, N]."""
-    p_table, heads, buckets, first = position
+    _, _, buckets, first = position
     return tl.minimum(tl.maximum(b_distance.to(tl.int64) - first, 0), buckets - 1).to(tl.int32)
 
 
@@ -73,12 +73,12 @@ def bias_of(key, time, position, i_head, num_heads, o_q, o_k, m_q, m_k, b_distan
         b_key = tl.load(p_bias + o_k * heads + i_head // (num_heads // heads), mask=m_k, other=0.0)
         b_bias += b_key[None, :]
     if time is not None:
-        p_table, heads, buckets, p_q_time, p_kv_time, p_boundaries, symmetric = time
+        p_table, heads, buckets = time[0], time[1], time[2]
         p_row = p_table + i_head // (num_heads // heads) * buckets
         # [M, N]
         b_bias += tl.load(p_row + time_buckets(time, o_q, o_k, m_q, m_k))
     if position is not None:
-        p_table, heads, buckets, first = position
+        p_table, heads, buckets = position[0], position[1], position[2]
         p_row = p_table + i_head // (num_heads // heads) * buckets
         # [M, N]
         b_bias += tl.load(p_row + position_buckets(position, b_distance))
@@ -146,16 +146,17 @@ def probs_and_grad_logits(
 ):
     """P and dS, zeros where masked: [M, N] both. With SILU b_delta is the rows' weight."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale + b_bias
+    b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
     if SILU:
         b_gate = tl.sigmoid(b_s)
-        b_grad_w = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
         b_slope = b_gate * (1.0 + b_s * (1.0 - b_gate))
-        b_w = tl.where(m_s, b_delta[:, None] * (b_s * b_gate), 0.0)
-        return b_w, tl.where(m_s, b_delta[:, None] * b_slope * b_grad_w, 0.0)
-    # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
-    b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
-    b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
-    return b_p, tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
+        b_p = tl.where(m_s, b_delta[:, None] * (b_s * b_gate), 0.0)
+        b_grad_s = tl.where(m_s, b_delta[:, None] * b_slope * b_grad_p, 0.0)
+    else:
+        # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
+        b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
+        b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
+    return b_p, b_grad_s
 
 
 def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:

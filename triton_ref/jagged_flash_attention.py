@@ -83,8 +83,10 @@ def row_weights(p_row_scale, o_row, m_row, divisor, len_k, b_zeros):
     """What the sums of silu(scores) v of rows [M] are multiplied by; divisor 0 is len_k: [M]."""
     b_divisor = b_zeros + tl.where(divisor == 0.0, tl.maximum(len_k, 1).to(b_zeros.dtype), divisor)
     if p_row_scale is None:
-        return 1.0 / b_divisor
-    return tl.load(p_row_scale + o_row, mask=m_row, other=0.0) / b_divisor
+        b_factor = b_zeros + 1.0
+    else:
+        b_factor = tl.load(p_row_scale + o_row, mask=m_row, other=0.0)
+    return b_factor / b_divisor
 
 
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
@@ -655,8 +657,8 @@ def jagged_flash_attention(
     kv_lengths [B] is the used part of each key sequence. kv_bias [Tk] or [Tk, H] is added to the
     scores of its keys; a table of time_bias (table, q_time, kv_time, boundaries, symmetric) by how
     many boundaries the distance in time has reached; one of position_bias (table, first) by the
-    distance in rows, less first. max_len is a hint that is not needed here. Any strides are read as they are; accumulation, LSE
-    and its gradient are fp32.
+    distance in rows, less first. max_len is a hint that is not needed here. Any strides are read as
+    they are; accumulation, LSE and its gradient are fp32.
     """
     out, lse = attention_of(
         *("jagged_flash_attention", q, k, v, offsets),

@@ -31,8 +31,8 @@ def jagged_hstu_attention(
 ) -> torch.Tensor:
     """row_scale / divisor * silu(scale Q_b K_b^T) V_b for each sequence b.
 
-    Shapes, masks and biases are those of jagged_flash_attention; row_scale is [Tq]. "length" divides by the
-    sequence's number of keys.
+    Shapes, masks and biases are those of jagged_flash_attention; row_scale is [Tq]. "length"
+    divides by the sequence's number of keys.
     """
     out, _ = attention_of(
         *("jagged_hstu_attention", q, k, v, offsets),

@@ -82,8 +82,9 @@ static int64_t index_of(const std::vector<std::string>& names, const std::string
 }
 
 static bool has_size(const TensorRule& rule, int64_t size) {
-  return std::any_of(rule.dims.begin(), rule.dims.end(),
-                     [&](const Word& dim) { return dim.kind == Word::kSize && dim.value == size; });
+  return std::any_of(rule.dims.begin(), rule.dims.end(), [&](const Word& dim) {
+    return dim.kind == Word::kSize && dim.value == size && dim.plus == 0;
+  });
 }
 
 // The state of one check.

@@ -59,7 +59,7 @@ _NO_BIASES = (None, None, None, None, None, None, True, None, 0)
 
 
 def save(ctx: Any, tensors: tuple[Tensor | None, ...], biases: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Save tensors, and those among the biases (_bias.flatten); the result stands for the latter."""
+    """Save tensors, and those among biases (_bias.flatten); the result stands for the latter."""
     biases = (*biases, *_NO_BIASES[len(biases) :])
     added = [t for t in biases if isinstance(t, Tensor)]
     ctx.save_for_backward(*tensors, *added)

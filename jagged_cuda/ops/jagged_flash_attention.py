@@ -33,8 +33,8 @@ def jagged_flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let each sequence's queries attend to its own keys, never storing the matrix of scores.
 
-    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + bias + mask) @ v_b``. Row i
-    sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
+    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + bias + mask) @ v_b``. Row
+    i sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
     ``(left, right) = window_size`` (bottom-right alignment), and, with key_ranges, j is in one of
     the row's ranges.
 
@@ -54,8 +54,8 @@ def jagged_flash_attention(
         key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
             ``begin <= j < end``, counted from the first key of the sequence; empty if
             ``end <= begin``. hstu_key_ranges makes those of HSTU.
-        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk and
-            dv of the rows behind it are 0. None uses all.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
+            and dv of the rows behind it are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
             key after scale; -inf hides the key.
         time_bias: a TimeBias, added likewise: by the time between query and key.
@@ -76,9 +76,9 @@ def jagged_flash_attention(
         TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
         result does not depend on its neighbours, bit for bit.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
-        backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on Hopper
-        too. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums in a
-        fixed order; those of tables cost a kernel of their own.
+        backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on
+        Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are
+        sums in a fixed order; those of tables cost a kernel of their own.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
@@ -162,7 +162,7 @@ def _backward(
     if grad_out is None and grad_lse is None:
         return (None,) * 21
     (q, k, v, out, lse, offsets, kv_offsets, key_ranges), biases = _attention.saved(ctx)
-    if grad_out is None:
+    if grad_out is None and out is not None:
         grad_out = torch.zeros_like(out)
     op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
     wanted = _attention.wanted(ctx, 12)

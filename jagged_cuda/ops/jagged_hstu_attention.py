@@ -58,8 +58,8 @@ def jagged_hstu_attention(
         scale: of the scores; None means ``1 / sqrt(D)``.
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
-        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk and
-            dv of the rows behind it are 0. None uses all.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
+            and dv of the rows behind it are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
             key after scale; finite.
         time_bias: a TimeBias, added likewise: by the time between query and key.

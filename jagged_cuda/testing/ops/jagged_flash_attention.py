@@ -75,8 +75,9 @@ BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     "hidden": (False, False, True),
     # Heads of a bias, one for all (1) or one each (True); and R of a table, or None for no table.
     "bias_heads": (1, True),
-    "time": (None, ("symmetric", 7), ("past", 33), ("symmetric", 1)),
-    "position": (None, (0, 5), (-2, 40), (3, 1)),
+    "time": ("symmetric", "past"),
+    "first": (0, -2, 3),
+    "buckets": (1, 5, 7, 33, 70),  # R of both tables
 }
 
 
@@ -98,35 +99,29 @@ def _times(places: Tensor) -> Tensor:
 
 
 def _boundaries(spec: Spec, device: torch.device) -> Tensor:
-    return jagged_cuda.log_boundaries(spec.choices["time"][1], 0.6, _TIME_UNIT).to(device)
+    return jagged_cuda.log_boundaries(spec.choices["buckets"], 0.6, _TIME_UNIT).to(device)
 
 
 def bias_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Of kv_bias, and of tables, of which each column is one of the function's rows."""
     heads = (spec.choices["heads"] or (1, 1))[0] if spec.choices["bias_heads"] is True else 1
-    buckets = {
-        "time_table": (spec.choices["time"] or (None, 1))[1],
-        "position_table": (spec.choices["position"] or (None, 1))[1],
-    }
-    return {"kv_bias": (spec.kv.total, heads)} | {n: (r, heads) for n, r in buckets.items()}
+    table = (spec.choices["buckets"], heads)
+    return {"kv_bias": (spec.kv.total, heads), "time_table": table, "position_table": table}
 
 
-BIAS_ROWS: dict[str, Any] = {
-    "kv_bias": "kv",
-    "time_table": lambda spec: Layout((bias_shapes(spec)["time_table"][0],)),
-    "position_table": lambda spec: Layout((bias_shapes(spec)["position_table"][0],)),
-}
+BIAS_ROWS = {"kv_bias": "kv", "time_table": "table", "position_table": "table"}
 
 
-def _key_bias(spec: Spec, kv_bias: Tensor) -> Tensor:
+def _hide(spec: Spec, kv_bias: Tensor, places: Tensor) -> Tensor:
     """`[Tk, Hb]`, with -inf at every third key where some are hidden."""
     if not spec.choices["hidden"]:
         return kv_bias
-    third = _places(spec.kv, kv_bias.device) % 3 == 1
-    return kv_bias.masked_fill(third[:, None], -math.inf)
+    return kv_bias.masked_fill((places % 3 == 1)[:, None], -math.inf)
 
 
-def bias_options(spec: Spec, tensors: Tensors) -> dict[str, Any]:
+def bias_options(
+    spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
+) -> dict[str, Any]:
     """The options of attention's public functions; nothing for cases without biases."""
     if "kv_bias" not in tensors:
         return {}
@@ -135,27 +130,23 @@ def bias_options(spec: Spec, tensors: Tensors) -> dict[str, Any]:
     kv_bias, time_table, position_table = (
         tensors[name].to(sums) for name in ("kv_bias", "time_table", "position_table")
     )
-    device = given.device
-    options: dict[str, Any] = {"kv_bias": _key_bias(spec, kv_bias)}
-    if kv_bias.shape[1] == 1:
-        options["kv_bias"] = options["kv_bias"].squeeze(1)
-        time_table, position_table = time_table.squeeze(1), position_table.squeeze(1)
+    keys = offsets if kv_offsets is None else kv_offsets
+    places = jagged_cuda.jagged_positions(offsets, total=tensors["q"].shape[0])
+    key_places = jagged_cuda.jagged_positions(keys, total=given.shape[0])
+    kv_bias = _hide(spec, kv_bias, key_places)
+    if given.shape[1] == 1:
+        kv_bias, time_table, position_table = (
+            t.squeeze(1) for t in (kv_bias, time_table, position_table)
+        )
+    time = _times(places), _times(key_places), _boundaries(spec, given.device)
+    symmetric = spec.choices["time"] == "symmetric"
+    options: dict[str, Any] = {
+        "kv_bias": kv_bias,
+        "time_bias": jagged_cuda.TimeBias(time_table.t(), *time, symmetric),
+        "position_bias": jagged_cuda.PositionBias(position_table.t(), spec.choices["first"]),
+    }
     if spec.choices["kv_lengths"]:
-        options["kv_lengths"] = torch.tensor(
-            used_lengths(spec), dtype=spec.offsets_dtype, device=device
-        )
-    if spec.choices["time"] is not None:
-        options["time_bias"] = jagged_cuda.TimeBias(
-            time_table.t(),
-            _times(_places(spec.layout, device)),
-            _times(_places(spec.kv, device)),
-            _boundaries(spec, device),
-            spec.choices["time"][0] == "symmetric",
-        )
-    if spec.choices["position"] is not None:
-        options["position_bias"] = jagged_cuda.PositionBias(
-            position_table.t(), spec.choices["position"][0]
-        )
+        options["kv_lengths"] = jagged_cuda.lengths_from_offsets(keys) * 2 // 3
     return options
 
 
@@ -170,26 +161,23 @@ def padded_bias(spec: Spec, tensors: Tensors) -> Tensor | None:
         """The second dimension for each query head."""
         return bias.repeat_interleave(heads // bias.shape[1], dim=1)
 
-    keys = pad(_key_bias(spec, tensors["kv_bias"]), spec.kv)
+    keys = pad(_hide(spec, tensors["kv_bias"], _places(spec.kv, device)), spec.kv)
     bias = each_head(keys.transpose(1, 2)[:, :, None, :])
     bias = bias.expand(-1, -1, spec.layout.max_len, -1)
-    if spec.choices["time"] is not None:
-        then = pad(_times(_places(spec.kv, device)), spec.kv)
-        away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
-        away = away.abs() if spec.choices["time"][0] == "symmetric" else away.clamp(min=0)
-        bucket = torch.searchsorted(_boundaries(spec, device), away.contiguous(), right=True)
-        bias = bias + each_head(tensors["time_table"][bucket].permute(0, 3, 1, 2))
-    if spec.choices["position"] is not None:
-        len_q, len_k = (
-            torch.tensor(lengths, dtype=torch.int64, device=device)[:, None, None]
-            for lengths in (spec.layout.lengths, used_lengths(spec))
-        )
-        i = torch.arange(spec.layout.max_len, device=device)[:, None]
-        j = torch.arange(spec.kv.max_len, device=device)
-        table = tensors["position_table"]
-        bucket = (i + len_k - len_q - j - spec.choices["position"][0]).clamp(0, table.shape[0] - 1)
-        bias = bias + each_head(table[bucket].permute(0, 3, 1, 2))
-    return bias
+    then = pad(_times(_places(spec.kv, device)), spec.kv)
+    away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
+    away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)
+    bucket = torch.searchsorted(_boundaries(spec, device), away.contiguous(), right=True)
+    bias = bias + each_head(tensors["time_table"][bucket].permute(0, 3, 1, 2))
+    len_q, len_k = (
+        torch.tensor(lengths, dtype=torch.int64, device=device)[:, None, None]
+        for lengths in (spec.layout.lengths, used_lengths(spec))
+    )
+    i = torch.arange(spec.layout.max_len, device=device)[:, None]
+    j = torch.arange(spec.kv.max_len, device=device)
+    table = tensors["position_table"]
+    bucket = (i + len_k - len_q - j - spec.choices["first"]).clamp(0, table.shape[0] - 1)
+    return bias + each_head(table[bucket].permute(0, 3, 1, 2))
 
 
 def visible_keys(spec: Spec, tensors: Tensors) -> Tensor:
@@ -216,7 +204,7 @@ def visible_keys(spec: Spec, tensors: Tensors) -> Tensor:
         visible = visible & _in_ranges(spec, q)
     if not spec.choices.get("hidden"):
         return visible[:, None]
-    hidden = pad(_key_bias(spec, tensors["kv_bias"].detach()), kv_layout).isneginf().any(2)
+    hidden = pad(_places(kv_layout, device)[:, None], kv_layout)[..., 0] % 3 == 1
     return (visible & ~hidden[:, None])[:, None]
 
 
@@ -432,7 +420,7 @@ def _call(
     offsets: Tensor,
     kv_offsets: Tensor | None,
 ) -> Tensors:
-    more = call_options(spec) | bias_options(spec, tensors)
+    more = call_options(spec) | bias_options(spec, tensors, offsets, kv_offsets)
     if spec.choices.get("ranges") is not None:
         more["key_ranges"] = key_ranges(spec.choices["ranges"], tensors["q"], offsets, kv_offsets)
     out, lse = ops.jagged_flash_attention(
@@ -504,7 +492,7 @@ CASE = Case(
 
 def flat_biases(sample: Sample) -> tuple[Any, ...]:
     """The last arguments of the registered operators."""
-    given = bias_options(sample.spec, sample.tensors)
+    given = bias_options(sample.spec, sample.tensors, sample.offsets, sample.kv_offsets)
     names = ("kv_lengths", "kv_bias", "time_bias", "position_bias")
     flat = flatten("", *(given.get(name) for name in names))
     return tuple(

@@ -154,7 +154,7 @@ def _call(
         divisor=spec.choices["divisor"],
         kv_offsets=kv_offsets,
         **flash.call_options(spec),
-        **flash.bias_options(spec, tensors),
+        **flash.bias_options(spec, tensors, offsets, kv_offsets),
         **_options(spec, q, offsets, kv_offsets),
     )
     return {"out": out}
