@@ -11,7 +11,9 @@ TILE_T = 64  # rows whose sums for the gradients of weight and bias one program 
 
 
 @triton.jit
-def draw_keep(p_seed, i_row, o_d, dropped, scale, HAS_SEED: tl.constexpr, ACCUMULATOR: tl.constexpr):
+def draw_keep(
+    p_seed, i_row, o_d, dropped, scale, HAS_SEED: tl.constexpr, ACCUMULATOR: tl.constexpr
+):
     """0 for elements that are dropped, else scale: [TILE_D]."""
     b_keep = tl.full(o_d.shape, 1.0, ACCUMULATOR)
     if HAS_SEED:

@@ -27,7 +27,7 @@ class HSTULayer(nn.Module):
     For each sequence b, with `*` element by element::
 
         u_b, v_b, q_b, k_b = split(silu(uvqk_proj(input_norm(x_b))))
-        a_b = silu(q_b @ k_b.T / sqrt(qk_dim) + bias) @ v_b / divisor   # for each head, over visible keys
+        a_b = silu(q_b @ k_b.T / sqrt(qk_dim) + bias) @ v_b / divisor  # each head, visible keys
         y_b = x_b + out_proj(dropout(u_b * output_norm(a_b)))
 
     Args:

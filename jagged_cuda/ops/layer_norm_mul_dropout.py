@@ -50,8 +50,9 @@ def layer_norm_mul_dropout(
         What is dropped depends on the seed and on an element's row and column in x alone: random
         words are Philox 4x32-7 (Salmon et al., 2011) with the seed as key and row and column as
         counter, the same on the CPU, on CUDA and in Triton, in any dtype. p is rounded to a
-        multiple of 2^-16, in what is dropped and in what the others are multiplied by. No mask is kept: the backward pass draws it again, and computes mean and variance
-        again. Use another seed for each layer and step.
+        multiple of 2^-16, in what is dropped and in what the others are multiplied by. No mask is
+        kept: the backward pass draws it again, and computes mean and variance again. Use another
+        seed for each layer and step.
 
         No row is needed (T = 0), and nothing synchronises. Sums run in float32 (float64 for
         float64), and each result is rounded once. Gradients of x, u, weight and bias; those of

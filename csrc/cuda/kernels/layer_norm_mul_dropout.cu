@@ -222,8 +222,8 @@ __device__ __forceinline__ void load_rows(Packed (&rows)[Config::kRows][Config::
     for (int i = 0; i < Config::kItems; ++i) {
       rows[r][i] = Packed{};
       if (r * place.step < exists.rows && exists.columns[i]) {
-        rows[r][i] = *reinterpret_cast<const Packed*>(cursor.first + r * cursor.per_row +
-                                                      i * place.apart);
+        rows[r][i] =
+            *reinterpret_cast<const Packed*>(cursor.first + r * cursor.per_row + i * place.apart);
       }
     }
   }
@@ -787,9 +787,7 @@ cudaError_t with_config(int64_t vectors, Run run) {
     return run(Config<Element, 2, kRows, false, kCtas>{}, Shape{lanes_log2, kThreads});
   }
   constexpr int kItems = kTwoRows ? 1 : 2;
-  const int threads = vectors <= 64 * kItems    ? 64
-                      : vectors <= 128 * kItems ? 128
-                                                : kThreads;
+  const int threads = vectors <= 64 * kItems ? 64 : vectors <= 128 * kItems ? 128 : kThreads;
   if (vectors <= threads * kItems) {
     return run(Config<Element, kItems, kRows, true, 2>{}, Shape{5, threads});
   }
@@ -872,9 +870,9 @@ cudaError_t launch_layer_norm_mul_dropout_backward(const BackwardParams& params,
   } else if (params.workspace.needs_statistics) {
     error = with_element(forward.type, [&](auto element) {
       using Element = decltype(element);
-      const cudaError_t first = launch<backward_plain<Element>>(
-          params, {divide_up(forward.total, kWarps)}, kThreads, 0, stream,
-          "cuda.layer_norm_mul_dropout_backward.plain");
+      const cudaError_t first =
+          launch<backward_plain<Element>>(params, {divide_up(forward.total, kWarps)}, kThreads, 0,
+                                          stream, "cuda.layer_norm_mul_dropout_backward.plain");
       if (first != cudaSuccess) return first;
       return launch<sum_columns_plain<Element>>(params, {divide_up(forward.columns, 32), ctas},
                                                 kThreads, 0, stream, nullptr);
