@@ -68,7 +68,7 @@ FAULTS = (
     Fault(
         "padding in the variance",
         "cuda",
-        "cuda/kernels/layer_norm_mul_dropout.cu",
+        "cuda/kernels/norm/in_registers.cuh",
         "const float subtracted = exists.columns[i] ? mean[r] : 0.0f;",
         "const float subtracted = mean[r];",
         "--op layer_norm_mul_dropout",
@@ -76,7 +76,7 @@ FAULTS = (
     Fault(
         "a warp left out of a sum",
         "cuda",
-        "cuda/kernels/layer_norm_mul_dropout.cu",
+        "cuda/kernels/norm/lanes.cuh",
         "for (int w = 1; w < warps; ++w) value[i] += sSums[turn][i][w];",
         "for (int w = 2; w < warps; ++w) value[i] += sSums[turn][i][w];",
         "tests/test_layer_norm_mul_dropout.py -k wide_rows",
@@ -84,7 +84,7 @@ FAULTS = (
     Fault(
         "a draw not repeated",
         "cuda",
-        "cuda/kernels/layer_norm_mul_dropout.cu",
+        "cuda/kernels/norm/in_registers.cuh",
         "const float kept = draws.keep(g[e], r, i, e, dropped), product = kept * gate[e];",
         "const float kept = g[e], product = kept * gate[e];",
         "--op layer_norm_mul_dropout",

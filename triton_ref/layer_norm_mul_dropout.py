@@ -21,7 +21,7 @@ def draw_keep(
         o_block = (o_d // 8).to(tl.uint32)
         o_row = (o_d * 0).to(tl.int64) + i_row
         c1, c2 = (o_row & 0xFFFFFFFF).to(tl.uint32), (o_row >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, o_block, c1, c2, o_block * 0, n_rounds=7)
+        w0, w1, w2, w3 = tl.philox(seed, o_block, c1, c2, o_block * 0)
         o_word = o_d % 8 // 2
         words = tl.where(o_word < 2, tl.where(o_word == 0, w0, w1), tl.where(o_word == 2, w2, w3))
         halves = tl.where(o_d % 2 == 0, words & 0xFFFF, words >> 16)

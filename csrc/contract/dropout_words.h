@@ -1,9 +1,9 @@
 // The random words of dropout (dropout.h).
 //
-// Random words are Philox 4x32 with 7 rounds, the fewest with which it passes BigCrush, of "Parallel
-// Random Numbers: As Easy as 1, 2, 3" (Salmon, Moraes, Dror and Shaw, SC '11): in each round two
-// products of 32 bits are split into halves and mixed with a key that grows by a constant. The key
-// is the seed (low word, high word), the counter (column / 8, row's low word, row's high word, 0).
+// Philox 4x32-10 of "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon, Moraes, Dror and Shaw,
+// SC '11): ten rounds, in each of which two products of 32 bits are split into halves and mixed
+// with a key that grows by a constant. The key is the seed (low word, high word), the counter
+// (column / 8, row's low word, row's high word, 0).
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct DropoutPlace {
 template <int kCount>
 JAGGED_HOST_DEVICE void dropout_words(uint32_t (&words)[kCount][kDropoutWords], uint64_t seed,
                                       const DropoutPlace (&places)[kCount]) {
-  constexpr int kRounds = 7;
+  constexpr int kRounds = 10;
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   uint32_t c0[kCount], c1[kCount], c2[kCount], c3[kCount];
   JAGGED_UNROLL

@@ -48,7 +48,7 @@ def layer_norm_mul_dropout(
 
     Notes:
         What is dropped depends on the seed and on an element's row and column in x alone: random
-        words are Philox 4x32-7 (Salmon et al., 2011) with the seed as key and row and column as
+        words are Philox 4x32-10 (Salmon et al., 2011) with the seed as key and row and column as
         counter, the same on the CPU, on CUDA and in Triton, in any dtype. p is rounded to a
         multiple of 2^-16, in what is dropped and in what the others are multiplied by. No mask is
         kept: the backward pass draws it again, and computes mean and variance again. Use another

@@ -16,7 +16,7 @@ _LOW = 2**32 - 1
 
 
 def random_words(seed: int, rows: int, blocks: int, device: torch.device | str) -> Tensor:
-    """`[rows, blocks, 4]` words of 32 bits: Philox 4x32-7, written anew from its paper.
+    """`[rows, blocks, 4]` words of 32 bits: Philox 4x32-10, written anew from its paper.
 
     The key is the seed, the counter (block, row, row / 2^32, 0).
     """
@@ -31,7 +31,7 @@ def random_words(seed: int, rows: int, blocks: int, device: torch.device | str) 
         low += (high & 0xFFFF) << 16
         return (high >> 16) + (low >> 32), low & _LOW
 
-    for _ in range(7):
+    for _ in range(10):
         high0, low0 = halves(counter[0], 0xD2511F53)
         high2, low2 = halves(counter[2], 0xCD9E8D57)
         counter = [high2 ^ counter[1] ^ key[0], low2, high0 ^ counter[3] ^ key[1], low0]
