@@ -34,6 +34,7 @@ TITLES = {
     "target": "Target attention: items against histories",
     "unseen": "Self-attention on shapes that nobody tuned for",
     "rows": "Moving rows",
+    "norm": "A normed row times another one, with dropout",
     "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
     "modules": "Modules beside the operators that they are made of",

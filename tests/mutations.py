@@ -58,6 +58,38 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a draw not repeated",
+        "cpu",
+        "cpu/kernels/layer_norm.inl",
+        "const T kept = keep[i] == T(0) ? T(0) : grad[i] * keep[i];",
+        "const T kept = grad[i];",
+        "--op layer_norm_mul_dropout",
+    ),
+    Fault(
+        "padding in the variance",
+        "cuda",
+        "cuda/kernels/norm/in_registers.cuh",
+        "const float subtracted = exists.columns[i] ? mean[r] : 0.0f;",
+        "const float subtracted = mean[r];",
+        "--op layer_norm_mul_dropout",
+    ),
+    Fault(
+        "a warp left out of a sum",
+        "cuda",
+        "cuda/kernels/norm/lanes.cuh",
+        "for (int w = 1; w < warps; ++w) value[i] += sSums[turn][i][w];",
+        "for (int w = 2; w < warps; ++w) value[i] += sSums[turn][i][w];",
+        "tests/test_layer_norm_mul_dropout.py -k wide_rows",
+    ),
+    Fault(
+        "a draw not repeated",
+        "cuda",
+        "cuda/kernels/norm/in_registers.cuh",
+        "const float kept = draws.keep(g[e], r, i, e, dropped), product = kept * gate[e];",
+        "const float kept = g[e], product = kept * gate[e];",
+        "--op layer_norm_mul_dropout",
+    ),
+    Fault(
         "tail mask off by one",
         "cpu",
         "cpu/kernels/attention.inl",

@@ -21,6 +21,7 @@ from benchmarks import (
     checking,
     implementations,
     modules,
+    norm,
     peers,
     report,
     rows,
@@ -126,6 +127,16 @@ def test_rows_beside_plain_indexing(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert all(row["results"][name]["median_us"] > 0 for name in (OURS, "indexing"))
         assert row["shape"]["row_bytes"] == (4 if "numbers" in row["case"] else 128)
     assert "Moving rows" in capsys.readouterr().out
+
+
+def test_norm_beside_plain_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "norm")
+    assert {row["case"] for row in found["rows"]} == set(norm.COMMAND.cases)
+    for row in found["rows"]:
+        assert all(row["results"][name]["median_us"] > 0 for name in (OURS, "pytorch"))
+        assert row["results"]["compiled"] == {"absent": "compiled needs a GPU"}
+        assert row["shape"]["T"] == norm.QUICK_ROWS
+    assert "with dropout" in capsys.readouterr().out
 
 
 def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:

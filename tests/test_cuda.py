@@ -139,6 +139,30 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
+    *(
+        (
+            "layer_norm_mul_dropout",
+            dtype,
+            False,
+            {"D": columns, "p": p},
+            f"cuda.layer_norm_mul_dropout.{path}",
+            f"cuda.layer_norm_mul_dropout_backward.{path}",
+        )
+        for dtype in (*_DTYPES.values(), torch.float32)
+        for p in (0.0, 0.3)
+        for columns, path in (
+            *((8, "warp"), (48, "warp"), (128, "warp"), (512, "cta"), (1040, "cta")),
+            *((2056, "cta"), (4096, "cta"), (7, "plain"), (16392, "plain")),
+        )
+    ),
+    (
+        "layer_norm_mul_dropout",
+        torch.float64,
+        False,
+        {"D": 64, "p": 0.3},
+        "cuda.layer_norm_mul_dropout.plain",
+        "cuda.layer_norm_mul_dropout_backward.plain",
+    ),
     # After its plan, the move is what runs last.
     *(
         (name, dtype, False, choices, "cuda.jagged_take", f"cuda.{gradient}")
@@ -893,8 +917,15 @@ LAYOUT_OF_RESULT = {
     "jagged_jagged_bmm": Layout((1,) * 500),
     "jagged_target_attention": Layout((1,) * 500),
 }
-# Their cases compute a mask or an index on the GPU too; tests/test_rows.py looks at their memory.
-PLANNED = {"jagged_take", "jagged_select", "jagged_slice", "jagged_index_select"}
+# Their cases compute a mask or an index on the GPU too; tests/test_rows.py and
+# test_layer_norm_mul_dropout.py look at their memory.
+PLANNED = {
+    "layer_norm_mul_dropout",
+    "jagged_take",
+    "jagged_select",
+    "jagged_slice",
+    "jagged_index_select",
+}
 # So do the cases of those whose results are numbers.
 NUMBERS = [name for name, case in CASES.items() if not case.differentiable]
 PLANNED |= set(NUMBERS)

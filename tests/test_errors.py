@@ -34,7 +34,7 @@ CAPACITIES = {"padded_to_jagged", "jagged_broadcast", "jagged_positions"}
 # Operators over matrices alone, where no tensor says how many rows there are.
 ROWS_UNKNOWN = {"jagged2_softmax"}
 # Operators that take numbers of rows, and no offsets, or any offsets: a negative length is 0.
-WITHOUT_OFFSETS = {"jagged_take", "matrix_offsets"}
+WITHOUT_OFFSETS = {"jagged_take", "layer_norm_mul_dropout", "matrix_offsets"}
 # Each operator with the bad offsets that it can recognise.
 NAME_AND_BAD_OFFSETS = [
     pytest.param(name, values, message, id=f"{name}-{'_'.join(map(str, values))}")

@@ -28,6 +28,7 @@ from .jagged_take import jagged_take
 from .jagged_target_attention import jagged_target_attention
 from .jagged_to_padded import jagged_to_padded
 from .jagged_topk import jagged_topk
+from .layer_norm_mul_dropout import layer_norm_mul_dropout
 from .matrix_offsets import matrix_offsets
 from .padded_to_jagged import padded_to_jagged
 from .rows import jagged_concat, jagged_first, jagged_last, jagged_split
@@ -60,6 +61,7 @@ __all__ = [
     "jagged_target_attention",
     "jagged_to_padded",
     "jagged_topk",
+    "layer_norm_mul_dropout",
     "matrix_offsets",
     "padded_to_jagged",
 ]

@@ -195,6 +195,16 @@ constexpr Operator kOperators[] = {
    " -> (Tensor, Tensor, Tensor)",
    TARGET ", out: q [B, N, H, Dv], grad_out: q [B, N, H, Dv], lse: acc(q) [B, N, H], grad_lse: acc(q)? [B, N, H]; "
    TARGET_RELATIONS " -> q [B, N, H, D], q [T, G, D], q [T, G, Dv]"},
+
+  // x, u: rows that are packed in any way. Without a seed nothing is dropped; contract/dropout.h says what is. The
+  // backward's dx, du, dweight, dbias
+  {"layer_norm_mul_dropout(Tensor x, Tensor u, Tensor weight, Tensor bias, Tensor? seed, float eps=1e-06, float p=0.0)"
+   " -> Tensor",
+   "x: float [T, D], u: x [T, D], weight: acc(x) [D], bias: acc(x) [D], seed: int64? [1] -> x [T, D]"},
+  {"layer_norm_mul_dropout_backward(Tensor grad_out, Tensor x, Tensor u, Tensor weight, Tensor bias, Tensor? seed,"
+   " float eps=1e-06, float p=0.0) -> (Tensor, Tensor, Tensor, Tensor)",
+   "x: float [T, D], u: x [T, D], weight: acc(x) [D], bias: acc(x) [D], grad_out: x [T, D], seed: int64? [1]"
+   " -> x [T, D], x [T, D], acc(x) [D], acc(x) [D]"},
 };
 // clang-format on
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "contract/activation.h"
+#include "contract/dropout.h"
 #include "contract/score_bias.h"
 
 namespace jagged_cuda::cpu {
@@ -384,6 +385,43 @@ struct AttentionBackwardBuffers {
   T* key_sums = arena.take<T>(size.max_keys);
 };
 
+// ---- layer_norm_mul_dropout
+
+struct LayerNormParams {
+  Element element;
+  const void *x, *u;  // [T, columns]
+  int64_t x_row_stride, u_row_stride;
+  const void *weight, *bias;  // [columns], contiguous accumulators
+  int64_t columns;
+  double eps;
+  Dropout dropout;
+  uint64_t seed;
+  void* out;  // [T, columns], contiguous; forward only
+  // Backward only.
+  const void* grad_out;  // [T, columns]
+  int64_t grad_row_stride;
+  void *grad_x, *grad_u;  // [T, columns], contiguous
+};
+
+struct LayerNormItem {
+  int64_t begin, rows;
+};
+
+// Rows whose sums for dweight and dbias one item keeps.
+constexpr int64_t kLayerNormRows = 256;
+
+template <class T>
+struct LayerNormBuffers {
+  Arena& arena;
+  const LayerNormParams& params;
+  int64_t row = padded_row(params.columns);
+  T* x = arena.take<T>(row);  // then xhat
+  T* u = arena.take<T>(row);
+  T* keep = arena.take<T>(row);
+  T* out = arena.take<T>(row);
+  T* grad = params.grad_out != nullptr ? arena.take<T>(row) : nullptr;
+};
+
 // ---- The table
 
 // Kernels of one accumulator type. Each works on one item, in scratch memory of its own (the
@@ -416,6 +454,10 @@ struct Kernels {
   // x and y, `count` elements each, into `out`.
   void (*combine_elements)(Element, Combine, const void* x, const void* y, void* out,
                            int64_t count);
+  void (*layer_norm)(const LayerNormParams&, const LayerNormItem&, void* scratch);
+  // dx and du of the item's rows, and its part of dweight and dbias [columns], accumulators.
+  void (*layer_norm_backward)(const LayerNormParams&, const LayerNormItem&, void* grad_weight,
+                              void* grad_bias, void* scratch);
   void (*attention_forward)(const AttentionParams&, const AttentionItem&, void* scratch);
   void (*attention_backward)(const AttentionBackwardSize&, const AttentionItem&, void* scratch);
 };

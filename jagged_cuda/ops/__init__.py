@@ -23,6 +23,7 @@ from jagged_cuda.ops.jagged_take import jagged_take
 from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
 from jagged_cuda.ops.jagged_to_padded import jagged_to_padded
 from jagged_cuda.ops.jagged_topk import jagged_topk
+from jagged_cuda.ops.layer_norm_mul_dropout import layer_norm_mul_dropout
 from jagged_cuda.ops.matrix_offsets import matrix_offsets
 from jagged_cuda.ops.padded_to_jagged import padded_to_jagged
 
@@ -50,6 +51,7 @@ __all__ = [
     "jagged_target_attention",
     "jagged_to_padded",
     "jagged_topk",
+    "layer_norm_mul_dropout",
     "matrix_offsets",
     "padded_to_jagged",
 ]

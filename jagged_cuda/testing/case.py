@@ -44,8 +44,9 @@ class Case:
         rows: whose rows each argument and output has: "q", "kv", "seq" (one per sequence) or
             "table" (for all sequences, as many as the choice "buckets" says),
             "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
-            says how many there are), "total" (those of "q" in as many as that choice says), or a
-            function that gives the layout of a result that is packed anew, from row 0 on.
+            says how many there are), "total" (those of "q" in as many as that choice says),
+            "features" (one element for each of D features, of no sequence), or a function that
+            gives the layout of a result that is packed anew, from row 0 on.
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
