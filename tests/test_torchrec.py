@@ -58,7 +58,9 @@ def device(request: pytest.FixtureRequest) -> str:
 def attend(module: Any, queries: Tensor, rows: Tensor, causal: bool = False) -> Tensor:
     """PyTorch's module with the parameters of one of ours."""
     plain = torch.nn.MultiheadAttention(module.embed_dim, module.num_heads)
-    later = torch.ones(len(queries), len(rows), dtype=torch.bool).triu(1) if causal else None
+    later = None
+    if causal:
+        later = torch.ones(len(queries), len(rows), dtype=torch.bool, device=rows.device).triu(1)
     parameters = dict(module.named_parameters())
     arguments = (queries, rows, rows)
     options = {"attn_mask": later, "need_weights": False}

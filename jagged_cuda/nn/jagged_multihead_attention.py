@@ -87,7 +87,7 @@ class JaggedMultiheadAttention(AttentionProjections):
         else:
             if kv_offsets is not None:
                 fail_argument(name, "kv_offsets", "None without kv", "a tensor")
-            if self.in_proj_weight is None:
+            if not self.embed_dim == self.kdim == self.vdim:
                 expected = f"given, since kdim is {self.kdim} and vdim {self.vdim}"
                 fail_argument(name, "kv", expected, "None")
             q, k, v = self.project(rows)

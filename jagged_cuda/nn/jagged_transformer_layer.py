@@ -126,6 +126,11 @@ class JaggedTransformerLayer(nn.Module):
         read = self.self_attn(
             self.norm1(rows), offsets, causal=causal, window_size=window_size, max_len=max_len
         )
-        rows = rows + self.dropout1(read)
-        hidden = self.dropout(self.activation(self.linear1(self.norm2(rows))))
-        return put_together(x, rows + self.dropout2(self.linear2(hidden)))
+        rows = rows + _drop(self.dropout1, read)
+        hidden = _drop(self.dropout, self.activation(self.linear1(self.norm2(rows))))
+        return put_together(x, rows + _drop(self.dropout2, self.linear2(hidden)))
+
+
+def _drop(dropout: nn.Dropout, x: Tensor) -> Tensor:
+    """dropout(x), which with p = 0 would return x and take the host 3 us."""
+    return x if dropout.p == 0 else dropout(x)
