@@ -457,7 +457,9 @@ cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t 
   constexpr auto kKernel = spans_kernel<Config, Params>;
   constexpr const char* kOperator =
       Config::kBackward ? "cuda.jagged2_softmax_backward" : "cuda.jagged2_softmax";
-  constexpr const char* kCut = kByWindows ? ".windows" : ".tiles";
+  constexpr const char* kCut = kByWindows        ? ".windows"
+                               : kThreads == 128 ? ".tiles"
+                                                 : ".large_tiles";
   const int64_t window = int64_t{1} << spans.window_log2;
   const int64_t tiles = kByWindows
                             ? (params.matrices.capacity + window - 1) / window
