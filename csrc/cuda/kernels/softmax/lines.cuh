@@ -12,6 +12,10 @@
 
 namespace jagged_cuda::softmax {
 
+__device__ __forceinline__ float exponential(float x) {
+  return ptx::ex2_approx(x * 1.44269504f);  // log2(e)
+}
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float largest(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double largest(double a, double b) { return fmax(a, b); }
 
@@ -31,6 +35,13 @@ template <typename S>
 __device__ __forceinline__ S finite(S maximum) {
   return maximum == minus_infinity<S>() ? S(0) : maximum;
 }
+
+// Running maximum and sum of a long line.
+template <typename S>
+struct Statistics {
+  S maximum = minus_infinity<S>();
+  S sum = S(0);
+};
 
 // |scale|, in the exponent of the function at hand; x is negated for a scale below 0.
 template <typename S>

@@ -11,23 +11,18 @@ struct Spans {
   int window_log2;  // a window has at most half of these
 };
 
-#ifndef SM_THREADS
-#define SM_THREADS (kByWindows ? 128 : 256)
-#define SM_CTAS (1024 / SM_THREADS)
-#define SM_ITEMS 24
-#endif
 // kByWindows: a CTA for each window of the vector, else for each tile of one matrix.
-template <typename Element_, bool kBackward_, bool kByWindows_>
+template <typename Element_, bool kBackward_, bool kByWindows_, int kThreads_>
 struct SpanConfig {
   using Element = Element_;
   static constexpr bool kBackward = kBackward_;
   static constexpr bool kByWindows = kByWindows_;
-  static constexpr int kThreads = SM_THREADS;
+  static constexpr int kThreads = kThreads_;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kMinCtas = SM_CTAS;  // per SM, as registers allow
+  static constexpr int kMinCtas = 1024 / kThreads;  // per SM, as registers allow
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(Element));
   // Of a line that a thread keeps: 24 registers, or 32 of two operands
-  static constexpr int kItems = (kBackward ? 16 : SM_ITEMS) / (sizeof(Element) == 8 ? 2 : 1);
+  static constexpr int kItems = (kBackward ? 16 : 24) / (sizeof(Element) == 8 ? 2 : 1);
   static constexpr int kMaxShort = 32 * kItems;
   static constexpr int kLineSets = kByWindows ? kWarps : 1;  // of the lines of 32 matrices
   static constexpr int kStrip = 32;                          // columns at a time that do not fit

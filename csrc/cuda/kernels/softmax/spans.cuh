@@ -448,26 +448,29 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   }
 }
 
-// A capacity that the largest shared memory of any launch fits into, on all GPUs.
-constexpr int kMaxSharedBytes = 160 * 1024;
-
-template <typename Element, bool kByWindows, typename Params>
+// Each kernel is launched with one `spans`, since it is allowed its shared memory once.
+template <typename Element, bool kByWindows, int kThreads, typename Params>
 cudaError_t launch_spans(const Params& params, const Spans& spans, cudaStream_t stream) {
-  using Config = SpanConfig<Element, Operands<Params>::kBackward, kByWindows>;
+  using Config = SpanConfig<Element, Operands<Params>::kBackward, kByWindows, kThreads>;
   constexpr auto kKernel = spans_kernel<Config, Params>;
+  constexpr const char* kOperator =
+      Config::kBackward ? "cuda.jagged2_softmax_backward" : "cuda.jagged2_softmax";
+  constexpr bool kIsLarge = kThreads == 256;
   const int64_t window = int64_t{1} << spans.window_log2;
   const int64_t tiles = kByWindows
                             ? (params.matrices.capacity + window - 1) / window
                             : num_tiles(params.matrices.capacity, params.matrices.rows.num_seqs,
                                         1 << spans.window_log2);
-  const char* path =
-      Config::kBackward
-          ? (params.over_rows ? "cuda.jagged2_softmax_backward.rows"
-                              : "cuda.jagged2_softmax_backward.columns")
-          : (params.over_rows ? "cuda.jagged2_softmax.rows" : "cuda.jagged2_softmax.columns");
-  // Asked for once, for all launches.
-  const cudaError_t error = allow_shared_memory<kKernel>(kMaxSharedBytes);
-  if (error != cudaSuccess) return error;
+  const char* path = nullptr;
+  if constexpr (kIsLarge) {  // over rows alone
+    static constexpr PathName kRows = PathName(kOperator) + ".rows.large_tiles";
+    path = kRows;
+  } else {
+    constexpr const char* kCut = kByWindows ? ".windows" : ".tiles";
+    static constexpr PathName kColumns = PathName(kOperator) + ".columns" + kCut,
+                              kRows = PathName(kOperator) + ".rows" + kCut;
+    path = params.over_rows ? kRows : kColumns;
+  }
   return launch<kKernel>(SpanLaunch<Params>{params, spans}, {tiles}, Config::kThreads,
                          SpanShared<Config>::bytes(spans.buffer), stream, path);
 }
