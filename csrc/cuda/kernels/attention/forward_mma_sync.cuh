@@ -161,9 +161,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
     Accumulator<kRowBlocks, kScoreBlocks> s = {};
     mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
     if constexpr (Config::kGeneral) {
-      scale_and_bias(
-          s, scale, bias,
-          ScorePlace<false>{tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane});
+      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
+                     lane);
     } else if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
