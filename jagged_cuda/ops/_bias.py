@@ -29,6 +29,14 @@ class TimeBias(NamedTuple):
         kv_time: `[Tk]` int64, in the same.
         boundaries: `[R - 1]` int64, ascending, such as log_boundaries makes.
         symmetric: count time in both directions alike.
+
+    Example:
+        >>> q = k = v = torch.zeros(3, 1, 8)
+        >>> time = torch.tensor([0, 10, 500])
+        >>> table = torch.zeros(8, requires_grad=True)
+        >>> bias = TimeBias(table, time, time, log_boundaries(8, 1.0, unit=10))
+        >>> jagged_flash_attention(q, k, v, torch.tensor([0, 3]), time_bias=bias).shape
+        torch.Size([3, 1, 8])
     """
 
     table: Tensor
@@ -48,6 +56,12 @@ class PositionBias(NamedTuple):
         table: `[R]`, or `[H, R]` with a row for each query head, R from 1 to 2048; float32
             (float64 for float64). It may require a gradient.
         first: the distance of the first bucket; 0 gives each distance to an earlier key its own.
+
+    Example:
+        >>> q = k = v = torch.zeros(3, 1, 8)
+        >>> bias = PositionBias(torch.zeros(16))
+        >>> jagged_flash_attention(q, k, v, torch.tensor([0, 3]), position_bias=bias).shape
+        torch.Size([3, 1, 8])
     """
 
     table: Tensor

@@ -1,5 +1,5 @@
 // Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
-// keys, biases, unused keys or silu always mma.sync in the backward pass; plain FMA for f32 and f64.
+// keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -24,9 +24,6 @@ bool takes_wgmma(const AttentionParams& params) {
          copyable(params.v, params.kv_offsets.total, params.kv_heads) &&
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
-
-// Whether the kernels that look up ranges, biases and used parts take these operands, as silu, too.
-bool takes_general(const AttentionParams& params) { return params.silu || is_general(params); }
 
 // Whether the kernels for tiny sequences take these operands: head dims of at most 64, rows that can
 // be moved in 16-byte pieces, and items, rows and bytes of strides that can be counted in 32 bits.
@@ -98,13 +95,7 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
-      if (takes_general(params)) {
-        const cudaError_t error = takes_wgmma(params)
-                                      ? attention::launch_forward_wgmma<Element>(params, stream)
-                                      : cudaErrorNotSupported;
-        if (error != cudaErrorNotSupported) return error;
-        return attention::launch_forward_mma_sync<Element>(params, stream);
-      }
+      if (is_general(params)) return attention::launch_forward_mma_sync<Element>(params, stream);
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
@@ -139,7 +130,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_backward_general<Element>(params, stream);
     } else {
-      if (takes_general(params)) return attention::launch_backward_general<Element>(params, stream);
+      if (is_general(params)) return attention::launch_backward_general<Element>(params, stream);
       const auto launch_longer = [&](AttentionBackwardParams longer) {
         if (!takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);

@@ -218,6 +218,7 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
   }
 
   const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
+  const LaneRanges<kRowBlocks> lane_ranges(params, global_row, warp_row + lane / 4, rows);
   Accumulator<kRowBlocks, kOutBlocks> dq = {};
   TableSums<float> sums(params, blockIdx.x * Config::kWarps + threadIdx.x / 32, head);
   int stage = 0;
@@ -257,7 +258,7 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
       replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     if (Config::kGeneral && params.key_ranges != nullptr) {
-      replace_outside_ranges(s, 0.0f, params, global_row, warp_row + lane / 4, rows, key, lane);
+      replace_outside_ranges(s, 0.0f, lane_ranges, static_cast<int>(key), lane);
     }
     if constexpr (Config::kTables) {
       __shared__ Diagonals<kStep> diagonals[Config::kWarps];

@@ -64,7 +64,7 @@ struct ForwardConfig {
   // row's bits do not depend on the tile that it lies in: the forward pass is batch-invariant.
   static constexpr int kTileN = kDim == 32 || kDim == 256 ? 32 : 64;
   static constexpr int kMinCtas = kDim == 32                      ? (kRowBlocks == 1 ? 6 : 4)
-                                  : kDim == 64 && kRowBlocks == 1 ? 4
+                                  : kDim == 64 && kRowBlocks == 1 ? (kGeneral ? 3 : 4)
                                                                   : 2;
   static constexpr int kStages = 2;
   // Warps whose rows lie past the end only copy and wait: 7 % faster where sequences are tiny, but
@@ -146,6 +146,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   __syncthreads();
   const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
       shared.sQ, warp_row, lane);
+  const LaneRanges<kRowBlocks> lane_ranges(params, global_row, warp_row + lane / 4, rows);
   OnlineSoftmax<kRowBlocks> softmax;
   Accumulator<kRowBlocks, kOutBlocks> o = {};
   constexpr float kHidden = Config::kSilu ? kHiddenScore : -INFINITY;
@@ -176,7 +177,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
       replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     if (Config::kGeneral && params.key_ranges != nullptr) {
-      replace_outside_ranges(s, kHidden, params, global_row, warp_row + lane / 4, rows, key, lane);
+      replace_outside_ranges(s, kHidden, lane_ranges, static_cast<int>(key), lane);
     }
     if constexpr (Config::kSilu) {
       for_each_score(s, [](float& score) { score *= sigmoid(score); });

@@ -37,12 +37,10 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, bool kGeneral_ = false, bool kSilu_ = false>
+template <typename Element_, int kDim_>
 struct ForwardWgmmaConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
-  static constexpr bool kGeneral = kGeneral_;  // as in forward_mma_sync.cuh
-  static constexpr bool kSilu = kSilu_;
   static constexpr int kConsumers = 128;
   static constexpr int kThreads = kConsumers + 32;
   static constexpr int kTileM = 64;
@@ -51,11 +49,8 @@ struct ForwardWgmmaConfig {
   static constexpr int kTileN = 64;
   static constexpr int kSlots = 4;
   // As many as registers allow: one more would leave too few for S, P and O.
-  static constexpr int kMinCtas = kGeneral ? 2 : kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
-  static constexpr PathName kName = PathName("cuda.attention.forward.wgmma.d") + kDim +
-                                    (kSilu      ? ".silu"
-                                     : kGeneral ? ".general"
-                                                : "");
+  static constexpr int kMinCtas = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
+  static constexpr PathName kName = PathName("cuda.attention.forward.wgmma.d") + kDim;
   static_assert(kDim == 32 || kDim == 64 || kDim == 128);
 };
 
@@ -78,15 +73,12 @@ struct ForwardWgmmaStorage {
 };
 
 // The tile of this CTA; all lanes of a warp.
-template <int kTileM, bool kGeneral>
+template <int kTileM>
 __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& params) {
   const JaggedTile found = find_tile_of<kTileM>(params, params.q_offsets);
   RowRange kv = found.seq < 0 ? RowRange{0, 0} : found.rows;
-  if (found.seq >= 0 && kGeneral) {
-    kv = used_rows(params, found.seq);
-  } else if (found.seq >= 0 && params.kv_offsets.data != params.q_offsets.data) {
+  if (found.seq >= 0 && params.kv_offsets.data != params.q_offsets.data)
     kv = sequence_rows(params.kv_offsets, found.seq);
-  }
   QueryTile tile;
   tile.global_row = found.rows.begin + found.row;
   tile.key_begin = kv.begin;
@@ -103,36 +95,16 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   return tile;
 }
 
-// All keys from the first to the last that a window lets a tile see.
-template <int kStep>
-struct PlainKeySteps : KeyRange {
-  using KeyRange::KeyRange;
-  __device__ __forceinline__ int next(int key) const { return key + kStep; }
-};
-
-// The steps of a tile of queries; all lanes of a warp.
-template <typename Config>
-__device__ __forceinline__ auto key_steps(const AttentionParams& params, const QueryTile& tile) {
-  if constexpr (Config::kGeneral) {
-    const Window window{int64_t{tile.num_keys} - tile.num_queries, params.window_left,
-                        params.window_right};
-    const JaggedTile queries{0, {tile.global_row - tile.row, tile.num_queries}, tile.row};
-    return KeySteps<Config::kTileN, true>(params, window, queries, tile.rows, tile.num_keys);
-  } else {
-    return PlainKeySteps<Config::kTileN>(tile, window_of(params, tile), Config::kTileN);
-  }
-}
-
 // Finds the tile and copies everything that the warpgroup reads, in the order of its use; one warp,
 // whose first lane copies.
 template <typename Config>
 __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   const AttentionParams& attention = params.attention;
-  const QueryTile tile = find_query_tile<Config::kTileM, Config::kGeneral>(attention);
-  const auto keys = key_steps<Config>(attention, tile);
+  const QueryTile tile = find_query_tile<Config::kTileM>(attention);
   if (threadIdx.x % 32 != 0) return;
   shared.tile = tile;
+  const KeyRange keys(tile, window_of(attention, tile), Config::kTileN);
   if (tile.rows == 0 || keys.first >= keys.last) {
     ptx::mbarrier_arrive(shared.q_full);
     return;
@@ -142,7 +114,7 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
   RingPosition<Config::kSlots> ring;
   for (int i = 0; i < params.heads_per_cta; ++i) {
     const int head = first_head + i;
-    const auto copy = [&](const CUtensorMap& map, auto key) {
+    const auto copy = [&](const CUtensorMap& map, int key) {
       ptx::mbarrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
       copy_tile(shared.slots[ring.stage], map, tile.key_begin + key, head / group,
                 shared.full[ring.stage]);
@@ -151,8 +123,8 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
     ptx::mbarrier_wait(shared.q_empty, i % 2 ^ 1);
     copy_tile(shared.sQ, params.q, tile.global_row, head, shared.q_full);
     copy(params.k, keys.first);
-    for (auto key = keys.first; key < keys.last; key = keys.next(key)) {
-      if (keys.next(key) < keys.last) copy(params.k, keys.next(key));
+    for (int key = keys.first; key < keys.last; key += Config::kTileN) {
+      if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
       copy(params.v, key);
     }
   }
@@ -180,20 +152,16 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
   // At least a tiny positive number: with scale 0 all scores are equal, but a
   // masked one, -inf, must stay so.
   const float scale = static_cast<float>(attention.scale),
-              scale_log2 = Config::kGeneral ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f);
-  constexpr float kHidden = Config::kSilu ? kHiddenScore : -INFINITY;
+              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
 
   ptx::mbarrier_wait(shared.q_full, 0);
   const QueryTile tile = shared.tile;
   if (tile.rows == 0) return;
   const WindowOf<int> window = window_of(attention, tile);
-  const auto keys = key_steps<Config>(attention, tile);
-  const RowRange queries{tile.global_row - tile.row, tile.num_queries},
-      used{tile.key_begin, tile.num_keys};
+  const KeyRange keys(tile, window, kTileN);
   RingPosition<kSlots> ring;
   for (int i = 0; i < params.heads_per_cta; ++i) {
     const int head = blockIdx.y * params.heads_per_cta + i;
-    const HeadBias<float> bias(attention, head, queries, used);
     OnlineSoftmax<1> softmax;
     Accumulator<1, kOutBlocks> o = {};
     Accumulator<1, kScoreBlocks> s;
@@ -208,32 +176,20 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     // What becomes of the scores of the keys from `key` on, when their product is done.
     const auto finish_scores = [&](int key, int slot) {
       ptx::fence_operands(s[0]);
-      const bool last = keys.next(key) >= keys.last;
+      const bool last = key + kTileN >= keys.last;
       if (lane == 0) {
         ptx::mbarrier_arrive(shared.empty[slot]);
         if (last) ptx::mbarrier_arrive(shared.q_empty);
       }
-      if constexpr (Config::kGeneral) {
-        scale_and_bias(
-            s, scale, bias,
-            ScorePlace<false>{tile.row + own_row, tile.num_queries, key, tile.num_keys, lane});
-      } else if (scale < 0.0f) {
+      if (scale < 0.0f) {
         // The maximum of scale * S lies where -S is largest.
 #pragma unroll
         for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
       }
       if (window.cuts_tile(tile.row, kTileM, key, kTileN, tile.num_keys)) {
-        replace_unseen(s, kHidden, window, tile.row + own_row, key, tile.num_keys, lane);
+        replace_unseen(s, -INFINITY, window, tile.row + own_row, key, tile.num_keys, lane);
       }
-      if (Config::kGeneral && attention.key_ranges != nullptr) {
-        replace_outside_ranges(s, kHidden, attention, tile.global_row, own_row, tile.rows, key,
-                               lane);
-      }
-      if constexpr (Config::kSilu) {
-        for_each_score(s, [](float& score) { score *= sigmoid(score); });
-      } else {
-        softmax.update(s, rescale, scale_log2);
-      }
+      softmax.update(s, rescale, scale_log2);
     };
     // O += P V for a tile with `rows` rows.
     const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
@@ -256,15 +212,15 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       ptx::mbarrier_wait(shared.q_full, i % 2);
       const int first_slot = start_scores();
       ptx::wgmma_wait_group<0>();
-      int key = static_cast<int>(keys.first);
-      finish_scores(key, first_slot);
-      for (int next; (next = static_cast<int>(keys.next(key))) < keys.last; key = next) {
+      finish_scores(keys.first, first_slot);
+      int key = keys.first;
+      for (; key + kTileN < keys.last; key += kTileN) {
         const PackedRows<Element, kScoreBlocks> p(s);
         const int score_slot = start_scores(), value_slot = start_output(p, kTileN);
         ptx::wgmma_wait_group<1>();
-        finish_scores(next, score_slot);
+        finish_scores(key + kTileN, score_slot);
         finish_output(value_slot);
-        if constexpr (!Config::kSilu) rescale_rows(o, rescale);
+        rescale_rows(o, rescale);
       }
       finish_output(start_output(PackedRows<Element, kScoreBlocks>(s), tile.num_keys - key));
     }
@@ -275,19 +231,13 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     float inverse_sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (Config::kSilu) {
-        const int row = min(own_row + half * 8, tile.rows - 1);
-        inverse_sum[half] = row_weight<float>(attention, tile.global_row + row, tile.num_keys);
-        continue;
-      }
       const float sum = softmax.row_sum[0][half];
       inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
         static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + head] =
             sum == 0.0f
                 ? -INFINITY
-                : __fmaf_rn(softmax.row_max[0][half], Config::kGeneral ? 1.0f : fabsf(scale),
-                            ptx::lg2_approx(sum) * kLn2);
+                : __fmaf_rn(softmax.row_max[0][half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
       }
     }
     store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, head),
@@ -324,8 +274,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
 
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
-  const auto launch_config = [&](auto config) {
-    using Config = decltype(config);
+  return for_dim<128>(attention, [&](auto dim) {
+    using Config = ForwardWgmmaConfig<Element, dim.value>;
     using Tile = typename ForwardWgmmaStorage<Config>::Tile;
     ForwardWgmmaParams params;
     params.attention = attention;
@@ -345,13 +295,6 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,
                                                 sizeof(ForwardWgmmaStorage<Config>), stream,
                                                 Config::kName);
-  };
-  return for_dim<128>(attention, [&](auto dim) {
-    constexpr int kDim = dim.value, kAtLeast64 = kDim < 64 ? 64 : kDim;  // fewer to compile
-    if (attention.silu) return launch_config(ForwardWgmmaConfig<Element, kAtLeast64, true, true>{});
-    if (is_general(attention))
-      return launch_config(ForwardWgmmaConfig<Element, kAtLeast64, true>{});
-    return launch_config(ForwardWgmmaConfig<Element, kDim>{});
   });
 }
 
