@@ -11,10 +11,8 @@ TILE_T = 64  # rows whose sums for the gradients of weight and bias one program 
 
 
 @triton.jit
-def draw_keep(
-    p_seed, i_row, o_d, dropped, scale, HAS_SEED: tl.constexpr, ACCUMULATOR: tl.constexpr
-):
-    """0 for elements that are dropped, else scale: [TILE_D]."""
+def draw_keep(p_seed, i_row, o_d, dropped, HAS_SEED: tl.constexpr, ACCUMULATOR: tl.constexpr):
+    """0 for elements that are dropped, else the factor of the others: [TILE_D]."""
     b_keep = tl.full(o_d.shape, 1.0, ACCUMULATOR)
     if HAS_SEED:
         seed = tl.load(p_seed)
@@ -25,6 +23,7 @@ def draw_keep(
         o_word = o_d % 8 // 2
         words = tl.where(o_word < 2, tl.where(o_word == 0, w0, w1), tl.where(o_word == 2, w2, w3))
         halves = tl.where(o_d % 2 == 0, words & 0xFFFF, words >> 16)
+        scale = 65536 / ((o_d * 0 + 65536) - dropped).to(ACCUMULATOR)
         b_keep = tl.where(halves.to(tl.int32) < dropped, 0.0, scale).to(ACCUMULATOR)
     return b_keep
 
@@ -56,9 +55,8 @@ def layer_norm_mul_dropout_kernel(
     D,
     x_strides,
     u_strides,
-    eps,
     dropped,  # of 2^16
-    scale,
+    EPS: tl.constexpr,  # in full: a number would be of 32 bits
     HAS_SEED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -70,8 +68,8 @@ def layer_norm_mul_dropout_kernel(
     b_u = load_row(p_u, u_strides, i_row, o_d, m_d, ACCUMULATOR)
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0)
     b_bias = tl.load(p_bias + o_d, mask=m_d, other=0.0)
-    b_xhat, _ = normalise(b_x, m_d, D, eps)
-    b_keep = draw_keep(p_seed, i_row, o_d, dropped, scale, HAS_SEED, ACCUMULATOR)
+    b_xhat, _ = normalise(b_x, m_d, D, EPS)
+    b_keep = draw_keep(p_seed, i_row, o_d, dropped, HAS_SEED, ACCUMULATOR)
     b_y = tl.where(b_keep == 0.0, 0.0, b_u * (b_xhat * b_weight + b_bias) * b_keep)
     tl.store(p_y + i_row * D + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
@@ -92,9 +90,8 @@ def layer_norm_mul_dropout_backward_kernel(
     grad_strides,
     x_strides,
     u_strides,
-    eps,
     dropped,  # of 2^16
-    scale,
+    EPS: tl.constexpr,  # in full: a number would be of 32 bits
     HAS_SEED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -111,8 +108,8 @@ def layer_norm_mul_dropout_backward_kernel(
         b_x = load_row(p_x, x_strides, i_row, o_d, m_d, ACCUMULATOR)
         b_u = load_row(p_u, u_strides, i_row, o_d, m_d, ACCUMULATOR)
         b_g = load_row(p_grad_y, grad_strides, i_row, o_d, m_d, ACCUMULATOR)
-        b_xhat, rstd = normalise(b_x, m_d, D, eps)
-        b_keep = draw_keep(p_seed, i_row, o_d, dropped, scale, HAS_SEED, ACCUMULATOR)
+        b_xhat, rstd = normalise(b_x, m_d, D, EPS)
+        b_keep = draw_keep(p_seed, i_row, o_d, dropped, HAS_SEED, ACCUMULATOR)
         b_g = tl.where(b_keep == 0.0, 0.0, b_g * b_keep)
         b_grad_u = b_g * (b_xhat * b_weight + b_bias)
         b_grad_weight += b_g * b_u * b_xhat
@@ -147,7 +144,7 @@ class LayerNormMulDropout(torch.autograd.Function):
             x.shape[1],
             x.stride(),
             u.stride(),
-            eps,
+            EPS=eps,
             **options_of(x, seed, p),
         )
         return y
@@ -178,7 +175,7 @@ class LayerNormMulDropout(torch.autograd.Function):
             grad_y.stride(),
             x.stride(),
             u.stride(),
-            eps,
+            EPS=eps,
             TILE_T=TILE_T,
             **options_of(x, seed, p),
         )
@@ -190,7 +187,6 @@ def options_of(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> dict[str
     dropped = int(p * 2**16 + 0.5)
     return {
         "dropped": dropped,
-        "scale": 2**16 / (2**16 - dropped) if dropped < 2**16 else 0.0,
         "HAS_SEED": seed is not None and dropped > 0,
         "ACCUMULATOR": accumulator(x),
         "TILE_D": triton.next_power_of_2(max(1, x.shape[1])),

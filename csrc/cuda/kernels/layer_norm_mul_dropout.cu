@@ -84,10 +84,12 @@ cudaError_t with_config(int64_t vectors, Run run) {
   // the fastest; docs/performance_log.md has the others.
   constexpr bool kTwoRows = kBackward && sizeof(Element) == 2;
   constexpr int kRows = kTwoRows ? 2 : 1, kCtas = kTwoRows ? 1 : 2;
-  if (kTwoRows && vectors <= 8) {
-    int lanes_log2 = 0;
-    while ((int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
-    return run(Config<Element, 1, 2, false, 2>{}, Shape{lanes_log2, kThreads});
+  if constexpr (kTwoRows) {
+    if (vectors <= 8) {
+      int lanes_log2 = 0;
+      while ((int64_t{1} << lanes_log2) < vectors) ++lanes_log2;
+      return run(Config<Element, 1, 2, false, 2>{}, Shape{lanes_log2, kThreads});
+    }
   }
   if (vectors <= 64) {
     int lanes_log2 = 0;
