@@ -8,6 +8,10 @@
 #include "cuda/kernels/prim/hopper.h"
 
 namespace jagged_cuda {
+namespace attention {
+template <typename Element>
+cudaError_t launch_backward_short(const AttentionBackwardParams& params, cudaStream_t stream);
+}
 namespace {
 
 bool copyable(const HeadsView& view, int64_t rows, int64_t heads) {
@@ -132,7 +136,14 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
       const auto launch_longer = [&](AttentionBackwardParams longer) {
         if (!takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
-        cudaError_t error = attention::launch_backward_wgmma<Element>(longer, stream);
+        cudaError_t error = cudaSuccess;
+        if (takes_short(longer) && longer.heads == longer.kv_heads) {
+          error = attention::launch_backward_short<Element>(longer, stream);
+          if (error == cudaSuccess && all_short(longer)) return error;
+          if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+          longer.short_apart = error == cudaSuccess;
+        }
+        error = attention::launch_backward_wgmma<Element>(longer, stream);
         if (error != cudaSuccess || longer.long_plan == nullptr) return error;
         error = attention::launch_backward_long<Element>(longer, stream);
         if (error != cudaErrorNotSupported) return error;

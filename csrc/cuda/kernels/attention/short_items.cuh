@@ -1,11 +1,12 @@
-// Work on short sequences, of up to kShortRows queries and keys, that are not tiny. One persistent CTA
-// per SM takes items (sequence, head): a warp copies their operands into a ring in shared memory, as
-// far ahead as there is room; other warps each take one unit of an item (some of its queries) after
-// another and wait for nothing but the item's copies.
+// What the kernels for short sequences share: sequences of up to kShortRows queries and keys that
+// are not tiny. One persistent CTA per SM takes items (sequence, head): a warp copies their operands
+// into a ring in shared memory, as far ahead as there is room; other warps each take one unit of an
+// item after another (some queries or some keys) and wait for nothing but the item's copies.
 //
 // Barriers, for each item:     arrives                              waits
-//     full      copying warp, with the bytes of the item            helping warp
-//     ready     helping warp, when rows past the end are zeros      computing warps
+//     issued    copying warp, when the item is described            helping warps
+//     full      copying warp, with the bytes of the item            helping warps
+//     ready     helping warps, when rows past the end are zeros     computing warps
 //     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
 //               its operands                                        room
 //
@@ -20,6 +21,7 @@
 
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/tiny_tile.cuh"
+#include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/prim/wgmma.cuh"
 
@@ -34,9 +36,9 @@ struct ShortItem {
   TinyRows queries;
   TinyRows keys;
   unsigned head;
-  int first_unit;  // of all units of the CTA
-  int units;       // -1: there are no more items
-  int q, k, v;     // bytes from the start of the ring
+  int first_unit;                     // of all units of the CTA
+  int units;                          // -1: there are no more items
+  int q, k, v, grad_out, lse, delta;  // bytes from the start of the ring
 };
 
 // A sequence and those of its heads that a CTA takes.
@@ -50,13 +52,13 @@ struct ShortSequence {
 struct ShortLayout {
   static constexpr int kColumns = 64;  // more than D or Dv become zeros
   static constexpr int kRowBytes = kColumns * 2;
-  static constexpr int kBoxRows = 16;  // of a copy
+  static constexpr int kBoxRows = 16, kWideBoxRows = 64;  // of copies
   static constexpr int kAhead = 8;
   static constexpr int kDescribed = 32;
   static constexpr int kList = 256;
   // Up to kList / kCostRatio sequences per CTA are listed at once: in an equal part of the work none
   // costs less than this part of the average (short_cost).
-  static constexpr int kCostRatio = 16;
+  static constexpr int kCostRatio = 20;
 };
 
 template <int kRingBytes_>
@@ -64,17 +66,18 @@ struct ShortStorage : ShortLayout {
   static constexpr int kRingBytes = kRingBytes_;
   alignas(1024) char ring[kRingBytes];
   ShortItem items[kDescribed];
-  uint64_t full[kDescribed], ready[kDescribed], empty[kDescribed];
+  uint64_t issued[kDescribed], full[kDescribed], ready[kDescribed], empty[kDescribed];
   ShortSequence list[kList];
   int num_listed;
   int warp_costs[4];
   int next_unit;
 
   // One thread.
-  __device__ __forceinline__ void init(int max_units, int computing_warps) {
+  __device__ __forceinline__ void init(int helpers, int max_units, int computing_warps) {
     for (int i = 0; i < kDescribed; ++i) {
+      ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], 1);
+      ptx::mbarrier_init(ready[i], helpers);
       ptx::mbarrier_init(empty[i], max_units);
     }
     num_listed = 0;
@@ -98,14 +101,15 @@ __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// What an item costs, in rows moved; 0 where there is none.
+// What an item costs, in rows; 0 where there is none. As many scores cost as much as a row.
+template <int kScoresPerRow>
 __device__ __forceinline__ int short_cost(const ShortSequence& sequence) {
   const int queries = sequence.queries.len, keys = sequence.keys.len;
-  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
+  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / kScoresPerRow;
 }
 
 // Lists the sequences of this CTA; 128 threads, which meet at named barrier 1.
-template <typename Storage>
+template <int kScoresPerRow, typename Storage>
 __device__ __forceinline__ void list_short(const AttentionParams& params, Storage& shared,
                                            int thread) {
   const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
@@ -113,7 +117,8 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
             last = min(first + per_thread, num_seqs);
   int cost = 0;
 #pragma unroll 8
-  for (int seq = first; seq < last; ++seq) cost += short_cost(short_sequence(params, seq));
+  for (int seq = first; seq < last; ++seq)
+    cost += short_cost<kScoresPerRow>(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -135,7 +140,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
 #pragma unroll 1
     for (int seq = first; seq < last; ++seq) {
       ShortSequence sequence = short_sequence(params, seq);
-      const int own = short_cost(sequence);
+      const int own = short_cost<kScoresPerRow>(sequence);
       if (own == 0) continue;
       // Heads whose items start in [low, high).
       const auto head_at = [&](int64_t place) {
@@ -151,7 +156,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
   ptx::bar_sync(1, 128);
 }
 
-// The copying warp.
+// The copying warp. Copies(item, produce) names an item's parts.
 template <typename Storage>
 struct ShortProducer {
   const AttentionParams& params;
@@ -195,19 +200,8 @@ struct ShortProducer {
     if (released == pushed) oldest = tail;
   }
 
-  // Boxes of one tensor's rows; lane 0.
-  __device__ __forceinline__ void copy_rows(const CUtensorMap& map, int to, const TinyRows& rows,
-                                            unsigned head, uint64_t& full) {
-    for (int row = 0; row < rows.len; row += Storage::kBoxRows) {
-      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
-                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
-                                   full);
-    }
-  }
-
-  // Describes an item whose parts are allocated, and calls copy(full barrier) in lane 0.
-  template <typename Copy>
-  __device__ __forceinline__ void push(ShortItem& item, int bytes, Copy copy) {
+  // Describes an item whose parts are allocated, of so many bytes; returns its full barrier.
+  __device__ __forceinline__ uint64_t& push(ShortItem& item, int bytes) {
     const int slot = pushed++ % kDescribed;
     item.first_unit = units;
     units += item.units;
@@ -216,15 +210,17 @@ struct ShortProducer {
       if (item.units < max_units)
         ptx::mbarrier_arrive_count(shared.empty[slot], max_units - item.units);
       ptx::mbarrier_arrive_expect_tx(shared.full[slot], bytes);
-      copy(shared.full[slot]);
+      ptx::mbarrier_arrive(shared.issued[slot]);
     }
     __syncwarp();
+    return shared.full[slot];
   }
   __device__ __forceinline__ void finish() {
     begin_item();
     const int slot = pushed % kDescribed;
     if (lane == 0) {
       shared.items[slot].units = -1;
+      ptx::mbarrier_arrive(shared.issued[slot]);
       ptx::mbarrier_arrive(shared.full[slot]);
     }
   }
@@ -270,6 +266,43 @@ struct ShortProducer {
   }
 };
 
+// A tensor in boxes of kBoxRows and of kWideBoxRows rows of one head: few copies, since each takes
+// its thread some time, and no more than a box of rows past the end.
+struct ShortMaps {
+  CUtensorMap narrow;
+  CUtensorMap wide;
+
+  template <typename Element>
+  cudaError_t encode(const AttentionParams& params, const HeadsView& view, int64_t rows,
+                     int64_t heads, int64_t dim) {
+    using Narrow = WarpgroupTile<Element, ShortLayout::kBoxRows, ShortLayout::kColumns>;
+    using Wide = WarpgroupTile<Element, ShortLayout::kWideBoxRows, ShortLayout::kColumns>;
+    const cudaError_t error = encode_heads<Narrow>(narrow, params, view, rows, heads, dim);
+    return error == cudaSuccess ? encode_heads<Wide>(wide, params, view, rows, heads, dim) : error;
+  }
+};
+
+// Starts the copies of one tensor's rows; one warp.
+template <typename Storage>
+__device__ __forceinline__ void copy_short_rows(Storage& shared, const ShortMaps& maps, int to,
+                                                const TinyRows& rows, unsigned head, uint64_t& full,
+                                                int lane) {
+  if (lane == 0) {
+    const int last = round_up(rows.len, Storage::kBoxRows);
+    const auto copy = [&](const CUtensorMap& map, int row) {
+      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
+                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
+                                   full);
+    };
+    int row = 0;
+#pragma unroll 1
+    for (; row + Storage::kWideBoxRows <= last; row += Storage::kWideBoxRows) copy(maps.wide, row);
+#pragma unroll 1
+    for (; row < last; row += Storage::kBoxRows) copy(maps.narrow, row);
+  }
+  __syncwarp();
+}
+
 // Hands a computing warp one unit after another.
 template <typename Storage>
 struct ShortUnits {
@@ -301,41 +334,63 @@ struct ShortUnits {
   }
 };
 
-// Rows [rows, round_up(rows, kBoxRows)) of a part become zeros; one warp.
+// Rows [rows, last) of a part become zeros; by one warp of `helpers`.
 template <typename Storage>
-__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int lane) {
+__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int last_row,
+                                                int helper, int helpers, int lane) {
   constexpr int kChunks = Storage::kRowBytes / 16;
-  const int first = rows * kChunks, last = round_up(rows, Storage::kBoxRows) * kChunks;
-  for (int chunk = first + lane; chunk < last; chunk += 32)
+  const int first = rows * kChunks, last = last_row * kChunks;
+  for (int chunk = first + helper * 32 + lane; chunk < last; chunk += helpers * 32)
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
+// o += a b, b kBlocks * 8 rows from LaneAddress::by_rows on.
+template <typename Element, int kBlocks, typename Tile>
+__device__ __forceinline__ void mma_packed_by_columns(Accumulator<1, 8>& o,
+                                                      const PackedRows<Element, kBlocks>& a,
+                                                      LaneAddress<Tile> b_rows) {
+#pragma unroll
+  for (int k = 0; k < kBlocks / 2; ++k) {
+#pragma unroll
+    for (int out = 0; out < 8; out += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_rows.block(k * 16, out * 8));
+      ptx::mma_m16n8k16<Element>(o[0][out], a.fragments[k], b[0], b[1]);
+      ptx::mma_m16n8k16<Element>(o[0][out + 1], a.fragments[k], b[2], b[3]);
+    }
+  }
+}
+
 // A warp's 16 rows of 64 columns, each times its scale, as they leave: lane l holds chunk l % 8 of rows
-// 4 i + l / 8. They pass through 16 rows of shared memory that only this warp uses.
+// 4 i + l / 8. They pass through kStageRows (8 or 16) rows of shared memory that only this warp uses.
 struct ShortOutput {
   uint4 chunks[4];
 
-  template <typename Element>
+  template <typename Element, int kStageRows>
   __device__ __forceinline__ static ShortOutput of(const float (&o)[8][4], const float (&scale)[2],
                                                    uint32_t stage, int lane) {
-    constexpr int kRowBytes = ShortLayout::kRowBytes;
+    constexpr int kRowBytes = ShortLayout::kRowBytes, kHalves = kStageRows / 8;
     ShortOutput output;
     const int quad = lane / 4;
     // The stage starts at a multiple of 1024 bytes.
     const uint32_t words = (stage + quad * kRowBytes + lane % 4 * 4) ^ (quad * 16);
-    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int half = i / 8, block = i % 8;
-      ptx::st_shared_4(
-          (words ^ (block * 16)) + half * 8 * kRowBytes,
-          pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
-    }
-    __syncwarp();
+    for (int first = 0; first < 2; first += kHalves) {
+      __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8;
-      output.chunks[i] = ptx::ld_shared_16(stage + row * kRowBytes + ((lane % 8 ^ row % 8) * 16));
+      for (int i = 0; i < kHalves * 8; ++i) {
+        const int half = first + i / 8, block = i % 8;
+        ptx::st_shared_4(
+            (words ^ (block * 16)) + i / 8 * 8 * kRowBytes,
+            pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kStageRows / 4; ++i) {
+        const int row = i * 4 + lane / 8;
+        output.chunks[first * 2 + i] =
+            ptx::ld_shared_16(stage + row * kRowBytes + ((lane % 8 ^ row % 8) * 16));
+      }
     }
     return output;
   }
