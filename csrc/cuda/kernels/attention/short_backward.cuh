@@ -67,76 +67,72 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// Statistics and zeros of one item; one warp of kHelpers.
+// Statistics and zeros of one item; one warp.
 template <typename Config>
 __device__ __forceinline__ void prepare_short(const AttentionBackwardParams& params,
                                               typename Config::Storage& shared,
                                               const ShortItem& item, uint64_t& full, int parity,
-                                              int helper, int lane) {
+                                              int lane) {
   using Element = typename Config::Element;
-  constexpr int kHelpers = Config::kHelpers, kRowBytes = ShortLayout::kRowBytes,
-                kAtOnce = 6;
+  constexpr int kRowBytes = ShortLayout::kRowBytes, kAtOnce = 4;
   const int num_queries = item.queries.len, query_rows = round_up(num_queries, Config::kQueryRows),
             key_rows = round_up(item.keys.len, Config::kKeyRows);
   const int own_row = lane / 8, chunk = lane % 8;
   float* lse = reinterpret_cast<float*>(shared.ring + item.lse);
   float* delta = reinterpret_cast<float*>(shared.ring + item.delta);
   const uint64_t first = static_cast<uint64_t>(item.queries.begin) * params.heads + item.head;
-  bool waited = false;
-  // 4 rows at a time.
+  const LaneRows out(params.out, item.queries.begin, item.head, 0);
 #pragma unroll 1
-  for (int row = helper * 4; row < query_rows; row += kAtOnce * kHelpers * 4) {
-    uint4 out[kAtOnce];
-    const LaneRows g(params.out, item.queries.begin + row + own_row, item.head, chunk * 8);
+  for (int query = lane; query < num_queries; query += 32) ptx::prefetch_l2(out.row(query));
+  // A query past the end, or one that sees nothing, has P = 0.
+#pragma unroll 2
+  for (int query = lane; query < query_rows; query += 32) {
+    const uint64_t place = first + static_cast<uint64_t>(query) * params.heads;
+    const bool exists = query < num_queries;
+    const float value = exists ? __ldg(static_cast<const float*>(params.lse) + place) : -INFINITY;
+    lse[query] = value == -INFINITY ? INFINITY : value * kLog2E;
+    delta[query] = exists && params.grad_lse != nullptr
+                       ? -__ldg(static_cast<const float*>(params.grad_lse) + place)
+                       : 0.0f;
+  }
+  __syncwarp();
+  ptx::mbarrier_wait(full, parity);
+#pragma unroll 1
+  for (int row = own_row; row - own_row < num_queries; row += kAtOnce * 4) {
+    uint4 a[kAtOnce];
+    float sum[kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      a[i] = ptx::ld_global_nc_16(out.row(row + i * 4) + chunk * 16,
+                                  row + i * 4 < num_queries && chunk * 8 < params.dim_v);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int step = i * kHelpers * 4;
-      out[i] = ptx::ld_global_nc_16(g.row(step),
-                                    row + own_row + step < num_queries && chunk * 8 < params.dim_v);
-    }
-    if (!waited) {
-      // Numbers of the item's queries, a query past the end, or one that sees nothing, has P = 0.
-      for (int query = helper * 32 + lane; query < query_rows; query += kHelpers * 32) {
-        const float value =
-            query < num_queries
-                ? static_cast<const float*>(
-                      params.lse)[first + static_cast<uint64_t>(query) * params.heads]
-                : -INFINITY;
-        lse[query] = value == -INFINITY ? INFINITY : value * kLog2E;
-      }
-      ptx::mbarrier_wait(full, parity);
-      waited = true;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int query = row + own_row + i * kHelpers * 4;
-      if (query >= query_rows) break;  // the same in all lanes
-      const uint4 grad = *reinterpret_cast<const uint4*>(
-          shared.ring + item.grad_out + query * kRowBytes + ((chunk ^ (query & 7)) * 16));
-      const uint32_t a[4] = {out[i].x, out[i].y, out[i].z, out[i].w},
-                     b[4] = {grad.x, grad.y, grad.z, grad.w};
-      float sum = 0.0f;
+      const int query = row + i * 4;  // in the ring, if it does not exist, too
+      const uint4 b = *reinterpret_cast<const uint4*>(shared.ring + item.grad_out +
+                                                      query * kRowBytes + (chunk ^ (query & 7)) * 16);
+      const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
-        const float2 x = unpack<Element>(a[pair]), y = unpack<Element>(b[pair]);
-        sum += x.x * y.x;
-        sum += x.y * y.y;
+        const float2 u = unpack<Element>(x[pair]), v = unpack<Element>(y[pair]);
+        sum[i] = __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum[i]));
       }
+    }
 #pragma unroll
-      for (int other = 1; other < 8; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-      if (chunk == 0) {
-        if (query < num_queries && params.grad_lse != nullptr)
-          sum -= static_cast<const float*>(
-              params.grad_lse)[first + static_cast<uint64_t>(query) * params.heads];
-        delta[query] = query < num_queries ? sum : 0.0f;
+    for (int other = 1; other < 8; other *= 2) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], other);
+    }
+    if (chunk == 0) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (row + i * 4 < num_queries) delta[row + i * 4] += sum[i];
       }
     }
   }
-  if (!waited) ptx::mbarrier_wait(full, parity);
-  zero_short_rows(shared, item.q, num_queries, query_rows, helper, kHelpers, lane);
-  zero_short_rows(shared, item.grad_out, num_queries, query_rows, helper, kHelpers, lane);
-  zero_short_rows(shared, item.k, item.keys.len, key_rows, helper, kHelpers, lane);
-  zero_short_rows(shared, item.v, item.keys.len, key_rows, helper, kHelpers, lane);
+  zero_short_rows(shared, item.q, num_queries, query_rows, 0, 1, lane);
+  zero_short_rows(shared, item.grad_out, num_queries, query_rows, 0, 1, lane);
+  zero_short_rows(shared, item.k, item.keys.len, key_rows, 0, 1, lane);
+  zero_short_rows(shared, item.v, item.keys.len, key_rows, 0, 1, lane);
   ptx::fence_proxy_async();
 }
 
@@ -154,11 +150,11 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
       ptx::mbarrier_wait(shared.issued[slot], parity);
       const ShortItem& item = shared.items[slot];
       const bool more = item.units >= 0;
-      if (more) {
-        prepare_short<Config>(attention, shared, item, shared.full[slot], parity, warp - 1, lane);
+      if (position % Config::kHelpers == warp - 1) {
+        if (more) prepare_short<Config>(attention, shared, item, shared.full[slot], parity, lane);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
       if (!more) return;
     }
   }
@@ -290,7 +286,11 @@ struct ShortBackwardConsumer {
       }
     }
     const PackedRows<Element, kBlocks> p(s);
-    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dv[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dv, p, tile_grad_out);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dp[0]);
     PackedRows<Element, kBlocks> ds;
 #pragma unroll
@@ -306,10 +306,8 @@ struct ShortBackwardConsumer {
       }
     }
     write_grad_scores(ds, query / 64 % 2);
-    ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dv, p, tile_grad_out);
     wgmma_packed_by_columns(dk, ds, tile_q);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
@@ -408,7 +406,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) shared.init(Config::kHelpers, Config::kMaxUnits, 0);
+  if (threadIdx.x == 0) shared.init(1, Config::kMaxUnits, 0);
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;
