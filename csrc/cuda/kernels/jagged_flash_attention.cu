@@ -8,10 +8,6 @@
 #include "cuda/kernels/prim/hopper.h"
 
 namespace jagged_cuda {
-namespace attention {
-template <typename Element>
-cudaError_t launch_backward_short(const AttentionBackwardParams& params, cudaStream_t stream);
-}
 namespace {
 
 bool copyable(const HeadsView& view, int64_t rows, int64_t heads) {
@@ -61,6 +57,12 @@ bool all_tiny(const AttentionParams& params) {
 // Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
 bool takes_short(const AttentionParams& params) {
   return params.split_by_length && attention::dim_bucket(params) == 64;
+}
+
+// The same in the backward pass, where that kernel sums nothing over the heads of a group.
+bool takes_short_backward(const AttentionBackwardParams& params) {
+  return takes_short(params) && params.heads == params.kv_heads &&
+         copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
 // Whether no sequence can be longer than short.
@@ -137,7 +139,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
         if (!takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
         cudaError_t error = cudaSuccess;
-        if (takes_short(longer) && longer.heads == longer.kv_heads) {
+        if (takes_short_backward(longer)) {
           error = attention::launch_backward_short<Element>(longer, stream);
           if (error == cudaSuccess && all_short(longer)) return error;
           if (error != cudaSuccess && error != cudaErrorNotSupported) return error;

@@ -67,72 +67,37 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// Statistics and zeros of one item; one warp.
+// Statistics and zeros of one item; one warp of kHelpers.
 template <typename Config>
 __device__ __forceinline__ void prepare_short(const AttentionBackwardParams& params,
                                               typename Config::Storage& shared,
                                               const ShortItem& item, uint64_t& full, int parity,
-                                              int lane) {
-  using Element = typename Config::Element;
-  constexpr int kRowBytes = ShortLayout::kRowBytes, kAtOnce = 4;
+                                              int helper, int lane) {
+  constexpr int kHelpers = Config::kHelpers;
   const int num_queries = item.queries.len, query_rows = round_up(num_queries, Config::kQueryRows),
             key_rows = round_up(item.keys.len, Config::kKeyRows);
-  const int own_row = lane / 8, chunk = lane % 8;
   float* lse = reinterpret_cast<float*>(shared.ring + item.lse);
   float* delta = reinterpret_cast<float*>(shared.ring + item.delta);
   const uint64_t first = static_cast<uint64_t>(item.queries.begin) * params.heads + item.head;
   const LaneRows out(params.out, item.queries.begin, item.head, 0);
 #pragma unroll 1
-  for (int query = lane; query < num_queries; query += 32) ptx::prefetch_l2(out.row(query));
-  // A query past the end, or one that sees nothing, has P = 0.
-#pragma unroll 2
-  for (int query = lane; query < query_rows; query += 32) {
+  for (int query = helper * 32 + lane; query < query_rows; query += kHelpers * 32) {
     const uint64_t place = first + static_cast<uint64_t>(query) * params.heads;
     const bool exists = query < num_queries;
+    if (exists) ptx::prefetch_l2(out.row(query));  // for add_delta
+    // A query past the end, or one that sees nothing, has P = 0.
     const float value = exists ? __ldg(static_cast<const float*>(params.lse) + place) : -INFINITY;
+    const float grad = exists && params.grad_lse != nullptr
+                           ? __ldg(static_cast<const float*>(params.grad_lse) + place)
+                           : 0.0f;
     lse[query] = value == -INFINITY ? INFINITY : value * kLog2E;
-    delta[query] = exists && params.grad_lse != nullptr
-                       ? -__ldg(static_cast<const float*>(params.grad_lse) + place)
-                       : 0.0f;
+    delta[query] = -grad;
   }
-  __syncwarp();
   ptx::mbarrier_wait(full, parity);
-#pragma unroll 1
-  for (int row = own_row; row - own_row < num_queries; row += kAtOnce * 4) {
-    uint4 a[kAtOnce];
-    float sum[kAtOnce] = {};
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      a[i] = ptx::ld_global_nc_16(out.row(row + i * 4) + chunk * 16,
-                                  row + i * 4 < num_queries && chunk * 8 < params.dim_v);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int query = row + i * 4;  // in the ring, if it does not exist, too
-      const uint4 b = *reinterpret_cast<const uint4*>(shared.ring + item.grad_out +
-                                                      query * kRowBytes + (chunk ^ (query & 7)) * 16);
-      const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        const float2 u = unpack<Element>(x[pair]), v = unpack<Element>(y[pair]);
-        sum[i] = __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum[i]));
-      }
-    }
-#pragma unroll
-    for (int other = 1; other < 8; other *= 2) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], other);
-    }
-    if (chunk == 0) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (row + i * 4 < num_queries) delta[row + i * 4] += sum[i];
-      }
-    }
-  }
-  zero_short_rows(shared, item.q, num_queries, query_rows, 0, 1, lane);
-  zero_short_rows(shared, item.grad_out, num_queries, query_rows, 0, 1, lane);
-  zero_short_rows(shared, item.k, item.keys.len, key_rows, 0, 1, lane);
-  zero_short_rows(shared, item.v, item.keys.len, key_rows, 0, 1, lane);
+  zero_short_rows(shared, item.q, num_queries, query_rows, helper, kHelpers, lane);
+  zero_short_rows(shared, item.grad_out, num_queries, query_rows, helper, kHelpers, lane);
+  zero_short_rows(shared, item.k, item.keys.len, key_rows, helper, kHelpers, lane);
+  zero_short_rows(shared, item.v, item.keys.len, key_rows, helper, kHelpers, lane);
   ptx::fence_proxy_async();
 }
 
@@ -150,11 +115,11 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
       ptx::mbarrier_wait(shared.issued[slot], parity);
       const ShortItem& item = shared.items[slot];
       const bool more = item.units >= 0;
-      if (position % Config::kHelpers == warp - 1) {
-        if (more) prepare_short<Config>(attention, shared, item, shared.full[slot], parity, lane);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
+      if (more) {
+        prepare_short<Config>(attention, shared, item, shared.full[slot], parity, warp - 1, lane);
       }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
       if (!more) return;
     }
   }
@@ -268,20 +233,27 @@ struct ShortBackwardConsumer {
         score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, i % 2 == 0 ? -own.x : -own.y));
       }
     }
-    if (key + 64 > item.keys.len ||
-        seen.cuts_tile(key, 64, query, kQueries, query + kQueries)) {
+    const int own_key = key + warp * 16 + lane / 4;
+    if (seen.cuts_tile(key, 64, query, kQueries, query + kQueries)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = key + warp * 16 + half * 8 + lane / 4;
-        const VisibleColumns visible(seen, row, query, kQueries, query + kQueries);
-        const int first = visible.first - lane % 4 * 2,
-                  last = (row < item.keys.len ? visible.last : 0) - lane % 4 * 2;
+        const VisibleColumns visible(seen, own_key + half * 8, query, kQueries, query + kQueries);
+        const int first = visible.first - lane % 4 * 2, last = visible.last - lane % 4 * 2;
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if (block * 8 + i < first || block * 8 + i >= last) s[0][block][2 * half + i] = 0.0f;
           }
+        }
+      }
+    }
+    if (key + 64 > item.keys.len) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < kBlocks * 2; ++i) {
+          if (own_key + half * 8 >= item.keys.len) s[0][i / 2][2 * half + i % 2] = 0.0f;
         }
       }
     }
@@ -334,6 +306,50 @@ struct ShortBackwardConsumer {
 
   __device__ __forceinline__ void meet() { ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128); }
 
+  // delta += rowsum(dO * O); both warpgroups.
+  __device__ __forceinline__ void add_delta(const ShortItem& item) {
+    constexpr int kAtOnce = 4, kStep = Config::kWarpgroups * 16;  // rows
+    const int num_queries = item.queries.len, chunk = lane % 8,
+              first = (warpgroup * 4 + warp) * 4;
+    float* delta = reinterpret_cast<float*>(shared.ring + item.delta);
+    const LaneRows out(params.out, item.queries.begin, item.head, chunk * 8);
+#pragma unroll 1
+    for (int row = first; row < num_queries; row += kAtOnce * kStep) {
+      const int own_row = row + lane / 8;
+      uint4 a[kAtOnce];
+      float sum[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        a[i] = ptx::ld_global_nc_16(out.row(own_row + i * kStep),
+                                    own_row + i * kStep < num_queries && chunk * 8 < params.dim_v);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int query = min(own_row + i * kStep, num_queries - 1);
+        const uint4 b =
+            *reinterpret_cast<const uint4*>(shared.ring + item.grad_out +
+                                            query * Storage::kRowBytes + (chunk ^ (query & 7)) * 16);
+        const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const float2 u = unpack<Element>(x[pair]), v = unpack<Element>(y[pair]);
+          sum[i] = __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum[i]));
+        }
+      }
+#pragma unroll
+      for (int other = 1; other < 8; other *= 2) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], other);
+      }
+      if (chunk == 0) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (own_row + i * kStep < num_queries) delta[own_row + i * kStep] += sum[i];
+        }
+      }
+    }
+    meet();
+  }
+
   // A tile of keys, of which this warpgroup computes those from `key` + 64 w on.
   __device__ __forceinline__ void tile(const ShortItem& item, int key) {
     const WindowOf<int> seen = WindowOf<int>{item.keys.len - item.queries.len,
@@ -382,6 +398,7 @@ struct ShortBackwardConsumer {
       ptx::mbarrier_wait(shared.ready[slot], position / Storage::kDescribed % 2);
       const ShortItem item = shared.items[slot];
       if (item.units < 0) return;
+      add_delta(item);
       reset(dq[0]);
       reset(dq[1]);
 #pragma unroll 1
@@ -406,7 +423,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) shared.init(1, Config::kMaxUnits, 0);
+  if (threadIdx.x == 0) shared.init(Config::kHelpers, Config::kMaxUnits, 0);
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;

@@ -13,7 +13,6 @@
 // through the unit's own rows of Q.
 #pragma once
 
-#include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/scores.cuh"
 #include "cuda/kernels/attention/short_items.cuh"
@@ -24,16 +23,15 @@ namespace jagged_cuda::attention {
 template <typename Element_>
 struct ShortForwardConfig {
   using Element = Element_;
-  static constexpr int kConsumers = 384;
-  static constexpr int kConsumerRegisters = 152, kProducerRegisters = 56;
+  static constexpr int kConsumers = 512;
+  static constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kUnitRows = 16;  // of one warp
-  static constexpr int kKeyRows = 32;   // of which the keys in the ring are a multiple
+  static constexpr int kUnitRows = 16;
   static constexpr int kMaxUnits = kShortRows / kUnitRows;
   static constexpr int kRingBytes = 212 * 1024;
   static constexpr PathName kName = PathName("cuda.attention.forward.short.d64");
   using Storage = ShortStorage<kRingBytes>;
-  using Rows = WarpgroupTile<Element, 64, ShortLayout::kColumns>;
+  using Tile = SharedTile<Element, 32, ShortLayout::kColumns>;
   static_assert(sizeof(Storage) <= 227 * 1024);
 };
 
@@ -60,12 +58,12 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
       item.queries = sequence.queries;
       item.keys = sequence.keys;
       item.head = head;
-      item.units = round_up(item.queries.len, 64) / Config::kUnitRows;
+      item.units = (item.queries.len + Config::kUnitRows - 1) / Config::kUnitRows;
       if (item.units == 0) return;
       producer.begin_item();
-      item.k = producer.allocate_rows(round_up(item.keys.len, Config::kKeyRows));
+      item.k = producer.allocate_rows(item.keys.len);
       item.q = producer.allocate_rows(item.queries.len);
-      item.v = producer.allocate_rows(round_up(item.keys.len, Config::kKeyRows));
+      item.v = producer.allocate_rows(item.keys.len);
       const int rows = round_up(item.queries.len, Storage::kBoxRows) +
                        2 * round_up(item.keys.len, Storage::kBoxRows);
       uint64_t& full = producer.push(item, rows * Storage::kRowBytes);
@@ -86,7 +84,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
         if (more) {
           ptx::mbarrier_wait(full, parity);
           zero_short_rows(shared, item.v, item.keys.len,
-                          round_up(item.keys.len, Config::kKeyRows), 0, 1, lane);
+                          round_up(item.keys.len, Storage::kBoxRows), 0, 1, lane);
           ptx::fence_proxy_async();
         }
         __syncwarp();
@@ -97,39 +95,20 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   }
 }
 
-// S = Q K^T of 64 queries and kBlocks * 8 keys.
-template <typename Element, int kBlocks>
-__device__ __forceinline__ void start_scores(float (&s)[kBlocks][4], ptx::MatrixDescriptor q,
-                                             ptx::MatrixDescriptor keys) {
-  constexpr int kFirst = kBlocks == 12 ? 8 : kBlocks;
-#pragma unroll
-  for (int k = 0; k < ShortLayout::kRowBytes; k += 32) {
-    ptx::Wgmma<Element, false>::run(reinterpret_cast<float(&)[kFirst][4]>(s[0]), q + k, keys + k,
-                                    k > 0);
-  }
-  if constexpr (kFirst < kBlocks) {
-#pragma unroll
-    for (int k = 0; k < ShortLayout::kRowBytes; k += 32) {
-      ptx::Wgmma<Element, false>::run(
-          reinterpret_cast<float(&)[kBlocks - kFirst][4]>(s[kFirst]), q + k,
-          keys + kFirst * 8 * ShortLayout::kRowBytes + k, k > 0);
-    }
-  }
-}
-
-// 64 queries from `query` on, against all keys; a warpgroup, of which this is warp `warp`.
+// 16 queries from `query` on, against all keys.
 template <typename Config>
 __device__ __forceinline__ void attend_short(const AttentionParams& params,
-                                             const typename Config::Storage& shared,
-                                             const ShortItem& item, uint64_t& empty, int query,
-                                             int warp, int lane) {
+                                             ShortUnits<typename Config::Storage>& units, int query,
+                                             int lane) {
   using Element = typename Config::Element;
-  using Rows = typename Config::Rows;
-  const auto rows_of = [&](int part, int row) -> const Rows& {
-    return *reinterpret_cast<const Rows*>(shared.ring + part + row * ShortLayout::kRowBytes);
-  };
-  const ptx::MatrixDescriptor q = rows_of(item.q, query).descriptor();
-  const int num_queries = item.queries.len, num_keys = item.keys.len, own_query = query + warp * 16;
+  using Tile = typename Config::Tile;
+  using Address = LaneAddress<Tile>;
+  char* ring = units.shared.ring;
+  const ShortItem& item = units.item();
+  Tile& tile_q = *reinterpret_cast<Tile*>(ring + item.q);
+  const auto k_rows = Address::by_columns(*reinterpret_cast<Tile*>(ring + item.k), 0, lane),
+             v_rows = Address::by_rows(*reinterpret_cast<Tile*>(ring + item.v), 0, lane);
+  const int num_queries = item.queries.len, num_keys = item.keys.len;
   // At least a tiny positive number: with scale 0 all scores are equal, but a masked one, -inf, must
   // stay so.
   const float scale = static_cast<float>(params.scale),
@@ -137,72 +116,56 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
   const int first = window.first_column(query) / 32 * 32,
-            last = window.last_column(query, 64, num_keys);
+            last = window.last_column(query, 16, num_keys);
+  const RowOperand<true, 1, Tile> q(tile_q, query, lane);
   LazySoftmax softmax;
   Accumulator<1, 8> o = {};
   int key = first;
   // The next kBlocks * 8 keys.
   const auto step = [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    Accumulator<1, kBlocks> s;
-    const ptx::MatrixDescriptor keys = rows_of(item.k, key).descriptor();
-    ptx::wgmma_fence();
-    start_scores<Element>(s[0], q, keys);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(s[0]);
+    Accumulator<1, kBlocks> s = {};
+    mma_rows_by_rows(s, q, k_rows.rows_on(key));
     if (scale < 0.0f) {  // the maximum of scale * S lies where -S is largest
 #pragma unroll
       for (int i = 0; i < kBlocks * 4; ++i) s[0][i / 4][i % 4] = -s[0][i / 4][i % 4];
     }
-    if (window.cuts_tile(own_query, 16, key, kBlocks * 8, num_keys))
-      replace_unseen(s, -INFINITY, window, own_query + lane / 4, key, num_keys, lane);
+    if (window.cuts_tile(query, 16, key, kBlocks * 8, num_keys))
+      replace_unseen(s, -INFINITY, window, query + lane / 4, key, num_keys, lane);
     PackedRows<Element, kBlocks> p;
     float rescale[1][2];
     const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
     if (moved && key > first) rescale_rows(o, rescale);
-    ptx::fence_operands(o[0]);
-    ptx::wgmma_fence();
-    wgmma_packed_by_columns(o, p, rows_of(item.v, key));
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(o[0]);
-    key += kBlocks * 8;
+    mma_packed_by_columns(o, p, v_rows.rows_on(key));
   };
 #pragma unroll 1
-  while (key < last) {
-    const int left = last - key;
-    if (left > 96) {
-      step(Constant<16>{});
-    } else if (left > 64) {
-      step(Constant<12>{});
-    } else if (left > 32) {
-      step(Constant<8>{});
-    } else {
-      step(Constant<4>{});
-    }
-  }
-  __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(empty);
+  for (; key + 16 < last; key += 32) step(Constant<4>{});
+  if (key < last) step(Constant<2>{});
 
-  const int rows = num_queries - own_query - lane / 4;
-  const int64_t row = static_cast<int64_t>(item.queries.begin) + own_query + lane / 4;
-  float* lse = static_cast<float*>(params.lse) + row * params.heads + item.head;
+  const uint32_t stage = ptx::shared_address(ring) + item.q + query * Tile::kRowBytes;
+  const unsigned row = item.queries.begin + query;
+  const int rows = num_queries - query;
+  const LaneRows out(params.out, row + lane / 8, item.head, lane % 8 * 8);
+  char* lse =
+      static_cast<char*>(params.lse) +
+      (static_cast<uint64_t>(row + lane / 4) * static_cast<unsigned>(params.heads) + item.head) * 4;
   softmax.finish();
   float inverse_sum[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = softmax.row_sum[half];
     inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
-    if (lane % 4 == 0 && half * 8 < rows) {
-      lse[half * 8 * params.heads] =
+    if (lane % 4 == 0 && half * 8 + lane / 4 < rows) {
+      *reinterpret_cast<float*>(lse + half * 8 * static_cast<unsigned>(params.heads) * 4) =
           sum == 0.0f
               ? -INFINITY
               : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
     }
   }
-  store_quads(o, inverse_sum, row_of<Element>(params.out, row, static_cast<int>(item.head)),
-              params.out.row_stride, rows, params.dim_v, lane);
+  const auto output = ShortOutput::of<Element, 16>(o[0], inverse_sum, stage, lane);
+  ptx::fence_proxy_async();  // before the next copy to the rows of Q
+  units.take_next();
+  output.store(out, lane % 8 * 8 < params.dim_v ? rows - lane / 8 : 0);
 }
 
 template <typename Config>
@@ -222,13 +185,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
     if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    // Units of 16 queries, four at a time, in turn.
     ShortUnits<Storage> units{shared, lane, warp - 4};
     int unit;
     while (units.find(unit)) {
-      attend_short<Config>(params.attention, shared, units.item(), shared.empty[units.slot()],
-                           unit / 4 * 64, warp % 4, lane);
-      units.taken += Config::kConsumers / 32;
+      attend_short<Config>(params.attention, units, unit * Config::kUnitRows, lane);
     }
   }
 }
