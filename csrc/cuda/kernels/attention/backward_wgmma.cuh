@@ -128,8 +128,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
-  if (left_to_tiny(params, tile.rows.len, kv.len) ||
-      left_to_short(params, tile.rows.len, kv.len) || left_to_long(params, tile.rows.len))
+  if (left_to_tiny(params, tile.rows.len, kv.len) || left_to_short(params, tile.rows.len, kv.len) ||
+      left_to_long(params, tile.rows.len))
     return;
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),

@@ -5,7 +5,7 @@
 // With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
 // An item is one head of a sequence. K, V, Q and dO are copied once; delta is summed from O, which
-// three helping warps read. Two warpgroups compute, 64 keys each of a tile of 128, on S^T and dP^T, so
+// three helping warps ask for ahead. Two warpgroups compute, 64 keys each of a tile of 128, on S^T and dP^T, so
 // that P^T and dS^T are operands in registers:
 //     for each tile of keys:
 //       for each 128 queries:
@@ -108,7 +108,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
   using Storage = typename Config::Storage;
   const AttentionBackwardParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short<64>(attention, shared, warp * 32 + lane);
+  if (listed) list_short(attention, shared, warp * 32 + lane);
   if (warp > 0) {
     for (int position = 0;; ++position) {
       const int slot = position % Storage::kDescribed, parity = position / Storage::kDescribed % 2;
@@ -139,8 +139,8 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     item.grad_out = producer.allocate_rows(query_rows);
     item.lse = producer.allocate(round_up(query_rows * 8, 1024));
     item.delta = item.lse + query_rows * 4;
-    const int rows = round_up(item.queries.len, Storage::kBoxRows) +
-                     round_up(item.keys.len, Storage::kBoxRows);
+    const int rows =
+        round_up(item.queries.len, Storage::kBoxRows) + round_up(item.keys.len, Storage::kBoxRows);
     uint64_t& full = producer.push(item, 2 * rows * Storage::kRowBytes);
     copy_short_rows(shared, params.grad_out, item.grad_out, item.queries, head, full, lane);
     copy_short_rows(shared, params.q, item.q, item.queries, head, full, lane);
@@ -165,8 +165,8 @@ struct ShortBackwardConsumer {
   Accumulator<1, 8> dk, dv, dq[2];
 
   __device__ __forceinline__ ShortBackwardConsumer(const AttentionBackwardParams& attention,
-                                                   Storage& storage, int own_warpgroup, int own_warp,
-                                                   int own_lane)
+                                                   Storage& storage, int own_warpgroup,
+                                                   int own_warp, int own_lane)
       : params(attention),
         shared(storage),
         warpgroup(own_warpgroup),
@@ -188,10 +188,10 @@ struct ShortBackwardConsumer {
                                         int row, int columns) const {
     const float scales[2] = {scale, scale};
     const int own_row = row + warp * 16 + lane / 4;
-    store_quads(sum, scales,
-                row_of<Element>(view, static_cast<int64_t>(range.begin) + own_row,
-                                static_cast<int>(head)),
-                view.row_stride, range.len - own_row, columns, lane);
+    store_quads(
+        sum, scales,
+        row_of<Element>(view, static_cast<int64_t>(range.begin) + own_row, static_cast<int>(head)),
+        view.row_stride, range.len - own_row, columns, lane);
   }
 
   // dS^T of half a step's queries to shared memory.
@@ -289,7 +289,8 @@ struct ShortBackwardConsumer {
 
   // Adds to dQ of this warpgroup's half of a step what kKeys keys from `key` on give.
   template <int kKeys>
-  __device__ __forceinline__ void add_grad_q(Accumulator<1, 8>& sum, const ShortItem& item, int key) {
+  __device__ __forceinline__ void add_grad_q(Accumulator<1, 8>& sum, const ShortItem& item,
+                                             int key) {
     using Product = ptx::Wgmma<Element, true, true>;
     const ptx::MatrixDescriptor scores = shared.grad_scores.descriptor() +
                                          warpgroup * Scores::kGroupBytes,
@@ -298,19 +299,21 @@ struct ShortBackwardConsumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys; k += 16)
-      Product::run(sum[0], scores + Scores::row_step_bytes(k), keys + Rows::row_step_bytes(k), true);
+      Product::run(sum[0], scores + Scores::row_step_bytes(k), keys + Rows::row_step_bytes(k),
+                   true);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(sum[0]);
   }
 
-  __device__ __forceinline__ void meet() { ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128); }
+  __device__ __forceinline__ void meet() {
+    ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128);
+  }
 
   // delta += rowsum(dO * O); both warpgroups.
   __device__ __forceinline__ void add_delta(const ShortItem& item) {
     constexpr int kAtOnce = 4, kStep = Config::kWarpgroups * 16;  // rows
-    const int num_queries = item.queries.len, chunk = lane % 8,
-              first = (warpgroup * 4 + warp) * 4;
+    const int num_queries = item.queries.len, chunk = lane % 8, first = (warpgroup * 4 + warp) * 4;
     float* delta = reinterpret_cast<float*>(shared.ring + item.delta);
     const LaneRows out(params.out, item.queries.begin, item.head, chunk * 8);
 #pragma unroll 1
@@ -325,9 +328,8 @@ struct ShortBackwardConsumer {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int query = min(own_row + i * kStep, num_queries - 1);
-        const uint4 b =
-            *reinterpret_cast<const uint4*>(shared.ring + item.grad_out +
-                                            query * Storage::kRowBytes + (chunk ^ (query & 7)) * 16);
+        const uint4 b = *reinterpret_cast<const uint4*>(
+            shared.ring + item.grad_out + query * Storage::kRowBytes + (chunk ^ (query & 7)) * 16);
         const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -352,10 +354,10 @@ struct ShortBackwardConsumer {
 
   // A tile of keys, of which this warpgroup computes those from `key` + 64 w on.
   __device__ __forceinline__ void tile(const ShortItem& item, int key) {
-    const WindowOf<int> seen = WindowOf<int>{item.keys.len - item.queries.len,
-                                             window_rows32(params.window_left),
-                                             window_rows32(params.window_right)}
-                                   .transposed();  // rows are keys
+    const WindowOf<int> seen =
+        WindowOf<int>{item.keys.len - item.queries.len, window_rows32(params.window_left),
+                      window_rows32(params.window_right)}
+            .transposed();  // rows are keys
     const int own_key = key + warpgroup * 64, num_queries = item.queries.len;
     const bool active = own_key < item.keys.len, both = key + 64 < item.keys.len;
     const int first = seen.first_column(key),

@@ -1,13 +1,14 @@
 // Forward of jagged_flash_attention for short sequences (short_items.cuh): head dims up to 64, 16-bit
 // elements, copies by TMA, products by mma.sync (compute capability 9.0).
 //
-// An item is one head of a sequence, a unit 32 of its queries, which one warp takes against all
+// An item is one head of a sequence, a unit 16 of its queries, which one warp takes against all
 // keys:
 //     for each 32 keys: S = Q K^T, P = exp(...), O += P V
 //
-// Twelve warps compute; of the other four one copies Q, K and V, one overwrites rows of V past the
-// end with zeros (a copy may reach into the next sequence, and 0 times NaN is NaN). Scores of keys
-// past the end are masked.
+// Sixteen warps compute; of the other four each of three copies one of Q, K and V, the last overwrites
+// rows of V past the end with zeros (a copy may reach into the next sequence, and 0 times NaN is
+// NaN). Scores of keys past the end are masked. Without queries there is no item; without keys a unit
+// writes out 0 and lse -inf.
 //
 // Shared memory: the ring: 384 bytes for each row of an item, about five items of 100 rows. O leaves
 // through the unit's own rows of Q.
@@ -24,6 +25,7 @@ template <typename Element_>
 struct ShortForwardConfig {
   using Element = Element_;
   static constexpr int kConsumers = 512;
+  // With 640 threads a kernel starts with 96 registers a thread.
   static constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kUnitRows = 16;
@@ -49,7 +51,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   using Storage = typename Config::Storage;
   const AttentionParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short<64>(attention, shared, warp * 32 + lane);
+  if (listed) list_short(attention, shared, warp * 32 + lane);
   const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
@@ -83,8 +85,8 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
       } else if (warp == 3) {
         if (more) {
           ptx::mbarrier_wait(full, parity);
-          zero_short_rows(shared, item.v, item.keys.len,
-                          round_up(item.keys.len, Storage::kBoxRows), 0, 1, lane);
+          zero_short_rows(shared, item.v, item.keys.len, round_up(item.keys.len, Storage::kBoxRows),
+                          0, 1, lane);
           ptx::fence_proxy_async();
         }
         __syncwarp();
@@ -136,7 +138,17 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
     float rescale[1][2];
     const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
     if (moved && key > first) rescale_rows(o, rescale);
-    mma_packed_by_columns(o, p, v_rows.rows_on(key));
+    const auto values = v_rows.rows_on(key);
+#pragma unroll
+    for (int block = 0; block < kBlocks; block += 2) {
+#pragma unroll
+      for (int out = 0; out < 8; out += 2) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4_trans(b, values.block(block * 8, out * 8));
+        ptx::mma_m16n8k16<Element>(o[0][out], p.fragments[block / 2], b[0], b[1]);
+        ptx::mma_m16n8k16<Element>(o[0][out + 1], p.fragments[block / 2], b[2], b[3]);
+      }
+    }
   };
 #pragma unroll 1
   for (; key + 16 < last; key += 32) step(Constant<4>{});
@@ -162,7 +174,7 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
               : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
     }
   }
-  const auto output = ShortOutput::of<Element, 16>(o[0], inverse_sum, stage, lane);
+  const auto output = ShortOutput::of<Element>(o[0], inverse_sum, stage, lane);
   ptx::fence_proxy_async();  // before the next copy to the rows of Q
   units.take_next();
   output.store(out, lane % 8 * 8 < params.dim_v ? rows - lane / 8 : 0);

@@ -58,7 +58,7 @@ struct ShortLayout {
   static constexpr int kList = 256;
   // Up to kList / kCostRatio sequences per CTA are listed at once: in an equal part of the work none
   // costs less than this part of the average (short_cost).
-  static constexpr int kCostRatio = 20;
+  static constexpr int kCostRatio = 16;
 };
 
 template <int kRingBytes_>
@@ -101,15 +101,14 @@ __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// What an item costs, in rows; 0 where there is none. As many scores cost as much as a row.
-template <int kScoresPerRow>
+// What an item costs, in rows moved; 0 where there is none.
 __device__ __forceinline__ int short_cost(const ShortSequence& sequence) {
   const int queries = sequence.queries.len, keys = sequence.keys.len;
-  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / kScoresPerRow;
+  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
 }
 
 // Lists the sequences of this CTA; 128 threads, which meet at named barrier 1.
-template <int kScoresPerRow, typename Storage>
+template <typename Storage>
 __device__ __forceinline__ void list_short(const AttentionParams& params, Storage& shared,
                                            int thread) {
   const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
@@ -117,8 +116,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
             last = min(first + per_thread, num_seqs);
   int cost = 0;
 #pragma unroll 8
-  for (int seq = first; seq < last; ++seq)
-    cost += short_cost<kScoresPerRow>(short_sequence(params, seq));
+  for (int seq = first; seq < last; ++seq) cost += short_cost(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -140,7 +138,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
 #pragma unroll 1
     for (int seq = first; seq < last; ++seq) {
       ShortSequence sequence = short_sequence(params, seq);
-      const int own = short_cost<kScoresPerRow>(sequence);
+      const int own = short_cost(sequence);
       if (own == 0) continue;
       // Heads whose items start in [low, high).
       const auto head_at = [&](int64_t place) {
@@ -156,7 +154,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
   ptx::bar_sync(1, 128);
 }
 
-// The copying warp. Copies(item, produce) names an item's parts.
+// The copying warp.
 template <typename Storage>
 struct ShortProducer {
   const AttentionParams& params;
@@ -344,53 +342,32 @@ __device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int r
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// o += a b, b kBlocks * 8 rows from LaneAddress::by_rows on.
-template <typename Element, int kBlocks, typename Tile>
-__device__ __forceinline__ void mma_packed_by_columns(Accumulator<1, 8>& o,
-                                                      const PackedRows<Element, kBlocks>& a,
-                                                      LaneAddress<Tile> b_rows) {
-#pragma unroll
-  for (int k = 0; k < kBlocks / 2; ++k) {
-#pragma unroll
-    for (int out = 0; out < 8; out += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, b_rows.block(k * 16, out * 8));
-      ptx::mma_m16n8k16<Element>(o[0][out], a.fragments[k], b[0], b[1]);
-      ptx::mma_m16n8k16<Element>(o[0][out + 1], a.fragments[k], b[2], b[3]);
-    }
-  }
-}
-
 // A warp's 16 rows of 64 columns, each times its scale, as they leave: lane l holds chunk l % 8 of rows
-// 4 i + l / 8. They pass through kStageRows (8 or 16) rows of shared memory that only this warp uses.
+// 4 i + l / 8. They pass through 16 rows of shared memory that only this warp uses.
 struct ShortOutput {
   uint4 chunks[4];
 
-  template <typename Element, int kStageRows>
+  template <typename Element>
   __device__ __forceinline__ static ShortOutput of(const float (&o)[8][4], const float (&scale)[2],
                                                    uint32_t stage, int lane) {
-    constexpr int kRowBytes = ShortLayout::kRowBytes, kHalves = kStageRows / 8;
+    constexpr int kRowBytes = ShortLayout::kRowBytes;
     ShortOutput output;
     const int quad = lane / 4;
     // The stage starts at a multiple of 1024 bytes.
     const uint32_t words = (stage + quad * kRowBytes + lane % 4 * 4) ^ (quad * 16);
+    __syncwarp();
 #pragma unroll
-    for (int first = 0; first < 2; first += kHalves) {
-      __syncwarp();
+    for (int i = 0; i < 16; ++i) {
+      const int half = i / 8, block = i % 8;
+      ptx::st_shared_4(
+          (words ^ (block * 16)) + half * 8 * kRowBytes,
+          pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
+    }
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kHalves * 8; ++i) {
-        const int half = first + i / 8, block = i % 8;
-        ptx::st_shared_4(
-            (words ^ (block * 16)) + i / 8 * 8 * kRowBytes,
-            pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kStageRows / 4; ++i) {
-        const int row = i * 4 + lane / 8;
-        output.chunks[first * 2 + i] =
-            ptx::ld_shared_16(stage + row * kRowBytes + ((lane % 8 ^ row % 8) * 16));
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      output.chunks[i] = ptx::ld_shared_16(stage + row * kRowBytes + ((lane % 8 ^ row % 8) * 16));
     }
     return output;
   }
