@@ -12,8 +12,8 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
-// Others of at most this many queries and keys have kernels of their own on compute capability 9.0,
-// for head dims of 33 to 64 (attention/launch.h).
+// Others of at most this many queries and keys have a forward kernel of their own on compute
+// capability 9.0, for head dims of 33 to 64.
 constexpr int kShortRows = 256;
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
