@@ -548,9 +548,13 @@ SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
-# Beside the edges of blocks of 16 rows, and of tiny and long sequences.
-SHORT = Layout((65, 0, 80, 64, 81, 256, 1, 129, 255, 16, 66, 0, 96, 97), base=5, tail=70)
-SHORT_KEYS = Layout((70, 100, 0, 65, 256, 3, 128, 64, 176, 90, 7, 0, 145, 33), base=2, tail=66)
+# Beside the edges of blocks of 16 rows, of steps of 32, 64 and 128, and of tiny and long sequences.
+SHORT = Layout(
+    (65, 0, 80, 64, 81, 256, 1, 129, 255, 16, 66, 0, 96, 97, 160, 161, 192, 193), base=5, tail=70
+)
+SHORT_KEYS = Layout(
+    (70, 100, 0, 65, 256, 3, 128, 64, 176, 90, 7, 0, 145, 33, 129, 1, 65, 224), base=2, tail=66
+)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
@@ -589,11 +593,14 @@ def test_tiny_among_longer_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("layout", [MIXED, SLABS, SHORT], ids=["mixed", "slabs", "short"])
-def test_tiny_and_short_sequences_do_not_depend_on_neighbours(layout: Layout) -> None:
+def test_tiny_and_short_sequences_do_not_depend_on_neighbours(
+    layout: Layout, heads: tuple[int, int]
+) -> None:
     """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
-    sample = case.sample(spec_of(layout), torch.bfloat16, CUDA)
+    sample = case.sample(spec_of(layout, heads=heads), torch.bfloat16, CUDA)
     whole = run(case, sample, calls(case), None)
     for begin, end in itertools.pairwise(layout.offsets().tolist()):
         if begin == end:
@@ -601,7 +608,7 @@ def test_tiny_and_short_sequences_do_not_depend_on_neighbours(layout: Layout) ->
         rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
         offsets = torch.tensor([0, end - begin], device=CUDA)
         for max_len in (False, True):
-            spec = spec_of(Layout((end - begin,)), max_len=max_len)
+            spec = spec_of(Layout((end - begin,)), max_len=max_len, heads=heads)
             found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
