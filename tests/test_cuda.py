@@ -678,13 +678,31 @@ def test_long_among_shorter_sequences_backward(
     dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
 ) -> None:
     case = CASES["jagged_flash_attention"]
-    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+    windows = ((100, 30), (-1, 9), (3, 0))  # with the last, items of two or three steps
+    for options in ({}, {"causal": True}, *({"window_size": window} for window in windows)):
         spec = spec_of(LONG_BACKWARD, dims=dims, heads=heads, **options)
         spec = dataclasses.replace(spec, kv_layout=LONG_BACKWARD_KEYS if cross else None)
         judge(case, spec, dtype, CUDA)
         if HOPPER:
             bucket = 64 if max(dims) <= 64 else 128
             assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
+    """The sums of dq alone depend on the order in which CTAs add."""
+    case = CASES["jagged_flash_attention"]
+    spec = spec_of(Layout((4096, 2000, 1025)), dims=(dim, dim), heads=(4, 2), causal=causal)
+    sample = case.sample(spec, torch.bfloat16, CUDA)
+    given = cotangents_of(case, sample)
+    first, *others = (run(case, sample, calls(case), given) for _ in range(5))
+    if HOPPER:
+        assert last_kernel("cuda") == f"cuda.attention.backward.long.d{dim}"
+    del first["grad_q"]
+    for other in others:
+        del other["grad_q"]
+        assert_same_bits(other, first)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
