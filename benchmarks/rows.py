@@ -169,7 +169,7 @@ FUNCTIONS = (
             x, b.offsets, b.picked, total=b.picked_rows
         )[0],
         indexing=_index_by_repeating,
-        launches=(4, 8),
+        launches=(4, 2),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
     ),
     RowFunction(
@@ -179,7 +179,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + dense.shape[0] * dense.shape[1]
         )[0],
         indexing=_joined_by_sorting,
-        launches=(11, 4),
+        launches=(1, 1),
     ),
     RowFunction(
         name="concat_numbers",
@@ -188,7 +188,7 @@ FUNCTIONS = (
             [dense, x], [None, b.offsets], total=len(x) + len(dense)
         )[0],
         indexing=_joined_by_sorting,
-        launches=(11, 4),
+        launches=(1, 1),
         sll=_cat_of_fbgemm,
     ),
     # Both parts are made; the gradient is that of the first.

@@ -126,6 +126,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_dense_add", "jagged_to_padded"),
             ("jagged_dense_mul", "jagged_dense_mul_backward"),
             ("jagged_take", "jagged_take"),
+            ("jagged_concat", "jagged_concat_backward"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
@@ -169,12 +170,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for name, choices, gradient in (
             ("jagged_select", {}, "jagged_take"),
             ("jagged_slice", {}, "jagged_take"),
-            (
-                "jagged_index_select",
-                {"function": "jagged_index_select"},
-                "jagged_index_select_backward",
-            ),
-            ("jagged_index_select", {"function": "jagged_concat"}, "jagged_take"),
+            ("jagged_index_select", {}, "jagged_index_select_backward"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),

@@ -61,7 +61,7 @@ def call_with_offsets(
         "transpose": False,
         "padded_len": 6,
     }
-    fixed |= {"function": name}
+    fixed |= {"function": name, "parts": "xx"}
     fixed |= {"ranges": None, "row_scale": False}  # which are made from the offsets first
     choices |= {name: value for name, value in fixed.items() if name in choices}
     spec = dataclasses.replace(

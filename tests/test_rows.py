@@ -206,6 +206,49 @@ def test_gradients_of_repeated_sequences(device: torch.device) -> None:
     assert torch.equal(grad, expected)
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "copies"), [(7, 5000), (5000, 9), (4095, 4096), (300, 900), (33, 1), (6, 0)]
+)
+def test_gradients_of_many_copies(device: torch.device, num_seqs: int, copies: int) -> None:
+    """Few are grouped by counting, many by a sort; a sequence may have more copies than lanes."""
+    generator = torch.Generator().manual_seed(num_seqs)
+    lengths = torch.randint(0, 40, (num_seqs,), generator=generator)
+    offsets = jagged_cuda.offsets_from_lengths(lengths)
+    index = (torch.rand(copies, generator=generator) ** 3 * num_seqs).long()
+    x = torch.zeros(int(offsets[-1]), 8, device=device, dtype=torch.float64, requires_grad=True)
+    out, _ = jagged_index_select(x, offsets.to(device), index.to(device))
+    grad_out = torch.randint(-9, 10, out.shape, generator=generator).double()
+    (grad,) = torch.autograd.grad(out, x, grad_out.to(device))
+    rows = [torch.arange(offsets[b], offsets[b + 1]) for b in index.tolist()]
+    taken = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
+    expected = torch.zeros(x.shape, dtype=torch.float64).index_add(0, taken, grad_out)
+    assert torch.equal(grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [1, 2, 8])
+def test_numbers_are_joined(device: torch.device, dtype: torch.dtype, columns: int) -> None:
+    """Rows of one unit have a way of their own; many sequences are empty, or short."""
+    generator = torch.Generator().manual_seed(columns)
+    lengths = [torch.randint(0, most, (3000,), generator=generator) for most in (2, 5, 90)]
+    parts = [torch.randint(-99, 99, (int(n.sum()), columns), generator=generator) for n in lengths]
+    parts.insert(1, torch.randint(-99, 99, (3000, 1, columns), generator=generator))
+    seqs = [torch.arange(3000).repeat_interleave(n) for n in (*lengths[:1], 1, *lengths[1:])]
+    order = torch.cat(seqs).argsort(stable=True)
+    expected = torch.cat([part.reshape(-1, columns) for part in parts])[order].to(dtype)
+    bounds = [jagged_cuda.offsets_from_lengths(n.to(device)) for n in lengths]
+    bounds.insert(1, None)
+    xs = [part.to(device, dtype).requires_grad_(dtype.is_floating_point) for part in parts]
+    out, planned = jagged_concat(xs, bounds, total=len(order) + 3)
+    assert torch.equal(out.cpu(), torch.nn.functional.pad(expected, (0, 0, 0, 3)))
+    assert torch.equal(planned.diff().cpu(), sum(lengths) + 1)
+    if dtype.is_floating_point:
+        grad_out = torch.randint(-99, 99, out.shape, generator=generator).to(device, dtype)
+        found = torch.autograd.grad(out, xs, grad_out)
+        right = torch.empty_like(expected).index_copy(0, order, grad_out[:-3].cpu())
+        assert torch.equal(torch.cat([g.reshape(-1, columns) for g in found]).cpu(), right)
+
+
 def test_gradients_of_concatenated_tensors(device: torch.device) -> None:
     """More of them than one move takes, dense ones between, and some that need no gradient."""
     layouts = [LAYOUT, Layout((1, 2, 0, 1)), Layout((0, 0, 2, 1), base=1), Layout((2, 2, 2, 2))]
@@ -221,6 +264,7 @@ def test_gradients_of_concatenated_tensors(device: torch.device) -> None:
         return jagged_concat([*jagged, dense, dense], [*bounds, None, None], total=60)[0]
 
     assert gradcheck(function, leaves)
+    assert gradgradcheck(lambda *_: function(*_).square(), leaves)
     assert jagged[1].grad is None
 
 
@@ -517,7 +561,7 @@ def test_memory_is_that_of_results_and_plan() -> None:
 
 def test_docstrings() -> None:
     names = ("rows", "ops._plan", "ops.jagged_take", "ops.jagged_select", "ops.jagged_slice")
-    for name in (*names, "ops.jagged_index_select"):
+    for name in (*names, "ops.jagged_index_select", "ops.jagged_concat"):
         module = importlib.import_module(f"jagged_cuda.{name}")
         found = doctest.testmod(module, extraglobs={"torch": torch, **vars(jagged_cuda)})
         assert found.attempted > 0 and found.failed == 0, name

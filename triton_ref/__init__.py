@@ -9,6 +9,7 @@ from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from .hstu_key_ranges import hstu_key_ranges
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
+from .jagged_concat import jagged_concat
 from .jagged_dense_add import jagged_dense_add
 from .jagged_dense_bmm import jagged_dense_bmm
 from .jagged_dense_mul import jagged_dense_mul
@@ -31,7 +32,7 @@ from .jagged_topk import jagged_topk
 from .layer_norm_mul_dropout import layer_norm_mul_dropout
 from .matrix_offsets import matrix_offsets
 from .padded_to_jagged import padded_to_jagged
-from .rows import jagged_concat, jagged_first, jagged_last, jagged_split
+from .rows import jagged_first, jagged_last, jagged_split
 
 __all__ = [
     "array_jagged_bmm_jagged_out",

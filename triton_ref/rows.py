@@ -1,10 +1,6 @@
-"""Truncation, concatenation and splitting, by the twins that plan and move."""
+"""Truncation and splitting, by the twin that plans ranges and moves them."""
 
-from collections.abc import Sequence
-
-import torch
-
-from .jagged_slice import move_ranges, slice_rows
+from .jagged_slice import slice_rows
 
 
 def jagged_first(xs, offsets, n, *, total=None):
@@ -15,30 +11,6 @@ def jagged_first(xs, offsets, n, *, total=None):
 def jagged_last(xs, offsets, n, *, total=None):
     """z_b = x_b[L - min(n, L):] for xs [T, ...], and the offsets; n is an int or [B]."""
     return slice_rows(xs, offsets, 0, n, total, from_end=True)
-
-
-def jagged_concat(
-    xs: Sequence[torch.Tensor],
-    offsets_list: Sequence[torch.Tensor | None],
-    *,
-    total: int | None = None,
-):
-    """z_b = [x0_b, x1_b, ...] for xs [T, ...], or dense [B, M, ...] where there are no offsets."""
-    given = next((offsets for offsets in offsets_list if offsets is not None), None)
-    rows, begins, lengths = [], [], []
-    first = 0
-    for x, offsets in zip(xs, offsets_list, strict=True):
-        if offsets is None:
-            offsets = torch.arange(len(x) + 1, device=x.device) * x.shape[1]
-            x = x.flatten(0, 1)
-        begins.append(first + offsets[:-1].long())
-        lengths.append(offsets.diff().long())
-        rows.append(x)
-        first += len(x)
-    dtype = torch.int64 if given is None else given.dtype
-    ranges = (torch.stack(each, 1).flatten() for each in (begins, lengths))
-    z, ends = move_ranges(torch.cat(rows), *ranges, dtype, total)
-    return z, ends[:: len(xs)]
 
 
 def jagged_split(x, offsets, *, n=None, left_offsets=None, totals=None):

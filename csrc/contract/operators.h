@@ -127,12 +127,27 @@ constexpr Operator kOperators[] = {
   {"jagged_sessionize(Tensor time, Tensor offsets, float gap, SymInt sessions) -> (Tensor, Tensor)",
    "time: any [T], offsets: index [B + 1]; sessions >= 0 -> offsets [sessions + 1], offsets [B + 1]"},
 
-  // Rows of x, y, z and w one after another, by number; the backward says where each row went. Where
-  // whole sequences `chosen` of offsets `source` are taken to offsets `taken`, the gradient uses that
-  {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? y=None, Tensor? z=None, Tensor? w=None,"
-   " Tensor? chosen=None, Tensor? source=None, Tensor? taken=None) -> Tensor",
-   "x: any [T, ...], index: int64 [N], y: x? [Tq, ...], z: x? [Tk, ...], w: x? [Tx, ...], chosen: int64? [M],"
-   " source: index? [B + 1], taken: index? [M + 1] -> x [N, ...]"},
+  // The rows of each sequence in x, y, z and w, one tensor after another; those without offsets of their own are dense,
+  // with as many rows of each sequence. offsets: any of these. -> out, and its offsets
+  {"jagged_concat(Tensor x, Tensor? x_offsets, Tensor offsets, SymInt total, Tensor? y=None, Tensor? y_offsets=None,"
+   " Tensor? z=None, Tensor? z_offsets=None, Tensor? w=None, Tensor? w_offsets=None) -> (Tensor, Tensor)",
+   "x: any [T, ...], offsets: index [B + 1], x_offsets: offsets? [B + 1], y: x? [Tq, ...], y_offsets: offsets? [B + 1],"
+   " z: x? [Tk, ...], z_offsets: offsets? [B + 1], w: x? [Tx, ...], w_offsets: offsets? [B + 1]; total >= 0"
+   " -> x [total, ...], offsets [B + 1]"},
+  // -> the gradients of x, y, z and w
+  {"jagged_concat_backward(Tensor grad_out, Tensor offsets, SymInt x_rows, Tensor? x_offsets, SymInt y_rows,"
+   " Tensor? y_offsets, SymInt z_rows, Tensor? z_offsets, SymInt w_rows, Tensor? w_offsets)"
+   " -> (Tensor, Tensor, Tensor, Tensor)",
+   "grad_out: any [N, ...], offsets: index [B + 1], x_offsets: offsets? [B + 1], y_offsets: offsets? [B + 1],"
+   " z_offsets: offsets? [B + 1], w_offsets: offsets? [B + 1]; x_rows >= 0; y_rows >= 0; z_rows >= 0; w_rows >= 0"
+   " -> grad_out [x_rows, ...], grad_out [y_rows, ...], grad_out [z_rows, ...], grad_out [w_rows, ...]"},
+
+  // Rows of x by number; the backward says where each row went. Where whole sequences `chosen` of offsets `source` are
+  // taken to offsets `taken`, the gradient uses that
+  {"jagged_take(Tensor x, Tensor index, bool unique=False, Tensor? chosen=None, Tensor? source=None,"
+   " Tensor? taken=None) -> Tensor",
+   "x: any [T, ...], index: int64 [N], chosen: int64? [M], source: index? [B + 1], taken: index? [M + 1]"
+   " -> x [N, ...]"},
   {"jagged_take_backward(Tensor index, SymInt total) -> Tensor",
    "index: int64 [N]; total >= 0 -> int64 [total]"},
 
@@ -145,15 +160,15 @@ constexpr Operator kOperators[] = {
    " SymInt? most=None, bool from_end=False, int function=0) -> (Tensor, Tensor)",
    "offsets: index [B + 1], begin: offsets? [B], length: offsets? [B]; rows >= 0; total >= 0; skip >= 0; most >= 0;"
    " 0 <= function <= 3 -> int64 [total], offsets [B + 1]"},
-  {"jagged_index_select(Tensor offsets, Tensor index, SymInt rows, SymInt total, int function=0) -> (Tensor, Tensor)",
-   "offsets: index [B + 1], index: int64 [N]; rows >= 0; total >= 0; 0 <= function <= 1"
-   " -> int64 [total], offsets [N + 1]"},
-  // Sums the copies of each row of `total`: sequence b is sequences order[groups[b]], ..., order[groups[b + 1] - 1]
-  // of offsets `taken`
-  {"jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken, Tensor order,"
-   " Tensor groups, SymInt total) -> Tensor",
-   "grad_out: float [N, ...], index: int64 [N], offsets: index [B + 1], taken: offsets [M + 1], order: int64 [M],"
-   " groups: int64 [B + 1]; total >= 0 -> grad_out [total, ...]"},
+  {"jagged_index_select(Tensor offsets, Tensor index, SymInt rows, SymInt total) -> (Tensor, Tensor)",
+   "offsets: index [B + 1], index: int64 [N]; rows >= 0; total >= 0 -> int64 [total], offsets [N + 1]"},
+  // Sums the copies of each row of `total`: the sequences of offsets `taken` are those of offsets `offsets` with the
+  // numbers `chosen`. Grouped, sequence b is sequences order[groups[b]], ..., order[groups[b + 1] - 1] of `taken`;
+  // without either the copies are grouped here, in time M (M + B)
+  {"jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken, Tensor chosen,"
+   " Tensor? order, Tensor? groups, SymInt total) -> Tensor",
+   "grad_out: float [N, ...], index: int64 [N], offsets: index [B + 1], taken: offsets [M + 1], chosen: int64 [M],"
+   " order: int64? [M], groups: int64? [B + 1]; total >= 0 -> grad_out [total, ...]"},
 
   // contextual_lens: in place of contextual_len, one for each sequence
   {"hstu_key_ranges(Tensor offsets, Tensor? kv_offsets, Tensor? num_targets, Tensor? contextual_lens,"

@@ -11,10 +11,9 @@
 
 namespace jagged_cuda {
 
-// The public functions that ask jagged_slice or jagged_index_select for a plan; messages name them.
+// The public functions that ask jagged_slice for a plan; messages name them.
 constexpr const char* kSliceFunctions[] = {"jagged_slice", "jagged_first", "jagged_last",
                                            "jagged_split"};
-constexpr const char* kIndexSelectFunctions[] = {"jagged_index_select", "jagged_concat"};
 
 // The name of the offsets that a plan makes, in messages.
 constexpr const char* kPlannedOffsets = "the result's offsets";

@@ -11,20 +11,18 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-Plan jagged_index_select(Tensor offsets, Tensor index, int64_t rows, int64_t total,
-                         int64_t function) {
+Plan jagged_index_select(Tensor offsets, Tensor index, int64_t rows, int64_t total) {
   constexpr const char* op = "jagged_index_select";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({offsets, index, rows, total, function});
-  const char* asked = kIndexSelectFunctions[function];
-  const auto sequences = read_sequences(asked, "offsets", offsets, rows);
+  const Sizes sizes = contract.check({offsets, index, rows, total});
+  const auto sequences = read_sequences(op, "offsets", offsets, rows);
   const Tensor dense = as_contiguous(op, index);
   const int64_t* chosen = dense.const_data_ptr<int64_t>();
-  enforce(asked, "index", IndexRule{chosen, sizes.N, sizes.B});
+  enforce(op, "index", IndexRule{chosen, sizes.N, sizes.B});
   std::vector<Sequence> ranges(static_cast<size_t>(sizes.N));
   for (size_t i = 0; i < ranges.size(); ++i) ranges[i] = sequences[static_cast<size_t>(chosen[i])];
   record_kernel(kernel_table().name);
-  return plan_ranges(asked, offsets, ranges, total);
+  return plan_ranges(op, offsets, ranges, total);
 }
 
 // Adds the rows of each copy of a sequence, one copy after another.
@@ -47,16 +45,28 @@ void add_copies(const Element* copies, int64_t row_stride, const std::vector<int
   }
 }
 
+// The copies of each sequence, in their own order.
+std::vector<std::vector<int64_t>> group_copies(const Tensor& chosen, int64_t num_seqs) {
+  const int64_t* numbers = chosen.const_data_ptr<int64_t>();
+  std::vector<std::vector<int64_t>> groups(static_cast<size_t>(num_seqs));
+  for (int64_t copy = 0; copy < chosen.size(0); ++copy) {
+    const int64_t seq = numbers[copy];
+    if (seq >= 0 && seq < num_seqs) groups[static_cast<size_t>(seq)].push_back(copy);
+  }
+  return groups;
+}
+
+// How the copies are grouped (`order`, `groups`) follows from `chosen`, and is for others.
 Tensor jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken,
-                                    Tensor order, Tensor groups, int64_t total) {
+                                    Tensor chosen, std::optional<Tensor> order,
+                                    std::optional<Tensor> groups, int64_t total) {
   constexpr const char* op = "jagged_index_select_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out, index, offsets, taken, order, groups, total});
+  const Sizes sizes =
+      contract.check({grad_out, index, offsets, taken, chosen, order, groups, total});
   const auto sequences = read_sequences(op, "offsets", offsets, total);
   const auto copies = read_sequences(op, "taken", taken, sizes.N);
-  const Tensor dense_order = as_contiguous(op, order), dense_groups = as_contiguous(op, groups);
-  const int64_t* numbers = dense_order.const_data_ptr<int64_t>();
-  const int64_t* group = dense_groups.const_data_ptr<int64_t>();
+  const auto grouped = group_copies(as_contiguous(op, chosen), sizes.B);
   grad_out = as_contiguous(op, grad_out, 1);
   Tensor out = allocate(op, grad_out, with_rows_of(grad_out, 1, {total}));
   const int64_t elem_bytes = static_cast<int64_t>(out.element_size());
@@ -69,11 +79,9 @@ Tensor jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offset
   items.run(0, [&](int64_t seq, void*) {
     const Sequence rows = sequences[static_cast<size_t>(seq)];
     std::vector<int64_t> begins, lens;
-    const int64_t end = std::min(group[seq + 1], sizes.M);
-    for (int64_t i = std::max<int64_t>(0, group[seq]); i < end; ++i) {
-      if (numbers[i] < 0 || numbers[i] >= sizes.M) continue;
-      begins.push_back(copies[static_cast<size_t>(numbers[i])].begin);
-      lens.push_back(copies[static_cast<size_t>(numbers[i])].len);
+    for (const int64_t copy : grouped[static_cast<size_t>(seq)]) {
+      begins.push_back(copies[static_cast<size_t>(copy)].begin);
+      lens.push_back(copies[static_cast<size_t>(copy)].len);
     }
     const auto add = [&](auto element, auto sum) {
       using Element = decltype(element);

@@ -16,37 +16,20 @@ namespace {
 
 constexpr int64_t kItemRows = 1024;
 
-// One of the tensors whose rows follow one another.
-struct Source {
-  const char* data;
-  int64_t first, end;  // its rows among all
-  int64_t row_bytes;   // between rows
-};
-
-Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> y,
-                   std::optional<Tensor> z, std::optional<Tensor> w, std::optional<Tensor> chosen,
+Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> chosen,
                    std::optional<Tensor> source, std::optional<Tensor> taken) {
   constexpr const char* op = "jagged_take";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
+  const Sizes sizes = contract.check({x, index, unique, chosen, source, taken});
   const Tensor dense = as_contiguous(op, index);
   const int64_t* rows = dense.const_data_ptr<int64_t>();
   Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.N}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
   const int64_t row_bytes = sizes.rest * elem_bytes;
   char* result = static_cast<char*>(out.mutable_data_ptr());
-  std::vector<Tensor> parts{as_contiguous(op, x, 1)};
-  for (const auto& part : {y, z, w}) {
-    if (part) parts.push_back(as_contiguous(op, *part, 1));
-  }
-  std::vector<Source> sources;
-  int64_t total = 0;
-  for (const Tensor& part : parts) {
-    const int64_t stride = part.size(0) > 1 ? part.stride(0) * elem_bytes : row_bytes;
-    sources.push_back(
-        {static_cast<const char*>(part.const_data_ptr()), total, total + part.size(0), stride});
-    total += part.size(0);
-  }
+  x = as_contiguous(op, x, 1);
+  const char* source_rows = static_cast<const char*>(x.const_data_ptr());
+  const int64_t stride = x.size(0) > 1 ? x.stride(0) * elem_bytes : row_bytes;
 
   WorkList<int64_t> items;
   for (int64_t begin = 0; begin < sizes.N && row_bytes > 0; begin += kItemRows) {
@@ -58,15 +41,12 @@ Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> y,
       const int64_t from = rows[row];
       int64_t run = row + 1;  // rows that follow one another in both are copied together
       char* to = result + row * row_bytes;
-      if (from < 0 || from >= total) {
-        while (run < end && (rows[run] < 0 || rows[run] >= total)) ++run;
+      if (from < 0 || from >= sizes.T) {
+        while (run < end && (rows[run] < 0 || rows[run] >= sizes.T)) ++run;
         std::memset(to, 0, static_cast<size_t>((run - row) * row_bytes));
       } else {
-        const Source& source = *std::find_if(sources.begin(), sources.end(),
-                                             [&](const Source& each) { return from < each.end; });
-        while (run < end && rows[run] == from + (run - row) && rows[run] < source.end) ++run;
-        copy_rows(to, source.data + (from - source.first) * source.row_bytes, run - row, row_bytes,
-                  source.row_bytes);
+        while (run < end && rows[run] == from + (run - row) && rows[run] < sizes.T) ++run;
+        copy_rows(to, source_rows + from * stride, run - row, row_bytes, stride);
       }
       row = run;
     }

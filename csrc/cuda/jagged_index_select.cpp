@@ -8,43 +8,62 @@ namespace jagged_cuda {
 namespace {
 
 // offsets [B + 1], index [N] -> [total], [N + 1]
-Plan jagged_index_select(const Tensor& offsets, const Tensor& index, int64_t rows, int64_t total,
-                         int64_t function) {
+Plan jagged_index_select(const Tensor& offsets, const Tensor& index, int64_t rows, int64_t total) {
   constexpr const char* op = "jagged_index_select";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({offsets, index, rows, total, function});
+  const Sizes sizes = contract.check({offsets, index, rows, total});
   const torch::stable::accelerator::DeviceGuard guard(offsets.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets), chosen = as_contiguous(op, index);
-  const char* asked = kIndexSelectFunctions[function];
-  maybe_validate_offsets(asked, "offsets", bounds, rows);
-  maybe_validate_index(asked, "index", chosen, sizes.B);
+  maybe_validate_offsets(op, "offsets", bounds, rows);
+  maybe_validate_index(op, "index", chosen, sizes.B);
   return plan_ranges(
-      op, asked, bounds, rows, sizes.N, total,
+      op, op, bounds, rows, sizes.N, total,
       [&](RangesParams& params) { params.chosen = chosen.const_data_ptr<int64_t>(); },
       launch_jagged_index_select);
 }
 
-// grad_out [N, ...], index [N], offsets [B + 1], taken [M + 1], order [M], groups [B + 1] -> [total, ...]
+// grad_out [N, ...], index [N], offsets [B + 1], taken [M + 1], chosen [M], order [M], groups [B + 1]
+// -> [total, ...]
 Tensor jagged_index_select_backward(const Tensor& grad_out, const Tensor& index,
-                                    const Tensor& offsets, const Tensor& taken, const Tensor& order,
-                                    const Tensor& groups, int64_t total) {
+                                    const Tensor& offsets, const Tensor& taken,
+                                    const Tensor& chosen, const std::optional<Tensor>& order,
+                                    const std::optional<Tensor>& groups, int64_t total) {
   constexpr const char* op = "jagged_index_select_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out, index, offsets, taken, order, groups, total});
+  const Sizes sizes =
+      contract.check({grad_out, index, offsets, taken, chosen, order, groups, total});
   const torch::stable::accelerator::DeviceGuard guard(grad_out.get_device_index());
   const Tensor out = allocate(op, grad_out, with_rows_of(grad_out, 1, {total}));
   if (total == 0 || sizes.rest == 0) return out;
   const Tensor copies = as_contiguous(op, grad_out, 1);
   const Tensor bounds = as_contiguous(op, offsets), ends = as_contiguous(op, taken);
-  const Tensor numbers = as_contiguous(op, order), begins = as_contiguous(op, groups);
+  const bool are_grouped = order && groups;
+  if (!are_grouped && std::max(sizes.M, sizes.B) > kMostCounted) {
+    fail(std::string(op) + ": order and groups must be given for more than " +
+         std::to_string(kMostCounted) + " copies or sequences");
+  }
+  const Tensor seqs = as_contiguous(op, chosen);
+  std::optional<Tensor> numbers;
+  if (are_grouped) numbers = as_contiguous(op, *order);
+  const Tensor begins =
+      are_grouped ? as_contiguous(op, *groups) : allocate(op, chosen, {sizes.B + 1});
+  const Tensor rows = allocate(op, chosen, {sizes.M, 2});
+  GroupCopiesParams grouping{};
+  grouping.taken = view_offsets(ends, sizes.N);
+  grouping.chosen = seqs.const_data_ptr<int64_t>();
+  grouping.order = numbers ? numbers->const_data_ptr<int64_t>() : nullptr;
+  grouping.copies = static_cast<CopyRows*>(rows.mutable_data_ptr());
+  grouping.groups = numbers ? nullptr : begins.mutable_data_ptr<int64_t>();
+  grouping.num_seqs = sizes.B;
+  check_cuda(op, launch_group_copies(grouping, current_stream(grad_out)));
 
   SumCopiesParams params;
-  params.copies = copies.const_data_ptr();
+  params.grad_out = copies.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
-  params.taken = view_offsets(ends, sizes.N);
-  params.order = numbers.const_data_ptr<int64_t>();
+  params.copies = grouping.copies;
   params.groups = begins.const_data_ptr<int64_t>();
+  params.num_copies = sizes.M;
   params.columns = sizes.rest;
   params.stride = copies.stride(0);
   params.vectors = has_aligned_lines(copies, {0});

@@ -7,37 +7,24 @@
 namespace jagged_cuda {
 namespace {
 
-// x [T, ...], index [N], y, z, w [.., ...] -> [N, ...]
+// x [T, ...], index [N] -> [N, ...]
 Tensor jagged_take(const Tensor& x, const Tensor& index, bool unique,
-                   const std::optional<Tensor>& y, const std::optional<Tensor>& z,
-                   const std::optional<Tensor>& w, const std::optional<Tensor>& chosen,
-                   const std::optional<Tensor>& source, const std::optional<Tensor>& taken) {
+                   const std::optional<Tensor>& chosen, const std::optional<Tensor>& source,
+                   const std::optional<Tensor>& taken) {
   constexpr const char* op = "jagged_take";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({x, index, unique, y, z, w, chosen, source, taken});
+  const Sizes sizes = contract.check({x, index, unique, chosen, source, taken});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor out = allocate(op, x, with_rows_of(x, 1, {sizes.N}));
   if (sizes.N == 0 || sizes.rest == 0) return out;
-  const Tensor numbers = as_contiguous(op, index);
-  std::vector<Tensor> parts{as_contiguous(op, x, 1)};
-  for (const auto* part : {&y, &z, &w}) {
-    if (*part) parts.push_back(as_contiguous(op, **part, 1));
-  }
+  const Tensor numbers = as_contiguous(op, index), rows = as_contiguous(op, x, 1);
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
 
   JaggedTakeParams params;
-  params.unit_bytes = kVectorBytes;
-  for (const Tensor& part : parts) {
-    params.unit_bytes = std::min(params.unit_bytes, copy_unit_bytes(part, {0}));
-  }
-  int64_t end = 0;
-  for (size_t i = 0; i < kTakeSources; ++i) {
-    params.sources[i] = {nullptr, end, 0};
-    if (i >= parts.size() || parts[i].size(0) == 0) continue;
-    end += parts[i].size(0);
-    params.sources[i] = {parts[i].const_data_ptr(), end,
-                         parts[i].stride(0) * elem_bytes / params.unit_bytes};
-  }
+  params.unit_bytes = copy_unit_bytes(rows, {0});
+  params.x = rows.const_data_ptr();
+  params.total = sizes.T;
+  params.stride = rows.stride(0) * elem_bytes / params.unit_bytes;
   params.index = numbers.const_data_ptr<int64_t>();
   params.out = out.mutable_data_ptr();
   params.rows = sizes.N;

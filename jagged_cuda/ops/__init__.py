@@ -4,6 +4,7 @@ from jagged_cuda.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_
 from jagged_cuda.ops.hstu_key_ranges import hstu_key_ranges
 from jagged_cuda.ops.jagged2_softmax import jagged2_softmax
 from jagged_cuda.ops.jagged_broadcast import jagged_broadcast
+from jagged_cuda.ops.jagged_concat import jagged_concat
 from jagged_cuda.ops.jagged_dense_add import jagged_dense_add
 from jagged_cuda.ops.jagged_dense_bmm import jagged_dense_bmm
 from jagged_cuda.ops.jagged_dense_mul import jagged_dense_mul
@@ -32,6 +33,7 @@ __all__ = [
     "hstu_key_ranges",
     "jagged2_softmax",
     "jagged_broadcast",
+    "jagged_concat",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",

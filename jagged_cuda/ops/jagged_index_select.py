@@ -12,9 +12,6 @@ from jagged_cuda.ops import _contract, _plan
 from jagged_cuda.ops._dispatch import call, overridable, register
 from jagged_cuda.ops._plan import RowPlan
 
-# csrc/contract/plan.h has them in this order.
-_FUNCTIONS = ("jagged_index_select", "jagged_concat")
-
 
 @overridable
 def jagged_index_select(
@@ -70,20 +67,11 @@ def jagged_index_select(
     _plan.check_device(op, xs, offsets)
     if total is None:
         total = _size(op, offsets, index)
-    plan = plan_index_select(op, offsets, index, rows, total, unique=False)
-    plan = plan._replace(chosen=index, source=offsets)
-    return _plan.move(op, xs, plan, return_plan)
-
-
-def plan_index_select(
-    op: str, offsets: Tensor, index: Tensor, rows: int, total: int, *, unique: bool
-) -> RowPlan:
-    """The plan of whole sequences, for the function `op`."""
-    if total < 0:
+    elif total < 0:
         _contract.fail_argument(op, "total", ">= 0", total)
     planner = torch.ops.jagged_cuda.jagged_index_select.default
-    taken, planned = call(planner, offsets, index, rows, total, _FUNCTIONS.index(op))
-    return RowPlan(taken, planned, unique)
+    taken, planned = call(planner, offsets, index, rows, total)
+    return _plan.move(op, xs, RowPlan(taken, planned, False, index, offsets), return_plan)
 
 
 def _size(op: str, offsets: Tensor, index: Tensor) -> int:
@@ -112,7 +100,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (index,) = ctx.saved_tensors
     taken = call(torch.ops.jagged_cuda.jagged_take.default, grad, index, False)
-    return taken, *(None,) * 6
+    return taken, *(None,) * 7
 
 
 register(

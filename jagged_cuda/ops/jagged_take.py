@@ -45,60 +45,48 @@ def jagged_take(x: Tensor, index: Tensor, *, unique: bool = False) -> Tensor:
     return call(torch.ops.jagged_cuda.jagged_take.default, x, index, unique)
 
 
-def take_of_several(xs: list[Tensor], index: Tensor, unique: bool) -> Tensor:
-    """Rows of up to four tensors, numbered one tensor after another."""
-    return call(torch.ops.jagged_cuda.jagged_take.default, xs[0], index, unique, *xs[1:])
-
-
 def take_sequences(
     x: Tensor, index: Tensor, chosen: Tensor, source: Tensor, taken: Tensor
 ) -> Tensor:
     """Rows of whole sequences `chosen` of offsets `source`, which are those of offsets `taken`."""
     op = torch.ops.jagged_cuda.jagged_take.default
-    return call(op, x, index, False, None, None, None, chosen, source, taken)
+    return call(op, x, index, False, chosen, source, taken)
+
+
+# Of so many sequences at most, and so many copies, the gradient groups the copies itself, in
+# quadratic time: a sort takes ten launches.
+_MOST_COUNTED = 4096
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, index, ctx.unique, y, z, w, *sequences = inputs
-    ctx.rows = [None if part is None else part.shape[0] for part in (x, y, z, w)]
+    x, index, ctx.unique, *sequences = inputs
+    ctx.total = x.shape[0]
     ctx.save_for_backward(index, *sequences)
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     index, chosen, source, taken = ctx.saved_tensors
     if chosen is not None:
-        # The copies of each sequence, one after another, in their own order. As int32, which takes
-        # half the passes: a number that does not fit is none of a sequence, and its copy is empty.
-        numbers, order = chosen.to(torch.int32).sort(stable=True)
-        seqs = torch.arange(source.shape[0], device=source.device, dtype=torch.int32)
-        groups = torch.searchsorted(numbers, seqs)
+        order = groups = None
+        if max(chosen.shape[0], source.shape[0]) > _MOST_COUNTED:
+            # The copies of each sequence, one after another, in their own order. As int32, which
+            # takes half the passes: a number that does not fit is none of a sequence, and its copy
+            # is empty.
+            numbers, order = chosen.to(torch.int32).sort(stable=True)
+            seqs = torch.arange(source.shape[0], device=source.device, dtype=torch.int32)
+            groups = torch.searchsorted(numbers, seqs)
         op = torch.ops.jagged_cuda.jagged_index_select_backward.default
-        arguments = (grad_out, index, source, taken, order, groups, ctx.rows[0])
-        return call(op, *arguments), *(None,) * 8
-    total = sum(rows for rows in ctx.rows if rows is not None)
-    if ctx.unique:
+        gradient = call(op, grad_out, index, source, taken, chosen, order, groups, ctx.total)
+    elif ctx.unique:
         op = torch.ops.jagged_cuda.jagged_take_backward.default
-        source, bounds = call(op, index, total), None
+        gradient = _take(grad_out, call(op, index, ctx.total))
     else:
         # The rows of the result that took each row, one after another, in their own order.
-        taken, source = index.sort(stable=True)
-        numbers = torch.arange(total + 1, device=index.device)
-        bounds = torch.searchsorted(taken, numbers)
-    gradients: list[Tensor | None] = []
-    begin = 0
-    # Arguments that were left out have no place in needs_input_grad.
-    for place, rows in zip((0, 3, 4, 5), ctx.rows, strict=True):
-        gradient = None
-        if rows is not None and ctx.needs_input_grad[place]:
-            if bounds is None:
-                gradient = _take(grad_out, source[begin : begin + rows])
-            else:
-                of_rows = bounds[begin : begin + rows + 1]
-                sums = torch.ops.jagged_cuda.jagged_sum.default
-                gradient = call(sums, _take(grad_out, source), of_rows)
-        gradients.append(gradient)
-        begin += rows or 0
-    return gradients[0], None, None, *gradients[1:], None, None, None
+        numbers, order = index.sort(stable=True)
+        bounds = torch.searchsorted(numbers, torch.arange(ctx.total + 1, device=index.device))
+        sums = torch.ops.jagged_cuda.jagged_sum.default
+        gradient = call(sums, _take(grad_out, order), bounds)
+    return gradient, *(None,) * 5
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

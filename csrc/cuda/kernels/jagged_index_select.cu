@@ -2,12 +2,20 @@
 //
 // Its gradient: dx_b[i] = sum over the copies k of sequence b, in the order of k, of dz_k[i].
 //
-// Grid: x, a warp for each virtual tile of kRows rows of dx (prim/jagged.cuh). Lanes are beside each
-// other along a row, in vectors of 16 bytes (or elements, where alignment forbids more); what they
-// leave over of the warp takes the next rows. Each lane looks up one copy of the tile's sequence, 32
-// at a time, and all add the rows of one copy after another: sums run in f32 (f64 of f64), in an
-// order that depends on nothing else. No shared memory, no barriers. A sequence without copies, and
-// rows outside every sequence, give zeros.
+// First kernel: the rows of the copies of the first sequence, then those of the next, and
+// groups[b] = where those of b begin. Both are counts over all numbers,
+//     place of k = # { k' : number < that of k, or the same and k' < k },   groups[b] = # { number < b },
+// so that nothing is sorted, scanned or added atomically. Grid: x, a CTA for each 32 of these
+// M + B + 1 counts, a lane for each; each of its warps counts over a part of the numbers, four at a
+// time from shared memory, where all are. Shared memory: numbers (16 KiB) and the counts of all warps
+// (1 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
+//
+// Second kernel. Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
+// Lanes are beside each other along a row, in vectors of 16 bytes (or elements, where alignment
+// forbids more); what they leave over of the warp takes the next rows. Each lane looks up one copy of
+// the tile's sequence, 32 at a time. A row with one copy is copied, of more they are added in pairs,
+// one copy after another: sums run in f32 (f64 of f64), in an order that depends on nothing else. No
+// shared memory, no barriers. A sequence without copies, and rows outside every sequence, give zeros.
 #include "cuda/kernels/jagged_index_select.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/rows/ranges.cuh"
@@ -17,9 +25,73 @@ namespace jagged_cuda {
 namespace {
 
 using rows::kItems;
-using rows::kRows;
 using rows::kThreads;
 using rows::kWarps;
+
+constexpr int kGroupWarps = 8;
+constexpr int kFollowThreads = 256;
+#ifndef COPY_ROWS
+#define COPY_ROWS 32
+#endif
+constexpr int kCopyRows = COPY_ROWS;
+constexpr int kPairItems = kItems / 2;  // rows of two copies that a lane has in flight
+constexpr int kSumCtas = 7;             // per SM, that the registers must leave room for
+
+// The rows of copy `copy`; none if there is no such copy.
+__device__ __forceinline__ CopyRows rows_of_copy(const OffsetsView& taken, int64_t copy) {
+  if (copy < 0 || copy >= taken.num_seqs) return {0, 0};
+  const RowRange rows = sequence_rows(taken, copy);
+  return {rows.begin, rows.len};
+}
+
+__global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
+    const __grid_constant__ GroupCopiesParams params) {
+  __shared__ alignas(16) int sNumbers[kMostCounted];
+  __shared__ int sBefore[kGroupWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int copies = static_cast<int>(params.taken.num_seqs);
+  const int seqs = static_cast<int>(params.num_seqs);
+  // Numbers that are none of a sequence come first or last. Shares are whole vectors.
+  const int share = (copies + 4 * kGroupWarps - 1) / (4 * kGroupWarps) * 4;
+  for (int k = threadIdx.x; k < share * kGroupWarps; k += kGroupWarps * 32) {
+    const int64_t number = k < copies ? __ldg(params.chosen + k) : seqs;
+    sNumbers[k] = number < 0 ? -1 : number < seqs ? static_cast<int>(number) : seqs;
+  }
+  const int item = static_cast<int>(blockIdx.x) * 32 + lane;
+  const bool is_copy = item < copies;
+  CopyRows own{0, 0};
+  if (warp == 0 && is_copy) own = rows_of_copy(params.taken, item);
+  __syncthreads();  // all numbers are there
+  // Of a sequence: no copy comes before the first that could have its number.
+  const int number = is_copy ? sNumbers[item] : item - copies, place = is_copy ? item : 0;
+  int before = 0;
+#pragma unroll 4
+  for (int k = warp * share; k < (warp + 1) * share; k += 4) {
+    const int4 others = *reinterpret_cast<const int4*>(&sNumbers[k]);
+    before += others.x < number + (k < place ? 1 : 0) ? 1 : 0;
+    before += others.y < number + (k + 1 < place ? 1 : 0) ? 1 : 0;
+    before += others.z < number + (k + 2 < place ? 1 : 0) ? 1 : 0;
+    before += others.w < number + (k + 3 < place ? 1 : 0) ? 1 : 0;
+  }
+  sBefore[warp][lane] = before;
+  __syncthreads();  // the counts of all warps are there
+  if (warp != 0) return;
+  int sum = 0;
+#pragma unroll
+  for (int w = 0; w < kGroupWarps; ++w) sum += sBefore[w][lane];
+  if (is_copy) {
+    params.copies[sum] = own;
+  } else if (item - copies <= seqs) {
+    params.groups[item - copies] = sum;
+  }
+}
+
+__global__ __launch_bounds__(kFollowThreads) void follow_order_kernel(
+    const __grid_constant__ GroupCopiesParams params) {
+  const int64_t place = blockIdx.x * int64_t{kFollowThreads} + threadIdx.x;
+  if (place >= params.taken.num_seqs) return;
+  params.copies[place] = rows_of_copy(params.taken, __ldg(params.order + place));
+}
 
 struct SumCopiesLaunch {
   SumCopiesParams params;
@@ -28,48 +100,66 @@ struct SumCopiesLaunch {
 };
 
 // The rows of the copy with place `place` in order; none at or past `end`.
-__device__ __forceinline__ RowRange load_copy(const SumCopiesParams& params, int64_t place,
+__device__ __forceinline__ CopyRows load_copy(const SumCopiesParams& params, int64_t place,
                                               int64_t end) {
   if (place >= end) return {0, 0};
-  const int64_t copy = __ldg(params.order + place);
-  if (copy < 0 || copy >= params.taken.num_seqs) return {0, 0};
-  return sequence_rows(params.taken, copy);
+  const longlong2 copy = __ldg(reinterpret_cast<const longlong2*>(params.copies + place));
+  return {copy.x, copy.y};
 }
 
-template <typename Element, int kVector>
-__global__ __launch_bounds__(kThreads) void sum_copies_kernel(
-    const __grid_constant__ SumCopiesLaunch launch) {
-  using S = Sum<Element>;
-  using Loaded = Vector<Element, kVector>;
-  const SumCopiesParams& params = launch.params;
-  const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index >= launch.tiles) return;
-  const JaggedTile tile = find_tile<kRows>(params.offsets, index);
-  if (tile.row >= tile.rows.len) return;
-  const int64_t left = tile.rows.len - tile.row;
-  const int rows = left < kRows ? static_cast<int>(left) : kRows;
-  int64_t group = 0, group_end = 0;
-  if (tile.seq >= 0) {
-    const int64_t num_copies = params.taken.num_seqs;
-    group = __ldg(params.groups + tile.seq);
-    group_end = __ldg(params.groups + tile.seq + 1);
-    group = group < 0 ? 0 : group;
-    group_end = group_end > num_copies ? num_copies : group_end;
-  }
-  const int lane = threadIdx.x % 32, lanes = 1 << launch.lanes_log2;
-  const int first = lane >> launch.lanes_log2, step = 32 >> launch.lanes_log2;
-  const Element* gCopies = static_cast<const Element*>(params.copies);
-  Element* gOut = static_cast<Element*>(params.out) + (tile.rows.begin + tile.row) * params.columns;
-  const int64_t vectors = (params.columns + kVector - 1) / kVector;
-  int64_t loaded = group;
-  RowRange own = load_copy(params, group + lane, group_end);
-  // All lanes stay in the loops, since each hands on the copy that it has looked up.
-  for (int64_t first_vector = 0; first_vector < vectors; first_vector += lanes) {
-    const int64_t vector = first_vector + (lane & (lanes - 1));
-    const bool exists = vector < vectors;
+// What the lanes of a warp share of a tile: its rows, and how they are spread over lanes.
+struct CopyTile {
+  int64_t row;  // in its sequence
+  int rows;
+  int64_t vectors;  // of a row
+  int lanes_log2;
+
+  __device__ int first_row() const { return static_cast<int>(threadIdx.x % 32) >> lanes_log2; }
+  __device__ int step() const { return 32 >> lanes_log2; }
+};
+
+// The rows of the only copy, or zeros where it has none.
+template <typename Loaded>
+__device__ __forceinline__ void copy_tile(const CopyTile& tile, const Loaded* gCopy,
+                                          int64_t copy_rows, int64_t stride, Loaded* gOut) {
+  const int lanes = 1 << tile.lanes_log2, step = tile.step();
+  for (int64_t vector = threadIdx.x % 32 & (lanes - 1); vector < tile.vectors; vector += lanes) {
 #pragma unroll 1
-    for (int first_row = 0; first_row < rows; first_row += kItems * step) {
-      S sum[kItems][kVector] = {};
+    for (int first = tile.first_row(); first < tile.rows; first += kItems * step) {
+      Loaded rX[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int row = first + i * step;
+        rX[i] = Loaded{};
+        if (row < tile.rows && row < copy_rows) rX[i] = gCopy[row * stride + vector];
+      }
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int row = first + i * step;
+        if (row < tile.rows) gOut[row * tile.vectors + vector] = rX[i];
+      }
+    }
+  }
+}
+// The rows of copies order[group], ..., order[group_end - 1], added in this order; `own` is the
+// lane's of the first 32. All lanes stay in the loops, since each hands on the copy that it has
+// looked up.
+template <typename Element, int kVector>
+__device__ __forceinline__ void sum_tile(const SumCopiesParams& params, const CopyTile& tile,
+                                         int64_t group, int64_t group_end, CopyRows own,
+                                         rows::Raw<Element, kVector>* gOut) {
+  using Loaded = rows::Raw<Element, kVector>;
+  using Elements = Vector<Element, kVector>;
+  const Loaded* gCopies = static_cast<const Loaded*>(params.grad_out);
+  const int64_t stride = params.stride / kVector;
+  const int lane = threadIdx.x % 32, lanes = 1 << tile.lanes_log2, step = tile.step();
+  int64_t loaded = group;
+  for (int64_t first_vector = 0; first_vector < tile.vectors; first_vector += lanes) {
+    const int64_t vector = first_vector + (lane & (lanes - 1));
+    const int rows = vector < tile.vectors ? tile.rows : 0;
+#pragma unroll 1
+    for (int first = 0; first < tile.rows; first += kPairItems * step) {
+      Sum<Element> sum[kPairItems][kVector] = {};
       for (int64_t base = group; base < group_end; base += 32) {
         if (base != loaded) {
           own = load_copy(params, base + lane, group_end);
@@ -77,45 +167,82 @@ __global__ __launch_bounds__(kThreads) void sum_copies_kernel(
         }
         const int copies = group_end - base < 32 ? static_cast<int>(group_end - base) : 32;
 #pragma unroll 1
-        for (int copy = 0; copy < copies; ++copy) {
-          const int64_t begin = __shfl_sync(0xffffffffu, own.begin, copy);
-          const int64_t len = __shfl_sync(0xffffffffu, own.len, copy) - tile.row;
-          const Element* gX = gCopies + (begin + tile.row) * params.stride + vector * kVector;
-          Loaded rX[kItems];
+        for (int copy = 0; copy < copies; copy += 2) {
+          Loaded rX[2][kPairItems];
 #pragma unroll
-          for (int i = 0; i < kItems; ++i) {
-            const int row = first_row + first + i * step;
-            if (exists && row < rows && row < len) {
-              rX[i] = *reinterpret_cast<const Loaded*>(gX + row * params.stride);
+          for (int c = 0; c < 2; ++c) {
+            const int64_t begin = __shfl_sync(0xffffffffu, own.begin, copy + c) + tile.row;
+            const int64_t len = __shfl_sync(0xffffffffu, own.len, copy + c) - tile.row;
+            const Loaded* gX = gCopies + begin * stride + vector;
+#pragma unroll
+            for (int i = 0; i < kPairItems; ++i) {
+              const int row = first + tile.first_row() + i * step;
+              rX[c][i] = Loaded{};  // also where there is no second copy
+              if (row < rows && row < len) rX[c][i] = gX[row * stride];
             }
           }
 #pragma unroll
-          for (int i = 0; i < kItems; ++i) {
-            const int row = first_row + first + i * step;
-            if (exists && row < rows && row < len) {
+          for (int c = 0; c < 2; ++c) {
 #pragma unroll
-              for (int e = 0; e < kVector; ++e) sum[i][e] += to_sum(rX[i].elems[e]);
+            for (int i = 0; i < kPairItems; ++i) {
+#pragma unroll
+              for (int e = 0; e < kVector; ++e) {
+                sum[i][e] += to_sum(reinterpret_cast<const Elements&>(rX[c][i]).elems[e]);
+              }
             }
           }
         }
       }
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int row = first_row + first + i * step;
-        if (!exists || row >= rows) continue;
-        Loaded result;
+      for (int i = 0; i < kPairItems; ++i) {
+        const int row = first + tile.first_row() + i * step;
+        if (row >= rows) continue;
+        Elements result;
 #pragma unroll
         for (int e = 0; e < kVector; ++e) result.elems[e] = from_sum<Element>(sum[i][e]);
-        *reinterpret_cast<Loaded*>(gOut + row * params.columns + vector * kVector) = result;
+        gOut[row * tile.vectors + vector] = reinterpret_cast<const Loaded&>(result);
       }
     }
   }
 }
 
 template <typename Element, int kVector>
+__global__ __launch_bounds__(kThreads, kSumCtas) void sum_copies_kernel(
+    const __grid_constant__ SumCopiesLaunch launch) {
+  using Loaded = rows::Raw<Element, kVector>;
+  const SumCopiesParams& params = launch.params;
+  const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (index >= launch.tiles) return;
+  const JaggedTile found = find_tile<kCopyRows>(params.offsets, index);
+  if (found.row >= found.rows.len) return;
+  const int64_t left = found.rows.len - found.row;
+  const CopyTile tile{found.row, left < kCopyRows ? static_cast<int>(left) : kCopyRows,
+                      (params.columns + kVector - 1) / kVector, launch.lanes_log2};
+  int64_t group = 0, group_end = 0;
+  if (found.seq >= 0) {
+    const int64_t num_copies = params.num_copies;
+    group = __ldg(params.groups + found.seq);
+    group_end = __ldg(params.groups + found.seq + 1);
+    group = group < 0 ? 0 : group;
+    group_end = group_end > num_copies ? num_copies : group_end;
+  }
+  const CopyRows own = load_copy(params, group + threadIdx.x % 32, group_end);
+  Loaded* gOut = static_cast<Loaded*>(params.out) + (found.rows.begin + found.row) * tile.vectors;
+  if (group_end - group <= 1) {
+    const int64_t begin = __shfl_sync(0xffffffffu, own.begin, 0) + found.row;
+    const int64_t len = __shfl_sync(0xffffffffu, own.len, 0) - found.row;
+    const int64_t stride = params.stride / kVector;
+    copy_tile(tile, static_cast<const Loaded*>(params.grad_out) + begin * stride, len, stride,
+              gOut);
+  } else {
+    sum_tile<Element, kVector>(params, tile, group, group_end, own, gOut);
+  }
+}
+
+template <typename Element, int kVector>
 cudaError_t launch_sum_copies(const SumCopiesParams& params, cudaStream_t stream) {
   const int64_t vectors = (params.columns + kVector - 1) / kVector;
-  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kRows);
+  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kCopyRows);
   const SumCopiesLaunch arguments{params, rows::lanes_log2(vectors), tiles};
   return launch<sum_copies_kernel<Element, kVector>>(arguments, {(tiles + kWarps - 1) / kWarps},
                                                      kThreads, 0, stream,
@@ -126,6 +253,18 @@ cudaError_t launch_sum_copies(const SumCopiesParams& params, cudaStream_t stream
 
 cudaError_t launch_jagged_index_select(const RangesParams& params, cudaStream_t stream) {
   return rows::launch_ranges(params, stream, "cuda.jagged_index_select");
+}
+
+cudaError_t launch_group_copies(const GroupCopiesParams& params, cudaStream_t stream) {
+  const int64_t copies = params.taken.num_seqs;
+  if (params.order != nullptr) {
+    if (copies == 0) return cudaSuccess;
+    return launch<follow_order_kernel>(params, {(copies + kFollowThreads - 1) / kFollowThreads},
+                                       kFollowThreads, 0, stream, nullptr);
+  }
+  if (copies > kMostCounted || params.num_seqs > kMostCounted) return cudaErrorInvalidValue;
+  return launch<group_copies_kernel>(params, {(copies + params.num_seqs + 1 + 31) / 32},
+                                     kGroupWarps * 32, 0, stream, nullptr);
 }
 
 cudaError_t launch_jagged_index_select_backward(const SumCopiesParams& params,

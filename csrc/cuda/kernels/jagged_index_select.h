@@ -11,16 +11,38 @@ namespace jagged_cuda {
 // Enqueues up to three kernels that write index and offsets. No synchronisation.
 cudaError_t launch_jagged_index_select(const RangesParams& params, cudaStream_t stream);
 
+// Rows [begin, begin + len) of a copy.
+struct alignas(16) CopyRows {
+  int64_t begin;
+  int64_t len;
+};
+
+constexpr int64_t kMostCounted = 4096;  // copies and sequences that can be grouped without order
+
+// No pointer may be null unless it says so.
+struct GroupCopiesParams {
+  OffsetsView taken;      // [M + 1] of the copies
+  const int64_t* chosen;  // [M]: the number of the sequence that each one is
+  const int64_t* order;   // [M]: the copies of the first sequence, then those of the next; or null
+  CopyRows* copies;       // [M]: their rows, in that order
+  int64_t* groups;        // [B + 1]: where in order those of each sequence begin; null with order
+  int64_t num_seqs;
+};
+
+// Enqueues one kernel that writes copies and groups. No synchronisation. Without order it takes time
+// M (M + B).
+cudaError_t launch_group_copies(const GroupCopiesParams& params, cudaStream_t stream);
+
 // No pointer may be null, except for tensors without elements.
 struct SumCopiesParams {
-  const void* copies;     // [N, columns]
-  void* out;              // [T, columns], contiguous
-  OffsetsView offsets;    // [B + 1] of out
-  OffsetsView taken;      // [M + 1] of copies
-  const int64_t* order;   // [M]: the copies of the first sequence, then those of the next
-  const int64_t* groups;  // [B + 1]: where in order those of each sequence begin
+  const void* grad_out;    // [N, columns]
+  void* out;               // [T, columns], contiguous
+  OffsetsView offsets;     // [B + 1] of out
+  const CopyRows* copies;  // [M]: the copies of the first sequence, then those of the next
+  const int64_t* groups;   // [B + 1]: where in copies those of each sequence begin
+  int64_t num_copies;
   int64_t columns;
-  int64_t stride;  // elements between rows of copies
+  int64_t stride;  // elements between rows of grad_out
   bool vectors;    // rows are whole vectors of 16 bytes, aligned
   ElementType type;
 };

@@ -7,20 +7,13 @@
 
 namespace jagged_cuda {
 
-// One of the tensors whose rows follow one another.
-struct TakeSource {
-  const void* data;  // [rows, row_units] in units; null without elements
-  int64_t end;       // its last row's number among all, plus 1
-  int64_t stride;    // units between rows
-};
-
-constexpr int kTakeSources = 4;
-
-// No pointer may be null but those of sources, for tensors without elements.
+// No pointer may be null but that of x, if it has no elements.
 struct JaggedTakeParams {
-  TakeSource sources[kTakeSources];  // those that are not there repeat the end of the one before
-  const int64_t* index;              // [rows]
-  void* out;                         // [rows, row_units], contiguous
+  const void* x;         // [total, row_units] in units
+  const int64_t* index;  // [rows]
+  void* out;             // [rows, row_units], contiguous
+  int64_t total;
+  int64_t stride;  // units between rows of x
   int64_t rows;
   int64_t row_units;
   int unit_bytes;  // 1, 2, 4, 8 or 16: pointers and strides are multiples of it

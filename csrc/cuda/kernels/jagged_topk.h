@@ -19,8 +19,8 @@ struct JaggedTopkParams {
   RowType type;         // of score
 };
 
-// Enqueues one kernel that writes every row of the result. No memory of its own, no
-// synchronisation.
+// Enqueues one kernel, or two from 8,192 rows on, that write every row of the result. No memory of
+// their own, no synchronisation.
 cudaError_t launch_jagged_topk(const JaggedTopkParams& params, cudaStream_t stream);
 
 }  // namespace jagged_cuda

@@ -1,4 +1,4 @@
-"""jagged_index_select: each sequence twice, by its number or by joining x with itself."""
+"""jagged_index_select: each sequence twice, by its number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.plans import packed, rows_of_sequences, taken
 from jagged_cuda.testing.samples import Sample, Spec
 
-FUNCTIONS = ("jagged_index_select", "jagged_concat")
-
 
 def layout_of(spec: Spec) -> Layout:
     """Both copies of a sequence are one."""
@@ -26,8 +24,6 @@ def index_of(offsets: Tensor) -> Tensor:
 
 def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
     x, total = t["x"], layout_of(spec).total
-    if spec.choices["function"] == "jagged_concat":
-        return {"out": ops.jagged_concat([x, x], [offsets, offsets], total=total)[0]}
     return {"out": ops.jagged_index_select(x, offsets, index_of(offsets), total=total)[0]}
 
 
@@ -37,13 +33,11 @@ def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     rows, taken = torch.ops.jagged_cuda.jagged_index_select(*planning)
     x = sample.tensors["x"]
     copies = torch.ones((total, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    groups = 2 * torch.arange(sample.offsets.shape[0], device=x.device)
-    order = torch.arange(len(index), device=x.device)
     return {
         "jagged_index_select": planning,
         "jagged_index_select_backward": (
             copies.requires_grad_(),
-            *(rows, sample.offsets, taken, order, groups),
+            *(rows, sample.offsets, taken, index, None, None),
             sample.spec.layout.total,
         ),
     }
@@ -56,7 +50,7 @@ def reference(spec: Spec, t: Tensors) -> Tensors:
 
 CASE = Case(
     name="jagged_index_select",
-    choices={"trailing": TRAILING, "function": FUNCTIONS, "capacity": CAPACITIES},
+    choices={"trailing": TRAILING, "capacity": CAPACITIES},
     shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
     rows={"x": "q", "out": layout_of},
     function=function,
@@ -64,6 +58,5 @@ CASE = Case(
     reference=reference,
     profiles=ROW_PROFILES,
     autocast="unchanged",
-    functions=FUNCTIONS,
     huge={"trailing": (512,)},
 )

@@ -45,7 +45,6 @@ CASE = Case(
             s.tensors["x"],
             index_of(s.offsets, s.spec.layout.total, False),
             True,
-            s.tensors["x"],
         ),
         "jagged_take_backward": (index_of(s.offsets, s.spec.layout.total, False), 5),
     },

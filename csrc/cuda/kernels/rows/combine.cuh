@@ -3,10 +3,11 @@
 //
 //   z_b[i] = combine(x_b[i], y[b, i]) for i < M, else keep(x_b[i])
 //
-// Grid: x, a warp for each virtual tile of kRows rows (prim/jagged.cuh). Lanes are beside each
-// other along a row, in vectors of 16 bytes (or elements, where alignment forbids them); what they
-// leave over of the warp takes the next rows. No shared memory, no barriers. Tiles without rows
-// return at once, rows outside every sequence become zeros, and a tile ends with its sequence.
+// Grid: x, a warp for each kRows rows of the result, of whichever sequences. Each lane finds the
+// place of one of them (rows/places.cuh), and so where its operands are; shuffles tell the others.
+// Lanes are beside each other along a row, in vectors of 16 bytes (or elements, where alignment
+// forbids them); what they leave over of the warp takes the next rows. No shared memory, no
+// barriers. Rows outside every sequence become zeros.
 //
 // Each element is computed alone, in f32 (f64 of f64): deterministic.
 #pragma once
@@ -14,6 +15,7 @@
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/rows/combine.h"
+#include "cuda/kernels/rows/places.cuh"
 #include "cuda/kernels/rows/row_type.cuh"
 #include "cuda/kernels/rows/unit.cuh"
 
@@ -43,74 +45,94 @@ struct Multiply {
 };
 
 template <typename Combine, typename Element, int kVector>
-__device__ __forceinline__ Vector<Element, kVector> combine(const Vector<Element, kVector>& x,
-                                                            const Vector<Element, kVector>& y) {
-  Vector<Element, kVector> result;
+__device__ __forceinline__ Raw<Element, kVector> combine(const Raw<Element, kVector>& x,
+                                                         const Raw<Element, kVector>& y) {
+  using Elements = Vector<Element, kVector>;
+  static_assert(sizeof(Elements) == sizeof(x));
+  Raw<Element, kVector> raw;
+  Elements& result = reinterpret_cast<Elements&>(raw);
 #pragma unroll
   for (int e = 0; e < kVector; ++e) {
-    result.elems[e] = Combine::apply(x.elems[e], y.elems[e]);
+    result.elems[e] = Combine::apply(reinterpret_cast<const Elements&>(x).elems[e],
+                                     reinterpret_cast<const Elements&>(y).elems[e]);
   }
-  return result;
+  return raw;
 }
 
-template <typename Element, int kVector>
-__device__ __forceinline__ Vector<Element, kVector> load_vector(const Element* global) {
-  return *reinterpret_cast<const Vector<Element, kVector>*>(global);
+constexpr int kCombineCtas = 7;  // per SM, that the registers must leave room for
+
+// Where each lane's row of an operand begins, in elements; kNothing: it has none, which is 0.
+constexpr int64_t kNothing = -1;
+
+// Rows of two operands, combined into `rows` <= 32 contiguous ones; lane i says where the i-th are.
+// A row of x whose other operand has none is kept. All lanes of a warp together.
+template <typename Combine, typename Element, int kVector>
+__device__ __forceinline__ void combine_rows(const Element* gX, int64_t x_begin, const Element* gY,
+                                             int64_t y_begin, Element* gOut, int rows,
+                                             int64_t columns, int lanes_log2) {
+  using Loaded = Raw<Element, kVector>;
+  constexpr unsigned kAllLanes = 0xffffffffu;
+  static_assert(kRows == 32, "a lane for each row");
+  const int lane = threadIdx.x % 32, lanes = 1 << lanes_log2;
+  const int first = lane >> lanes_log2, step = 32 >> lanes_log2;
+  for (int64_t group = 0; group < columns; group += lanes * kVector) {
+    const int64_t column = group + (lane & (lanes - 1)) * kVector;
+    const bool exists = column < columns;
+#pragma unroll 1
+    for (int row = 0; row < rows; row += kItems * step) {
+      Loaded rX[kItems], rY[kItems];
+      bool both[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int own = row + first + i * step;
+        const int64_t x = __shfl_sync(kAllLanes, x_begin, own & 31);
+        const int64_t y = __shfl_sync(kAllLanes, y_begin, own & 31);
+        const bool is_row = exists && own < rows;
+        rX[i] = rY[i] = Loaded{};
+        both[i] = y != kNothing;
+        if (is_row && x != kNothing) rX[i] = *reinterpret_cast<const Loaded*>(gX + x + column);
+        if (is_row && y != kNothing) rY[i] = *reinterpret_cast<const Loaded*>(gY + y + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int own = row + first + i * step;
+        if (exists && own < rows) {
+          // Not combined where y has none: -0 + 0 would be 0.
+          const Loaded result = both[i] ? combine<Combine, Element, kVector>(rX[i], rY[i]) : rX[i];
+          *reinterpret_cast<Loaded*>(gOut + own * columns + column) = result;
+        }
+      }
+    }
+  }
 }
 
 struct CombineLaunch {
   CombineParams params;
   int lanes_log2;  // vectors of a row beside each other
-  int64_t tiles;
 };
 
 template <typename Combine, typename Element, int kVector>
-__global__ __launch_bounds__(kThreads) void combine_kernel(
+__global__ __launch_bounds__(kThreads, kCombineCtas) void combine_kernel(
     const __grid_constant__ CombineLaunch launch) {
-  using Loaded = Vector<Element, kVector>;
   const CombineParams& params = launch.params;
-  const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index >= launch.tiles) return;
-  const JaggedTile tile = find_tile<kRows>(params.offsets, index);
-  if (tile.row >= tile.rows.len) return;
-  const int64_t left = tile.rows.len - tile.row;
-  const int rows = left < kRows ? static_cast<int>(left) : kRows;
-  const int64_t known = tile.seq < 0 ? 0 : params.max_len - tile.row;
-  const int both = known < rows ? (known < 0 ? 0 : static_cast<int>(known)) : rows;
-  const int kept = tile.seq < 0 ? 0 : (Combine::kKeepsX ? rows : both);  // rows of x that are read
-  const int lane = threadIdx.x % 32, lanes = 1 << launch.lanes_log2;
-  const int first = lane >> launch.lanes_log2, step = 32 >> launch.lanes_log2;
-  const int64_t global_row = tile.rows.begin + tile.row;
-  const Element* gX = static_cast<const Element*>(params.x) + global_row * params.x_stride;
-  const Element* gY = static_cast<const Element*>(params.y) + tile.seq * params.y_seq_stride +
-                      tile.row * params.y_row_stride;
-  Element* gOut = static_cast<Element*>(params.out) + global_row * params.columns;
-  for (int64_t column = (lane & (lanes - 1)) * kVector; column < params.columns;
-       column += lanes * kVector) {
-#pragma unroll 1
-    for (int row = first; row < rows; row += kItems * step) {
-      Loaded rX[kItems], rY[kItems];
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        rX[i] = rY[i] = Loaded{};
-        if (row + i * step < kept) {
-          rX[i] = load_vector<Element, kVector>(gX + (row + i * step) * params.x_stride + column);
-        }
-        if (row + i * step < both) {
-          rY[i] =
-              load_vector<Element, kVector>(gY + (row + i * step) * params.y_row_stride + column);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (row + i * step < rows) {
-          // Not combined where y ends: -0 + 0 would be 0.
-          const Loaded result = row + i * step < both ? combine<Combine>(rX[i], rY[i]) : rX[i];
-          *reinterpret_cast<Loaded*>(gOut + (row + i * step) * params.columns + column) = result;
-        }
-      }
-    }
+  const int64_t begin = (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * kRows;
+  const int64_t left = params.offsets.total - begin;
+  if (left <= 0) return;
+  Segment segment = segment_of_row(params.offsets, begin);
+  Place place[1];
+  find_places(params.offsets, begin, segment, place);
+  const auto [seq, row] = place[0];
+  int64_t x_begin = kNothing, y_begin = kNothing;
+  if (seq >= 0 && row < params.max_len) {
+    y_begin = seq * params.y_seq_stride + row * params.y_row_stride;
   }
+  if (Combine::kKeepsX ? seq >= 0 : y_begin != kNothing) {
+    x_begin = (begin + threadIdx.x % 32) * params.x_stride;
+  }
+  combine_rows<Combine, Element, kVector>(
+      static_cast<const Element*>(params.x), x_begin, static_cast<const Element*>(params.y),
+      y_begin, static_cast<Element*>(params.out) + begin * params.columns,
+      left < kRows ? static_cast<int>(left) : kRows, params.columns, launch.lanes_log2);
 }
 
 // launch(vector) with a Vector of the elements that lanes take at a time.
@@ -124,11 +146,10 @@ template <typename Combine, typename Element>
 cudaError_t launch_combine(const CombineParams& params, cudaStream_t stream, const char* path) {
   return with_vector<Element>(params.vectors, [&](auto vector) {
     constexpr int kVector = sizeof(vector) / sizeof(Element);
-    const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kRows);
-    const CombineLaunch arguments{params, lanes_log2((params.columns + kVector - 1) / kVector),
-                                  tiles};
+    constexpr int64_t kCtaRows = int64_t{kWarps} * kRows;
+    const CombineLaunch arguments{params, lanes_log2((params.columns + kVector - 1) / kVector)};
     return launch<combine_kernel<Combine, Element, kVector>>(
-        arguments, {(tiles + kWarps - 1) / kWarps}, kThreads, 0, stream, path);
+        arguments, {(params.offsets.total + kCtaRows - 1) / kCtaRows}, kThreads, 0, stream, path);
   });
 }
 

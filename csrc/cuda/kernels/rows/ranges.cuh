@@ -5,21 +5,24 @@
 // Up to three kernels. With more than one tile of kRangeTile ranges, the first sums the rows of each
 // tile. The second, a CTA per tile, adds the sums of the tiles before its own and scans its ranges,
 // which gives the offsets: no atomics, and no CTA waits for another. The third has a warp for each
-// kFillRows rows of the result: the warp searches the range of its first and of its last row, each
-// lane those of its own rows between the two.
+// kFillRows rows of the result, whose lanes find the ranges of four beside each other
+// (rows/places.cuh).
 //
 // Shared memory: one scan each. Ranges of no rows have an offset, and nothing in the index. Rows
 // behind the last range take none, -1. Wrong offsets are clamped, as everywhere.
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/rows/places.cuh"
 #include "cuda/kernels/rows/ranges.h"
 #include "cuda/kernels/rows/scan.cuh"
 
 namespace jagged_cuda::rows {
 
 constexpr int kThreadRanges = kRangeTile / kScanThreads;
-constexpr int kFillRows = 128;  // of a warp
+constexpr int kLaneRows = 4;
+constexpr int kFillRows = 32 * kLaneRows;  // of a warp
+constexpr int kFillThreads = 128;
 
 // given[i], int64 if `wide`, else int32; `otherwise` if it is null.
 __device__ __forceinline__ int64_t load_number(const void* given, bool wide, int64_t i,
@@ -92,31 +95,30 @@ static __global__ __launch_bounds__(kScanThreads) void scan_ranges_kernel(
   }
 }
 
-static __global__ __launch_bounds__(kScanThreads) void fill_index_kernel(
+static __global__ __launch_bounds__(kFillThreads) void fill_index_kernel(
     const RangesParams params) {
-  const int64_t begin = (blockIdx.x * int64_t{kScanWarps} + threadIdx.x / 32) * kFillRows;
+  const int64_t begin = (blockIdx.x * int64_t{kFillThreads / 32} + threadIdx.x / 32) * kFillRows;
   if (begin >= params.total) return;
-  const int64_t end = begin + kFillRows < params.total ? begin + kFillRows : params.total;
   const OffsetsView planned{params.planned, params.num_ranges, params.total, params.offsets.wide};
-  const auto segment_of = [&](int64_t row) {
-    return find_segment(planned,
-                        [&](int64_t bound, int64_t index) { return index == 0 || bound <= row; });
-  };
-  const Segment head = segment_of(begin), tail = segment_of(end - 1);
-  for (int64_t row = begin + threadIdx.x % 32; row < end; row += 32) {
-    // The last segment that begins at or before the row: empty ones begin there too.
-    int64_t low = head.index, high = tail.index + 1;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      if (segment_bound(planned, middle) <= row) {
-        low = middle;
-      } else {
-        high = middle;
-      }
+  Segment segment = segment_of_row(planned, begin);
+  Place places[kLaneRows];
+  find_places(planned, begin, segment, places);
+  const int64_t first = begin + threadIdx.x % 32 * kLaneRows;
+  int64_t rows[kLaneRows];
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i) {
+    const auto [range, row] = places[i];
+    rows[i] = range < 0 ? -1 : source_range(params, range).begin + row;
+  }
+  if (first + kLaneRows <= params.total) {
+    auto* gIndex = reinterpret_cast<longlong2*>(params.index + first);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i += 2) gIndex[i / 2] = make_longlong2(rows[i], rows[i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      if (first + i < params.total) params.index[first + i] = rows[i];
     }
-    const bool taken = low >= 1 && low <= params.num_ranges;
-    params.index[row] =
-        taken ? source_range(params, low - 1).begin + row - segment_bound(planned, low) : -1;
   }
 }
 
@@ -131,8 +133,8 @@ inline cudaError_t launch_ranges(const RangesParams& params, cudaStream_t stream
   const cudaError_t error =
       launch<scan_ranges_kernel>(params, tiles, kScanThreads, 0, stream, path);
   if (error != cudaSuccess || params.total == 0) return error;
-  constexpr int64_t kCtaRows = int64_t{kScanWarps} * kFillRows;
-  return launch<fill_index_kernel>(params, {(params.total + kCtaRows - 1) / kCtaRows}, kScanThreads,
+  constexpr int64_t kCtaRows = int64_t{kFillThreads} / 32 * kFillRows;
+  return launch<fill_index_kernel>(params, {(params.total + kCtaRows - 1) / kCtaRows}, kFillThreads,
                                    0, stream, path);
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jagged_cuda::rows {
 
@@ -37,5 +38,14 @@ cudaError_t with_unit(int unit_bytes, Launch launch) {
   }
   return cudaErrorInvalidValue;
 }
+
+// The registers of kVector elements, not yet taken apart.
+template <typename Element, int kVector>
+using Raw = std::conditional_t<
+    sizeof(Element) * kVector == 16, uint4,
+    std::conditional_t<
+        sizeof(Element) == 8, uint2,
+        std::conditional_t<sizeof(Element) == 4, uint32_t,
+                           std::conditional_t<sizeof(Element) == 2, uint16_t, uint8_t>>>>;
 
 }  // namespace jagged_cuda::rows
