@@ -246,6 +246,38 @@ FAULTS = (
         "const int64_t begin = clamped_offset(offsets, seq) - clamped_offset(offsets, 0), end",
         "--op jagged_jagged_bmm",
     ),
+    Fault(
+        name="a bias of the wrong head",
+        device="cpu",
+        path="cpu/kernels/attention.inl",
+        text="const int64_t column = head / (p.heads / bias.kv_heads);",
+        instead="const int64_t column = 0;",
+        check="--op jagged_flash_attention_biased",
+    ),
+    Fault(
+        name="a bias of the wrong head",
+        device="cuda",
+        path="cuda/kernels/attention/bias.cuh",
+        text="head / (params.heads / bias.kv_heads);",
+        instead="0;",
+        check="--op jagged_flash_attention_biased",
+    ),
+    Fault(
+        name="the last of equal buckets lost",
+        device="cuda",
+        path="cuda/kernels/attention/bias.cuh",
+        text="if ((peers & below) == 0) sums[bucket] += value;",
+        instead="if ((peers & below) == 0 && peers != 1u << lane) sums[bucket] += value;",
+        check="--op jagged_flash_attention_biased",
+    ),
+    Fault(
+        name="unused keys get a gradient",
+        device="cuda",
+        path="cuda/kernels/attention/bias.cuh",
+        text="kv_lengths.data == nullptr ? len : clamped_count(params.kv_lengths, seq, len);",
+        instead="kv_lengths.data == nullptr ? len : len;",
+        check="--op jagged_flash_attention_biased",
+    ),
 )
 
 

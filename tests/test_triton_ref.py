@@ -218,6 +218,18 @@ def test_errors():
         triton_ref.jagged_softmax(x.to(torch.float64 if ON_GPU else torch.bfloat16), offsets)
 
 
+def test_target_attention_with_a_bias() -> None:
+    offsets, used = (torch.tensor(t, device=DEVICE) for t in ([0, 9, 12], [5, 3]))
+    q, kv_bias = torch.randn(2, 3, 2, 16, device=DEVICE), torch.randn(12, device=DEVICE)
+    k, v = (torch.randn(12, 1, 16, device=DEVICE) for _ in range(2))
+    options = {"kv_lengths": used, "kv_bias": kv_bias}
+    found, expected = (
+        ops.jagged_target_attention(q, k, v, offsets, **options)
+        for ops in (triton_ref, jagged_cuda)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_kernel_compiles_for_hopper(dtype: str) -> None:
     run_python(__file__, dtype, cwd=ROOT, TRITON_INTERPRET="0")

@@ -218,7 +218,6 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
   }
 
   const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
-  const LaneRanges<kRowBlocks> lane_ranges(params, global_row, warp_row + lane / 4, rows);
   Accumulator<kRowBlocks, kOutBlocks> dq = {};
   TableSums<float> sums(params, blockIdx.x * Config::kWarps + threadIdx.x / 32, head);
   int stage = 0;
@@ -234,9 +233,8 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
     mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
     mma_rows_by_rows(dp, grad_out_rows, StepAddress::by_columns(shared.sV[stage], 0, lane));
     if constexpr (Config::kGeneral) {
-      scale_and_bias(
-          s, scale, bias,
-          ScorePlace<false>{tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane});
+      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
+                     lane);
     }
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
@@ -258,13 +256,10 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
       replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     if (Config::kGeneral && params.key_ranges != nullptr) {
-      replace_outside_ranges(s, 0.0f, lane_ranges, static_cast<int>(key), lane);
+      replace_outside_ranges(s, 0.0f, params, global_row, warp_row + lane / 4, rows, key, lane);
     }
     if constexpr (Config::kTables) {
-      __shared__ Diagonals<kStep> diagonals[Config::kWarps];
-      sums.add(bias, s,
-               ScorePlace<false>{tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane},
-               diagonals[threadIdx.x / 32]);
+      sums.add(bias, s, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane);
     } else {
       mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
     }
@@ -403,9 +398,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       Accumulator<kRowBlocks, kScoreBlocks> slope;  // of silu
       if constexpr (Config::kGeneral) {
         const HeadBias<float> bias(params, head, queries, {tile.rows.begin, num_keys});
-        scale_and_bias(
-            s, scale, bias,
-            ScorePlace<true>{tile.row + warp_row + lane / 4, num_keys, query, queries.len, lane});
+        scale_and_bias_transposed(s, scale, bias, tile.row + warp_row + lane / 4, num_keys, query,
+                                  queries.len, lane);
       }
 #pragma unroll
       for (int block = 0; !Config::kSilu && block < kScoreBlocks; ++block) {

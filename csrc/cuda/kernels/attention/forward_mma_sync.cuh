@@ -64,7 +64,7 @@ struct ForwardConfig {
   // row's bits do not depend on the tile that it lies in: the forward pass is batch-invariant.
   static constexpr int kTileN = kDim == 32 || kDim == 256 ? 32 : 64;
   static constexpr int kMinCtas = kDim == 32                      ? (kRowBlocks == 1 ? 6 : 4)
-                                  : kDim == 64 && kRowBlocks == 1 ? (kGeneral ? 3 : 4)
+                                  : kDim == 64 && kRowBlocks == 1 ? 4
                                                                   : 2;
   static constexpr int kStages = 2;
   // Warps whose rows lie past the end only copy and wait: 7 % faster where sequences are tiny, but
@@ -146,7 +146,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   __syncthreads();
   const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
       shared.sQ, warp_row, lane);
-  const LaneRanges<kRowBlocks> lane_ranges(params, global_row, warp_row + lane / 4, rows);
   OnlineSoftmax<kRowBlocks> softmax;
   Accumulator<kRowBlocks, kOutBlocks> o = {};
   constexpr float kHidden = Config::kSilu ? kHiddenScore : -INFINITY;
@@ -162,9 +161,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
     Accumulator<kRowBlocks, kScoreBlocks> s = {};
     mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
     if constexpr (Config::kGeneral) {
-      scale_and_bias(
-          s, scale, bias,
-          ScorePlace<false>{tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane});
+      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
+                     lane);
     } else if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
@@ -177,7 +175,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
       replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     if (Config::kGeneral && params.key_ranges != nullptr) {
-      replace_outside_ranges(s, kHidden, lane_ranges, static_cast<int>(key), lane);
+      replace_outside_ranges(s, kHidden, params, global_row, warp_row + lane / 4, rows, key, lane);
     }
     if constexpr (Config::kSilu) {
       for_each_score(s, [](float& score) { score *= sigmoid(score); });

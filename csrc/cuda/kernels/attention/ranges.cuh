@@ -26,12 +26,10 @@ struct RowRanges {
     second = {other.x, other.y};
   }
 
-  template <typename Key>
-  __device__ __forceinline__ bool contains(Key key) const {
+  __device__ __forceinline__ bool contains(int64_t key) const {
     return (key >= first.begin && key < first.end) || (key >= second.begin && key < second.end);
   }
-  template <typename Key>
-  __device__ __forceinline__ bool contains_all(Key key, int keys) const {
+  __device__ __forceinline__ bool contains_all(int64_t key, int keys) const {
     return (key >= first.begin && key + keys <= first.end) ||
            (key >= second.begin && key + keys <= second.end);
   }
@@ -160,35 +158,18 @@ __device__ __forceinline__ int64_t find_step_that_sees(const AttentionParams& pa
   return last;
 }
 
-// The ranges of a lane's rows: queries, of which its first is `row` of the `rows` from global_row on.
-template <int kRowBlocks>
-struct LaneRanges {
-  RowRanges rows[kRowBlocks][2];
-
-  __device__ __forceinline__ LaneRanges(const AttentionParams& params, int64_t global_row, int row,
-                                        int rows_there) {
-    if (params.key_ranges == nullptr) return;
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        rows[r][half] =
-            RowRanges(params, global_row + min(row + 16 * r + 8 * half, rows_there - 1));
-    }
-  }
-};
-
-// Scores of keys that are in no range of their query become `value`; columns are keys from `key` on.
+// Scores of keys that are in no range of their query become `value`. Rows are queries, of which
+// this lane's first is `row` of the `rows` from global_row on; columns are keys from `key` on.
 template <int kRowBlocks, int kBlocks>
 __device__ __forceinline__ void replace_outside_ranges(Accumulator<kRowBlocks, kBlocks>& s,
-                                                       float value,
-                                                       const LaneRanges<kRowBlocks>& lane_ranges,
-                                                       int key, int lane) {
+                                                       float value, const AttentionParams& params,
+                                                       int64_t global_row, int row, int rows,
+                                                       int64_t key, int lane) {
 #pragma unroll
   for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowRanges& ranges = lane_ranges.rows[r][half];
+      const RowRanges ranges(params, global_row + min(row + 16 * r + 8 * half, rows - 1));
       if (ranges.contains_all(key, kBlocks * 8)) continue;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
