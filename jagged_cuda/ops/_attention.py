@@ -69,8 +69,9 @@ def save(ctx: Any, tensors: tuple[Tensor | None, ...], biases: tuple[Any, ...]) 
 
 def saved(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """What save() was given."""
-    added = iter(ctx.saved_tensors[ctx.num_tensors :])
-    return ctx.saved_tensors[: ctx.num_tensors], tuple(
+    tensors = ctx.saved_tensors  # once: under checkpointing a second look is an error
+    added = iter(tensors[ctx.num_tensors :])
+    return tensors[: ctx.num_tensors], tuple(
         next(added) if each is _SAVED else each for each in ctx.biases
     )
 
