@@ -527,6 +527,76 @@ def test_parameters_of_transformer_encoder_layer() -> None:
     torch.testing.assert_close(ours(x.flatten(0, 1), offsets), twin.eval()(x).flatten(0, 1))
 
 
+def test_attention_with_ranges_and_biases(device: torch.device) -> None:
+    """As torch.nn.MultiheadAttention with a mask of numbers for each head; gradients of tables."""
+    kind: Any = {"device": device, "dtype": torch.float64}
+    module = JaggedMultiheadAttention(E, H, **kind)
+    plain = torch.nn.MultiheadAttention(E, H, batch_first=True, **kind)
+    plain.load_state_dict(module.state_dict())
+    lengths, total = (5, 0, 9), 14
+    offsets = torch.tensor([0, 5, 5, 14], device=device)
+    x, time = torch.randn(total, E, **kind), torch.randint(0, 99, (total,), device=device).cumsum(0)
+    begin = torch.randint(0, 3, (total,), device=device, dtype=torch.int32)
+    ranges = torch.stack((begin, begin + 4), 1)
+    tables = [torch.randn(H, 6, **kind).requires_grad_() for _ in range(2)]
+    kv_bias = torch.randn(total, H, **kind).requires_grad_()
+    boundaries = torch.tensor([1, 40, 90, 150, 300], device=device)
+    found = module(
+        x,
+        offsets,
+        key_ranges=ranges,
+        kv_bias=kv_bias,
+        time_bias=jagged_cuda.TimeBias(tables[0], time, time, boundaries),
+        position_bias=jagged_cuda.PositionBias(tables[1], -2),
+    )
+    expected = []
+    for b, length in enumerate(lengths):
+        if length == 0:
+            continue
+        rows = slice(int(offsets[b]), int(offsets[b]) + length)
+        place = torch.arange(length, device=device)
+        apart = (time[rows, None] - time[None, rows]).abs()
+        bias = tables[0][:, torch.bucketize(apart, boundaries, right=True)]
+        bias = bias + tables[1][:, (place[:, None] - place + 2).clamp(0, 5)]
+        bias = bias + kv_bias[rows].T[:, None]
+        sees = (place >= ranges[rows, :1]) & (place < ranges[rows, 1:])
+        # A row that sees none of its keys is the output layer's bias; PyTorch would give NaN.
+        blind = ~sees.any(1, keepdim=True)
+        bias = bias.masked_fill(~(sees | blind), -torch.inf)
+        out = plain(*[x[None, rows]] * 3, attn_mask=bias, need_weights=False)[0][0]
+        expected.append(torch.where(blind, plain.out_proj.bias, out))
+    wanted = torch.cat(expected)
+    torch.testing.assert_close(found, wanted)
+    leaves = (*tables, kv_bias)
+    gradients = torch.autograd.grad(found.sin().sum(), leaves)
+    for gradient, other in zip(
+        gradients, torch.autograd.grad(wanted.sin().sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_layers_pass_biases_on(device: torch.device) -> None:
+    x, offsets = torch.randn(8, E, device=device), torch.tensor([0, 3, 8], device=device)
+    options = {
+        "key_ranges": torch.tensor([[0, 2]] * 8, dtype=torch.int32, device=device),
+        "kv_bias": torch.randn(8, device=device),
+        "position_bias": jagged_cuda.PositionBias(torch.randn(H, 5, device=device)),
+    }
+    layer = JaggedTransformerLayer(E, H).to(device)
+    y = x + layer.self_attn(layer.norm1(x), offsets, **options)
+    expected = y + layer.linear2(F.relu(layer.linear1(layer.norm2(y))))
+    torch.testing.assert_close(layer(x, offsets, **options), expected)
+
+    targets, target = torch.randn(2, 3, E, device=device), TargetAttention(E, H).to(device)
+    used = torch.tensor([2, 4], device=device)
+    kept = torch.tensor([0, 1, 3, 4, 5, 6], device=device)
+    bias = options["kv_bias"]
+    found = target(targets, x, offsets, kv_lengths=used, kv_bias=bias)
+    fewer = target(targets, x[kept], torch.tensor([0, 2, 6], device=device), kv_bias=bias[kept])
+    torch.testing.assert_close(found, fewer)
+    assert not torch.allclose(found, target(targets, x, offsets, kv_lengths=used))
+
+
 @pytest.mark.parametrize("module", [JaggedTransformerLayer, HSTULayer])
 def test_dropout_in_training_only(module: Any) -> None:
     layer = module(E, H, dropout=0.5)
