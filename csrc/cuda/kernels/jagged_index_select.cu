@@ -30,10 +30,7 @@ using rows::kWarps;
 
 constexpr int kGroupWarps = 8;
 constexpr int kFollowThreads = 256;
-#ifndef COPY_ROWS
-#define COPY_ROWS 32
-#endif
-constexpr int kCopyRows = COPY_ROWS;
+constexpr int kCopyRows = 16;           // of a tile: those with many copies take long
 constexpr int kPairItems = kItems / 2;  // rows of two copies that a lane has in flight
 constexpr int kSumCtas = 7;             // per SM, that the registers must leave room for
 
