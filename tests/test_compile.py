@@ -289,8 +289,7 @@ def test_autocast(case: Case, dtype: torch.dtype, compiled: bool, device: torch.
     # row for each feature stays as it is.
     kept = {name for name, rows in case.rows.items() if rows in ("features", "table")} | {"kv_bias"}
     cast = {
-        name: t.detach() if name in kept else t.detach().to(expected)
-        for name, t in leaves.items()
+        name: t.detach() if name in kept else t.detach().to(expected) for name, t in leaves.items()
     }
     by_hand = function_of(case)(cast, sample.offsets)
     torch.testing.assert_close(found["out"].detach(), by_hand["out"], rtol=0, atol=0)
