@@ -17,6 +17,7 @@ from benchmarks import (
     build,
     host,
     modules,
+    norm,
     peers,
     plot,
     report,
@@ -26,6 +27,7 @@ from benchmarks import (
     sweep,
     table,
     table1,
+    unseen,
 )
 from benchmarks.session import Command, LostDeviceError, Options, Session
 from benchmarks.timing import CpuTimer, CudaTimer, Timer
@@ -34,7 +36,9 @@ from jagged_cuda import _load
 COMMANDS: dict[str, Command] = {
     "table1": table1.COMMAND,
     **attention.COMMANDS,
+    "unseen": unseen.COMMAND,
     "rows": rows.COMMAND,
+    "norm": norm.COMMAND,
     "sweep": sweep.COMMAND,
     "host": host.COMMAND,
     "modules": modules.COMMAND,

@@ -119,8 +119,10 @@ def _run_case(
         row = implementations.row(command, case.name, pass_name, operands, precision)
         row.has_memory = command == "figure2"
         row.launch_us = TARGET_LAUNCH_US if command == "target" else None
-        if session.has_attention_goals(precision):
-            row.goal, row.goal_mib = case.goals[index], case.goal_mib
+        if session.has_goal(case.goals[index], precision):
+            row.goal = case.goals[index]
+        if precision.name == "bf16" and session.is_reference_machine:
+            row.goal_mib = case.goal_mib
             row.recorded_us = RECORDED_US[case.name][index] if case.name in RECORDED_US else {}
         rows.append(session.add(row))
     names = (*ours, *session.peers(COMMANDS[command]))

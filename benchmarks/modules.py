@@ -21,12 +21,15 @@ from benchmarks.shapes import Precision
 from jagged_cuda import (
     jagged_dense_bmm,
     jagged_flash_attention,
+    jagged_hstu_attention,
     jagged_jagged_bmm,
     jagged_mean,
     jagged_target_attention,
+    layer_norm_mul_dropout,
 )
 from jagged_cuda.nn import (
     DINAttention,
+    HSTULayer,
     JaggedFeatureInteraction,
     JaggedMultiheadAttention,
     JaggedTransformerLayer,
@@ -59,6 +62,18 @@ def attend(m: Any, x: Tensor, offsets: Tensor) -> Tensor:
 def transform(m: Any, x: Tensor, offsets: Tensor) -> Tensor:
     x = x + attend(m.self_attn, m.norm1(x), offsets)
     return x + m.linear2(F.relu(m.linear1(m.norm2(x))))
+
+
+def gate(m: Any, x: Tensor, offsets: Tensor) -> Tensor:
+    rows = F.layer_norm(x, (DIM,), m.input_norm.weight, m.input_norm.bias, m.input_norm.eps)
+    projected = F.silu(F.linear(rows, m.uvqk_proj.weight, m.uvqk_proj.bias))
+    u, v, q, k = projected.chunk(4, dim=-1)
+    read = jagged_hstu_attention(
+        *map(_heads, (q, k, v)), offsets, divisor="length", causal=True
+    ).flatten(1)
+    norm = m.output_norm
+    gated = layer_norm_mul_dropout(read, u, norm.weight, norm.bias, eps=norm.eps)
+    return x + F.linear(gated, m.out_proj.weight, m.out_proj.bias)
 
 
 def attend_to(m: Any, targets: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -108,6 +123,12 @@ CASES = (
         lambda **options: JaggedTransformerLayer(DIM, HEADS, **options),
         lambda m, i: m(i.x, i.offsets, causal=True),
         lambda m, i: transform(m, i.x, i.offsets),
+    ),
+    Case(
+        "HSTULayer",
+        lambda **options: HSTULayer(DIM, HEADS, **options),
+        lambda m, i: m(i.x, i.offsets),
+        lambda m, i: gate(m, i.x, i.offsets),
     ),
     Case(
         "TargetAttention",

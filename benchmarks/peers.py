@@ -24,6 +24,8 @@ DESCRIPTIONS = {
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
     "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only",
     "indexing": "plain PyTorch: boolean masks, cat, repeat_interleave, indexing",
+    "pytorch": "plain PyTorch on packed rows: layer_norm, product, dropout",
+    "compiled": "torch.compile of the same",
     "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
 }
 

@@ -202,8 +202,11 @@ class Session:
         on_cuda = self.device.type == "cuda" and not self.options.quick
         return on_cuda and REFERENCE_GPU in torch.cuda.get_device_name(self.device)
 
-    def has_attention_goals(self, precision: Precision) -> bool:
-        return precision.name == "bf16" and self.is_reference_machine
+    def has_goal(self, goal: Goal, precision: Precision) -> bool:
+        """Goals of attention are for bf16; those in microseconds for one kind of GPU."""
+        if precision.name != "bf16" or self.device.type != "cuda" or self.options.quick:
+            return False
+        return goal.of != "us" or self.is_reference_machine
 
     def all_notes(self) -> list[str]:
         """The notes, and what is to be said of the run as a whole."""

@@ -272,7 +272,7 @@ def pad(batch: Batch) -> Batch:
 
     return Batch(
         items=scatter(batch.items, PADDING_ITEM),
-        positions=torch.arange(shape[1]).expand(shape),
+        positions=torch.arange(shape[1]).repeat(shape[0], 1),  # no view: it may be pinned
         targets=scatter(batch.targets, PADDING_ITEM),
         labels=scatter(batch.labels, IGNORED_LABEL),
         negatives=batch.negatives,

@@ -264,6 +264,7 @@ class Trainer:
         }
         self.optimizer = torch.optim.Adam(self.dense.values(), lr=args.learning_rate, eps=ADAM_EPS)
         self.step = 0
+        self.peak_before_evaluation = 0  # bytes on a GPU
 
     def warm_up(self) -> None:
         """One pass that changes nothing.
@@ -341,6 +342,8 @@ class Trainer:
         """Hit rate and NDCG of the held-out events, over the users of all processes."""
         self.model.eval()
         count, device = self.processes.count, self.processes.device
+        if device.type == "cuda":
+            self.peak_before_evaluation = self.peak_memory_bytes()
         num_items = self.histories.num_items
         candidates = torch.arange(1, num_items + 1)
         if 0 < self.args.eval_items < num_items:
@@ -362,6 +365,8 @@ class Trainer:
             hits += (rank <= TOP).sum().item()
             gain += torch.where(rank <= TOP, 1 / torch.log2(1 + rank), 0.0).sum().item()
         self.model.train()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         hits, gain = self.processes.total(hits, gain)
         return hits / len(lengths), gain / len(lengths)
 
@@ -416,13 +421,14 @@ class Trainer:
     # -- memory
 
     def peak_memory_bytes(self) -> int:
-        """The most that PyTorch held on this process's device.
+        """The most that PyTorch held on this process's device while training, not evaluating.
 
         On the CPU, whose allocator keeps no count, of one more pass over the largest of the first
         steps' shares.
         """
         if self.processes.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.processes.device)
+            peak = torch.cuda.max_memory_allocated(self.processes.device)
+            return max(peak, self.peak_before_evaluation)
         steps = range(min(self.step, 50))
         largest = max((self.shares[step] for step in steps), key=lambda b: b.items.numel())
 

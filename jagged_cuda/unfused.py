@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jagged_cuda.offsets import matrix_offsets as running_sum
 from jagged_cuda.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
     jagged_jagged_bmm_jagged_out,
 )
+from jagged_cuda.ops import matrix_offsets as running_sum
 from jagged_cuda.ops._attention import default_scale
 from jagged_cuda.ops._dispatch import overridable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -58,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multi_gpu: needs two of them; deselected without")
     config.addinivalue_line("markers", "torchrec: needs TorchRec; deselected without")
     config.addinivalue_line("markers", "fbgemm: needs FBGEMM; deselected without")
+    config.addinivalue_line("markers", "fbgemm_cuda: needs FBGEMM's CUDA kernels too")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
@@ -76,10 +78,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for mark, package in {"torchrec": "torchrec", "fbgemm": "fbgemm_gpu"}.items():
         if importlib.util.find_spec(package) is None:
             absent.add(mark)
+    if "fbgemm" in absent or not fbgemm_has_cuda():
+        absent.add("fbgemm_cuda")
     lacking = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=lacking)
     kept = set(items).difference(lacking)
     items[:] = [item for item in items if item in kept]
+
+
+def fbgemm_has_cuda() -> bool:
+    """Whether FBGEMM is its build for CUDA, which has another name among distributions."""
+    try:
+        importlib.metadata.version("fbgemm-gpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -21,12 +21,14 @@ from benchmarks import (
     checking,
     implementations,
     modules,
+    norm,
     peers,
     report,
     rows,
     shapes,
     sweep,
     table1,
+    unseen,
 )
 from benchmarks import session as session_module
 from benchmarks.candidate import Candidate
@@ -127,6 +129,16 @@ def test_rows_beside_plain_indexing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Moving rows" in capsys.readouterr().out
 
 
+def test_norm_beside_plain_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "norm")
+    assert {row["case"] for row in found["rows"]} == set(norm.COMMAND.cases)
+    for row in found["rows"]:
+        assert all(row["results"][name]["median_us"] > 0 for name in (OURS, "pytorch"))
+        assert row["results"]["compiled"] == {"absent": "compiled needs a GPU"}
+        assert row["shape"]["T"] == norm.QUICK_ROWS
+    assert "with dropout" in capsys.readouterr().out
+
+
 def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:
     found = run(tmp_path, "sweep")
     cases = sweep.COMMAND.cases
@@ -140,6 +152,34 @@ def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: P
         }
         assert row["pass"] == "forward+backward"
         assert (row["shape"]["fill"] == 1) == row["case"].endswith("100%")
+
+
+def test_unseen_shapes_are_the_same_everywhere_and_within_their_limits() -> None:
+    found = unseen.draw()
+    assert len(found) == unseen.NUM_SHAPES and found[:5] == unseen.draw(5)
+    assert len(found[0].lengths) == 33_170 and found[0].dim == 88
+    assert all(shape.fits() and 16 <= shape.dim <= 256 for shape in found)
+    assert {shape.causal for shape in found} == {False, True}
+    assert {shape.kind for shape in found} == {"equal", "uniform", "log-normal"}
+
+
+def test_unseen_shapes_are_summed_up(tmp_path: Path) -> None:
+    found = run(tmp_path, "unseen")
+    assert [row["pass"] for row in found["rows"]] == 2 * list(unseen.PASSES)
+    assert all(row["results"][OURS]["median_us"] > 0 for row in found["rows"])
+    assert "unseen" not in found  # the peer needs a GPU
+
+    session = Session(CpuTimer(1), Options())
+    for case, ratio in (("a", 4.0), ("b", 1.0), ("c", None)):
+        row = Row("unseen", case, "forward", "bf16", {}, seed=0)
+        row.results = {OURS: {"median_us": 2.0}, "varlen": {"error": "refused"}}
+        if ratio:
+            row.results["varlen"] = {"median_us": 2.0 * ratio}
+        session.rows.append(row)
+    values = unseen.summary(session)["forward"]
+    assert values["geometric_mean"] == 2 and values["shapes"] == 2
+    assert (values["lowest"], values["lowest_case"]) == (1, "b")
+    assert (values["below_1"], values["refused_by_peer"]) == (0, 1)
 
 
 @pytest.mark.parametrize("percent", sweep.PERCENTS)

@@ -63,10 +63,17 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Call]] = {
 }
 
 
-def operands(names: tuple[str, ...]) -> dict[str, Tensor]:
+# FBGEMM has kernels for each; its build for the CPU alone lacks the others.
+ON_EACH = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.fbgemm_cuda])]
+)
+
+
+def operands(names: tuple[str, ...], device: str = "cpu") -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(SHAPES[name], generator=generator, requires_grad=True) for name in names
+        name: torch.randn(SHAPES[name], generator=generator).to(device).requires_grad_()
+        for name in names
     }
 
 
@@ -75,24 +82,25 @@ def values_of(result: Any) -> Tensor:
 
 
 @pytest.mark.fbgemm
+@ON_EACH
 @pytest.mark.parametrize("max_len", [1, 3, 4, 7, 12])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_agrees_with_fbgemm(name: str, dtype: torch.dtype, max_len: int) -> None:
+def test_agrees_with_fbgemm(name: str, dtype: torch.dtype, max_len: int, device: str) -> None:
     """Values and gradients, cut or not."""
     import fbgemm_gpu  # noqa: F401, it registers the operators
 
     names, call = FUNCTIONS[name]
-    offsets = OFFSETS.to(dtype)
+    offsets = OFFSETS.to(device, dtype)
     # FBGEMM's softmax leaves the rows that it cuts, and their gradient, as they were in memory.
-    kept = slice(None) if name != "jagged_softmax" else ROWS.lt(max_len)
+    kept = slice(None) if name != "jagged_softmax" else ROWS.lt(max_len).to(device)
     outcomes = []
     for library in (compat, torch.ops.fbgemm):
-        tensors = operands(names)
+        tensors = operands(names, device)
         result = call(getattr(library, name.partition(",")[0]), tensors, offsets, max_len)
         values = values_of(result)
         weight = torch.randn(values.shape, generator=torch.Generator().manual_seed(1))
-        loss = (values * weight)[kept].sum()
+        loss = (values * weight.to(device))[kept].sum()
         outcomes.append((result, values, *torch.autograd.grad(loss, list(tensors.values()))))
     (found, *ours), (expected, *theirs) = outcomes
     for our, their in zip(ours, theirs, strict=True):
@@ -104,12 +112,13 @@ def test_agrees_with_fbgemm(name: str, dtype: torch.dtype, max_len: int) -> None
 
 
 @pytest.mark.fbgemm
+@ON_EACH
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_sums_of_lengths_agree_with_fbgemm(dtype: torch.dtype) -> None:
+def test_sums_of_lengths_agree_with_fbgemm(dtype: torch.dtype, device: str) -> None:
     import fbgemm_gpu  # noqa: F401
 
     for lengths in ([2, 0, 3], [], [[1, 2, 0], [0, 4, 5]]):
-        given = torch.tensor(lengths, dtype=dtype)
+        given = torch.tensor(lengths, dtype=dtype, device=device)
         found = compat.asynchronous_complete_cumsum(given)
         expected = torch.ops.fbgemm.asynchronous_complete_cumsum(given)
         assert torch.equal(found, expected) and found.dtype is expected.dtype

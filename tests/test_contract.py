@@ -23,7 +23,8 @@ from jagged_cuda.ops._contract import Contract, operators
 
 SIZES = {
     **{"B": 2, "T": 6, "Tq": 6, "Tk": 6, "Tx": 6, "Ty": 6, "M": 4, "N": 5, "D": 3, "Dv": 7},
-    **{"H": 4, "G": 2, "sum Lx*Ly": 10, "...": (3, 2)},
+    **{"H": 4, "G": 2, "R": 2, "sum Lx*Ly": 10, "...": (3, 2)},
+    **{"Hb": 2, "Ht": 2, "Hp": 2, "Rt": 4, "Rp": 5},
 }
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -109,7 +110,7 @@ def wrong_tensors(op: str, contract: Contract) -> Iterator[Wrong]:
         for dim, size in enumerate(shape):
             name = rule.dims[min(dim, len(rule.dims) - 1)]
             letter = name.partition(" + ")[0]
-            if letter in known:
+            if letter in known or letter.isdigit():
                 for other in (0, size - 1, size + 1):
                     changed = (*shape[:dim], other, *shape[dim + 1 :])
                     yield wrong(f"size {letter}", "[", shape=changed)
@@ -145,7 +146,7 @@ def wrong_relations(op: str, contract: Contract) -> Iterator[Wrong]:
             owner = next(rule for rule in contract.rules if subject in rule.dims)
             yield Wrong(check, right_call(op, sizes, optional=not unless), owner.name, text)
         if words[1] == "%":
-            no_keys = right_call(op, SIZES | {"G": 0})
+            no_keys = right_call(op, SIZES | {words[2]: 0})
             yield Wrong(check, no_keys, owner.name, "a multiple of 0")
 
 
@@ -226,7 +227,7 @@ def test_every_check_of_a_line_is_reached(op: str) -> None:
             expected.add(f"{rule.name}: device")
         for dim in rule.dims:
             letter = dim.partition(" + ")[0]
-            if letter in known or letter != dim:
+            if letter in known or letter != dim or letter.isdigit():
                 expected.add(f"{rule.name}: size {letter}")
             known.add(letter)
     assert {wrong.check for wrong in wrong_calls(op)} == expected

@@ -33,8 +33,8 @@ BAD_OFFSETS = [
 CAPACITIES = {"padded_to_jagged", "jagged_broadcast", "jagged_positions"}
 # Operators over matrices alone, where no tensor says how many rows there are.
 ROWS_UNKNOWN = {"jagged2_softmax"}
-# Operators that take numbers of rows, and no offsets.
-WITHOUT_OFFSETS = {"jagged_take"}
+# Operators that take numbers of rows, and no offsets, or any offsets: a negative length is 0.
+WITHOUT_OFFSETS = {"jagged_take", "layer_norm_mul_dropout", "matrix_offsets"}
 # Each operator with the bad offsets that it can recognise.
 NAME_AND_BAD_OFFSETS = [
     pytest.param(name, values, message, id=f"{name}-{'_'.join(map(str, values))}")
@@ -61,8 +61,8 @@ def call_with_offsets(
         "transpose": False,
         "padded_len": 6,
     }
-    fixed["function"] = name
-    fixed["parts"] = "yx"
+    fixed |= {"function": name, "parts": "yx"}
+    fixed |= {"ranges": None, "row_scale": False}  # which are made from the offsets first
     choices |= {name: value for name, value in fixed.items() if name in choices}
     spec = dataclasses.replace(
         spec, layout=layout, kv_layout=None, choices=choices, storage={}, poisoned=False

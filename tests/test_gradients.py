@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import jagged_cuda
-from jagged_cuda.testing.cases import CASES, EVERY, Case
+from jagged_cuda.testing.cases import CASES, EVERY, INDEX_OPERATORS, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
 
 # Small enough that every element can be moved one by one.
 SIZES: dict[str, Any] = {"D": 3, "N": 2, "trailing": (2, 2), "dims": (3, 2), "max_len": False}
 SIZES |= {"transpose": False, "capacity": "spare", "padded_len": 3, "total": None}
-SIZES |= {"queries": 3}
+SIZES |= {"queries": 3, "p": 0.3}
 VARIANTS = {
     "plain": {"heads": (1, 1), "causal": False, "window_size": (-1, -1), "scale": 0.7}
     | {"dim": -1, "activation": "gelu"},
@@ -110,7 +110,10 @@ def test_gradients_where_a_matrix_does_not_fit(name: str, device: torch.device) 
 
 @pytest.mark.parametrize(
     "name",
-    ["jagged_softmax", "jagged2_softmax", "jagged_flash_attention", "jagged_target_attention"],
+    [
+        *("jagged_softmax", "jagged2_softmax", "layer_norm_mul_dropout"),
+        *("jagged_flash_attention", "jagged_hstu_attention", "jagged_target_attention"),
+    ],
 )
 def test_there_is_no_double_backward(name: str, device: torch.device) -> None:
     """It raises; a silent zero would be wrong."""
@@ -135,9 +138,10 @@ def test_opcheck(case: Case, variant: str, dtype: torch.dtype, device: torch.dev
 
 
 def test_every_registered_operator_is_checked() -> None:
-    """By test_opcheck, that is; `jagged_cuda` names them as operators.h does."""
+    """By test_opcheck, or tests of indices; `jagged_cuda` names them as operators.h does."""
     sample_of = functools.partial(small_sample, variant="plain", dtype=torch.float32, device="cpu")
     checked = {name for case in CASES.values() for name in case.registered(sample_of(case))}
+    checked |= INDEX_OPERATORS
     names = torch._C._dispatch_get_all_op_names()
     assert {f"jagged_cuda::{name}" for name in checked} == {
         name for name in names if name.startswith("jagged_cuda::")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mutations import FAULTS, ROOT, Fault
 
-from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.cases import EVERY
 
 
 def test_the_table_names_the_faults() -> None:
@@ -35,4 +35,4 @@ def test_its_check_exists(fault: Fault) -> None:
     if fault.check.startswith("tests/"):
         assert (ROOT / fault.check.partition(" -k ")[0]).is_file()
     else:
-        assert fault.check.removeprefix("--op ") in CASES
+        assert fault.check.removeprefix("--op ") in EVERY

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import jagged_cuda
 from jagged_cuda.nn import (
     DINAttention,
+    HSTULayer,
     JaggedFeatureInteraction,
     JaggedMultiheadAttention,
     JaggedTransformerLayer,
@@ -30,6 +31,7 @@ from jagged_cuda.nn import (
 )
 from jagged_cuda.testing.comparison import compare, operand_eps
 from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops.layer_norm_mul_dropout import keep_of
 from jagged_cuda.testing.padding import inside, pad, unpad
 
 E, H, N = 16, 4, 3
@@ -190,6 +192,39 @@ def transformer(activation: str, causal: bool) -> Example:
     )
 
 
+def hstu(window: tuple[int, int] = (-1, 0), **options: Any) -> Example:
+    """As a padded model writes it."""
+
+    def twin(m: Any, p: Tensors, padded: Tensors, layout: Layout, keys: Layout) -> Tensor:
+        x = padded["x"]
+
+        def norm(name: str, rows: Tensor) -> Tensor:
+            weight, bias = p[f"{name}.weight"], p[f"{name}.bias"]
+            return F.layer_norm(rows, weight.shape, weight, bias, 1e-6)
+
+        def linear(name: str, rows: Tensor) -> Tensor:
+            return F.linear(rows, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+        of_v, of_qk = m.num_heads * m.v_dim, m.num_heads * m.qk_dim
+        projected = F.silu(linear("uvqk_proj", norm("input_norm", x)))
+        u, *vqk = projected.split([of_v, of_v, of_qk, of_qk], dim=-1)
+        v, q, k = (t.unflatten(2, (m.num_heads, -1)).transpose(1, 2) for t in vqk)
+        sees = visible(layout, layout, window, x.device)[:, None]
+        weights = F.silu(q @ k.mT / m.qk_dim**0.5).masked_fill(~sees, 0.0)
+        divisor = m.divisor
+        if divisor == "length":
+            divisor = inside(layout, x.device).sum(1).clamp(min=1)[:, None, None]
+        read = (weights @ v).transpose(1, 2).flatten(2) / divisor
+        return x + linear("out_proj", u * norm("output_norm", read))
+
+    return Example(
+        lambda **kind: HSTULayer(E, H, **options, **kind),
+        {"x": (E,)},
+        lambda m, t, o, ko: m(t["x"], o, causal=window == (-1, 0), window_size=window),
+        twin,
+    )
+
+
 def target_attention(**options: Any) -> Example:
     def twin(m: Any, p: Tensors, padded: Tensors, layout: Layout, keys: Layout) -> Tensor:
         q, history = padded["targets"], padded["history"]
@@ -248,6 +283,9 @@ EXAMPLES = {
     "attention-pair-other-features": cross_attention(pair=True, kdim=6, vdim=10, bias=False),
     "transformer": transformer("relu", causal=False),
     "transformer-causal": transformer("gelu", causal=True),
+    "hstu": hstu(),
+    "hstu-recompute": hstu(recompute=True, qk_dim=6, v_dim=8, divisor=20.0),
+    "hstu-window": hstu(window=(2, 1), bias=False),
     "target": target_attention(),
     "target-grouped": target_attention(num_kv_heads=2, kdim=6, vdim=6),
     "din": din(),
@@ -260,7 +298,8 @@ EXAMPLES = {
     ),
 }
 # One of each module.
-PLAIN = ("attention", "attention-cross", "transformer", "target", "din", "interaction")
+PLAIN = ("attention", "attention-cross", "transformer", "hstu", "hstu-recompute", "target", "din")
+PLAIN += ("interaction",)
 EXAMPLE = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 EACH_MODULE = pytest.mark.parametrize("example", [EXAMPLES[name] for name in PLAIN], ids=PLAIN)
 
@@ -488,12 +527,163 @@ def test_parameters_of_transformer_encoder_layer() -> None:
     torch.testing.assert_close(ours(x.flatten(0, 1), offsets), twin.eval()(x).flatten(0, 1))
 
 
-def test_dropout_in_training_only() -> None:
-    layer = JaggedTransformerLayer(E, H, dropout=0.5)
+def test_attention_with_ranges_and_biases(device: torch.device) -> None:
+    """As torch.nn.MultiheadAttention with a mask of numbers for each head; gradients of tables."""
+    kind: Any = {"device": device, "dtype": torch.float64}
+    module = JaggedMultiheadAttention(E, H, **kind)
+    plain = torch.nn.MultiheadAttention(E, H, batch_first=True, **kind)
+    plain.load_state_dict(module.state_dict())
+    lengths, total = (5, 0, 9), 14
+    offsets = torch.tensor([0, 5, 5, 14], device=device)
+    x, time = torch.randn(total, E, **kind), torch.randint(0, 99, (total,), device=device).cumsum(0)
+    begin = torch.randint(0, 3, (total,), device=device, dtype=torch.int32)
+    ranges = torch.stack((begin, begin + 4), 1)
+    tables = [torch.randn(H, 6, **kind).requires_grad_() for _ in range(2)]
+    kv_bias = torch.randn(total, H, **kind).requires_grad_()
+    boundaries = torch.tensor([1, 40, 90, 150, 300], device=device)
+    found = module(
+        x,
+        offsets,
+        key_ranges=ranges,
+        kv_bias=kv_bias,
+        time_bias=jagged_cuda.TimeBias(tables[0], time, time, boundaries),
+        position_bias=jagged_cuda.PositionBias(tables[1], -2),
+    )
+    expected = []
+    for b, length in enumerate(lengths):
+        if length == 0:
+            continue
+        rows = slice(int(offsets[b]), int(offsets[b]) + length)
+        place = torch.arange(length, device=device)
+        apart = (time[rows, None] - time[None, rows]).abs()
+        bias = tables[0][:, torch.bucketize(apart, boundaries, right=True)]
+        bias = bias + tables[1][:, (place[:, None] - place + 2).clamp(0, 5)]
+        bias = bias + kv_bias[rows].T[:, None]
+        sees = (place >= ranges[rows, :1]) & (place < ranges[rows, 1:])
+        # A row that sees none of its keys is the output layer's bias; PyTorch would give NaN.
+        blind = ~sees.any(1, keepdim=True)
+        bias = bias.masked_fill(~(sees | blind), -torch.inf)
+        out = plain(*[x[None, rows]] * 3, attn_mask=bias, need_weights=False)[0][0]
+        expected.append(torch.where(blind, plain.out_proj.bias, out))
+    wanted = torch.cat(expected)
+    torch.testing.assert_close(found, wanted)
+    leaves = (*tables, kv_bias)
+    gradients = torch.autograd.grad(found.sin().sum(), leaves)
+    for gradient, other in zip(
+        gradients, torch.autograd.grad(wanted.sin().sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_layers_pass_biases_on(device: torch.device) -> None:
+    x, offsets = torch.randn(8, E, device=device), torch.tensor([0, 3, 8], device=device)
+    options = {
+        "key_ranges": torch.tensor([[0, 2]] * 8, dtype=torch.int32, device=device),
+        "kv_bias": torch.randn(8, device=device),
+        "position_bias": jagged_cuda.PositionBias(torch.randn(H, 5, device=device)),
+    }
+    layer = JaggedTransformerLayer(E, H).to(device)
+    y = x + layer.self_attn(layer.norm1(x), offsets, **options)
+    expected = y + layer.linear2(F.relu(layer.linear1(layer.norm2(y))))
+    torch.testing.assert_close(layer(x, offsets, **options), expected)
+
+    targets, target = torch.randn(2, 3, E, device=device), TargetAttention(E, H).to(device)
+    used = torch.tensor([2, 4], device=device)
+    kept = torch.tensor([0, 1, 3, 4, 5, 6], device=device)
+    bias = options["kv_bias"]
+    found = target(targets, x, offsets, kv_lengths=used, kv_bias=bias)
+    fewer = target(targets, x[kept], torch.tensor([0, 2, 6], device=device), kv_bias=bias[kept])
+    torch.testing.assert_close(found, fewer)
+    assert not torch.allclose(found, target(targets, x, offsets, kv_lengths=used))
+
+
+@pytest.mark.parametrize("module", [JaggedTransformerLayer, HSTULayer])
+def test_dropout_in_training_only(module: Any) -> None:
+    layer = module(E, H, dropout=0.5)
     x, offsets = torch.randn(8, E), torch.tensor([0, 3, 8])
     assert not torch.equal(layer(x, offsets), layer(x, offsets))
     layer.eval()
     assert torch.equal(layer(x, offsets), layer(x, offsets))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_of_hstu_layer(recompute: bool, device: torch.device) -> None:
+    """It drops in what out_proj takes, by the seed alone; a recomputed pass drops the same."""
+    layer = HSTULayer(E, H, dropout=0.4, recompute=recompute).double().to(device)
+    plain = copy.deepcopy(layer).eval()
+    x = torch.randn(LAYOUT.total, E, dtype=torch.float64, device=device)
+    offsets, seed = LAYOUT.offsets(device), torch.tensor([77], device=device)
+    taken: list[Tensor] = []
+    for each in (layer, plain):
+        each.out_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    out = layer(leaves[0], offsets, seed=seed)
+    plain(leaves[1], offsets)
+    keep = keep_of(taken[1], 0.4, 77)
+    torch.testing.assert_close(taken[0], taken[1] * keep)
+    expected = leaves[1] + F.linear(taken[1] * keep, *plain.out_proj.parameters())
+    torch.testing.assert_close(out, expected)
+    found, wanted = (
+        torch.autograd.grad(y.sin().sum(), leaf)
+        for y, leaf in zip((out, expected), leaves, strict=True)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_biases_of_hstu_layer(recompute: bool, device: torch.device) -> None:
+    """They reach attention, and their tables get gradients."""
+    layer = HSTULayer(E, H, recompute=recompute).to(device)
+    x, offsets = torch.randn(8, E, device=device), torch.tensor([0, 3, 8], device=device)
+    table = torch.randn(H, 5, device=device, requires_grad=True)
+    time = torch.arange(8, device=device)
+    given = {
+        "position_bias": jagged_cuda.PositionBias(table, 0),
+        "time_bias": jagged_cuda.TimeBias(
+            table, time, time, torch.tensor([1, 2, 4, 6], device=device)
+        ),
+        "kv_bias": torch.randn(8, device=device, requires_grad=True),
+    }
+    for name, bias in given.items():
+        out = layer(x, offsets, **{name: bias})
+        assert not torch.equal(out, layer(x, offsets))
+        leaf = bias if name == "kv_bias" else table
+        (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+        assert gradient.abs().sum() > 0
+
+
+def test_a_drawn_seed_is_of_the_generator() -> None:
+    layer, x, offsets = HSTULayer(E, H, dropout=0.4), torch.randn(5, E), torch.tensor([0, 2, 5])
+    found = []
+    for _ in range(2):
+        torch.manual_seed(8)
+        found.append(layer(x, offsets))
+    assert torch.equal(*found)
+    assert not torch.equal(layer(x, offsets), found[0])
+
+
+def test_recompute_keeps_less() -> None:
+    """Bytes that autograd keeps, beyond the rows and the parameters."""
+    kept = {}
+    for recompute in (False, True):
+        layer = HSTULayer(64, 4, recompute=recompute)
+        x = torch.randn(400, 64, requires_grad=True)
+        offsets = torch.tensor([0, 150, 400])
+        known = {t.untyped_storage().data_ptr() for t in (x, offsets, *layer.parameters())}
+        sizes: dict[int, int] = {}
+        attended: list[Tensor] = []
+
+        def pack(t: Tensor, known=known, sizes=sizes, attended=attended) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in known:
+                sizes[storage.data_ptr()] = storage.nbytes()
+                attended.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            layer(x, offsets).sum().backward()
+        kept[recompute] = sum(sizes.values())
+    assert kept[False] - kept[True] > 4 * 400 * 64 * 8
 
 
 @EXAMPLE
@@ -542,9 +732,10 @@ class Model(torch.nn.Module):
         self.target = nn.TargetAttention(16, 2, dtype=torch.float64)
         self.din = nn.DINAttention(16, dtype=torch.float64)
         self.interaction = nn.JaggedFeatureInteraction(16, dtype=torch.float64)
+        self.hstu = nn.HSTULayer(16, 2, recompute=True, dtype=torch.float64)
 
     def forward(self, targets, x, offsets):
-        y = self.layer(x, offsets, causal=True)
+        y = self.layer(self.hstu(x, offsets), offsets, causal=True)
         x = y + self.cross(x, offsets, kv=y)
         found = self.target(targets, x, offsets) + self.din(targets, x, offsets)
         return found.sin().sum() + self.interaction(targets, x, offsets).cos().sum()
@@ -591,9 +782,11 @@ class Model(nn.Module):
         self.target = TargetAttention(E, H)
         self.din = DINAttention(E)
         self.interaction = JaggedFeatureInteraction(E)
+        self.hstu = HSTULayer(E, H)
 
     def forward(self, targets, x, offsets):
         y = self.layer(x, offsets, causal=True)
+        y = self.hstu(y, offsets)
         y = self.cross(y, offsets, kv=x, kv_offsets=offsets)
         found = self.target(targets, y, offsets) + self.din(targets, y, offsets)
         return found, self.interaction(targets, y, offsets)
@@ -646,7 +839,7 @@ def test_nothing_waits_for_the_gpu() -> None:
 
     def step() -> None:
         for rows in ((x, offsets), (jagged_cuda.nested.from_jagged(x, offsets), None)):
-            y = model.layer(*rows, causal=True)
+            y = model.hstu(*rows) + model.layer(*rows, causal=True)
             found = model.target(targets, y, rows[1]) + model.din(targets, y, rows[1])
             (found.sum() + model.interaction(targets, y, rows[1]).sum()).backward()
 
@@ -679,6 +872,18 @@ WRONG = {
     "dropout": (
         lambda: JaggedTransformerLayer(E, H, dropout=2.0),
         "JaggedTransformerLayer: dropout must be from 0 to 1, got 2.0",
+    ),
+    "heads of an HSTU layer": (
+        lambda: HSTULayer(E, 3, qk_dim=4),
+        "HSTULayer: embed_dim must be a multiple of num_heads 3, got 16",
+    ),
+    "wide heads": (
+        lambda: HSTULayer(E, H, qk_dim=257),
+        "HSTULayer: qk_dim must be from 1 to 256, got 257",
+    ),
+    "divisor": (
+        lambda: HSTULayer(E, H, divisor="longest"),
+        "HSTULayer: divisor must be a number other than 0, or \"length\", got 'longest'",
     ),
     "no hidden layer": (
         lambda: DINAttention(E, hidden_dims=()),

@@ -26,6 +26,18 @@ def test_matrix_offsets(lengths: tuple[int, ...], dtype: torch.dtype, device: to
     assert found.tolist() == Layout(sizes).offsets().tolist()
 
 
+@pytest.mark.parametrize("num_seqs", [8191, 8192, 8193, 16_384, 30_000])
+def test_matrix_offsets_of_many(num_seqs: int, device: torch.device) -> None:
+    """Up to one tile of the CUDA kernel, and several."""
+    lengths = torch.randint(0, 2000, (2, num_seqs), generator=torch.Generator().manual_seed(0))
+    offsets, y_offsets = (jagged_cuda.offsets_from_lengths(n).to(device) for n in lengths)
+    found = jagged_cuda.matrix_offsets(offsets, y_offsets)
+    assert torch.equal(found.cpu()[1:], (lengths[0] * lengths[1]).cumsum(0))
+    assert found[0] == 0
+    strided = offsets.repeat_interleave(2)[::2]
+    assert torch.equal(jagged_cuda.matrix_offsets(strided, y_offsets), found)
+
+
 def test_matrix_offsets_of_wrong_offsets(device: torch.device) -> None:
     """A negative length counts as 0."""
     assert jagged_cuda.matrix_offsets(torch.tensor([4, 2, 5], device=device)).tolist() == [0, 0, 9]

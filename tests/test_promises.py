@@ -89,13 +89,34 @@ def test_200_000_sequences_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
     layout = Layout(lengths * 400)
     assert layout.num_seqs == 200_000
     spec = dataclasses.replace(few.spec, layout=layout)
-    many = Sample(spec, repeated(few.tensors, 400), layout.offsets(), None)
-    found = run(case, many, calls(case), lambda _: repeated(given, 400))
-    assert_same_bits(found, repeated(expected, 400))
+    many = Sample(spec, repeated(case, few.tensors, 400), layout.offsets(), None)
+    found = run(case, many, calls(case), lambda _: repeated(case, given, 400))
+    # Sums over the whole batch are 400 times as large.
+    of_batch = {name for name in found if rows_of(case, name) in SHARED}
+    expected = repeated(case, expected, 400)
+    assert_same_bits(
+        *({n: t for n, t in each.items() if n not in of_batch} for each in (found, expected))
+    )
+    for name in of_batch:
+        whole = 400 * expected[name]
+        limit = (1e-4 + 2 * torch.finfo(whole.dtype).eps) * float(whole.abs().max())
+        torch.testing.assert_close(found[name], whole, rtol=0, atol=limit)
 
 
-def repeated(tensors: Tensors, times: int) -> Tensors:
-    return {name: t.repeat(times, *[1] * (t.dim() - 1)) for name, t in tensors.items()}
+# Rows that belong to the batch as a whole.
+SHARED = ("features", "table")
+
+
+def rows_of(case: Case, name: str) -> Any:
+    """What the rows of an argument, an output or a gradient are."""
+    return case.rows[name.removeprefix("grad_")]
+
+
+def repeated(case: Case, tensors: Tensors, times: int) -> Tensors:
+    return {
+        name: t if rows_of(case, name) in SHARED else t.repeat(times, *[1] * (t.dim() - 1))
+        for name, t in tensors.items()
+    }
 
 
 # --- storages
@@ -222,7 +243,10 @@ def joined(case: Case, first: Sample, second: Sample) -> Sample:
     """One batch of the sequences of two."""
     device = first.offsets.device
     layout = Layout(first.spec.layout.lengths + second.spec.layout.lengths)
-    tensors = {name: torch.cat((t, second.tensors[name])) for name, t in first.tensors.items()}
+    tensors = {
+        name: t if case.rows[name] in SHARED else torch.cat((t, second.tensors[name]))
+        for name, t in first.tensors.items()
+    }
     spec = dataclasses.replace(first.spec, layout=layout)
     return Sample(spec, tensors, layout.offsets(device), None)
 
@@ -231,6 +255,9 @@ def alone(case: Case, sample: Sample, seq: int) -> Sample:
     """One sequence of a sample."""
     tensors = {}
     for name, tensor in sample.tensors.items():
+        if case.rows[name] in SHARED:
+            tensors[name] = tensor
+            continue
         begin, end = sample.spec.rows_layout(case.rows[name]).offsets()[seq : seq + 2]
         tensors[name] = tensor[begin:end].clone()
     layout = Layout((sample.spec.layout.lengths[seq],))

@@ -24,6 +24,7 @@ from jagged_cuda.nn import (
 from jagged_cuda.torchrec import features_to_jagged, from_jagged, to_jagged, with_values
 
 pytestmark = pytest.mark.torchrec
+ON_GPU = [pytest.mark.cuda, pytest.mark.fbgemm_cuda]
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "torchrec.md"
 NUM_USERS, NUM_ITEMS, CANDIDATES = 9, 50, 3
@@ -48,10 +49,18 @@ def features(example: Any) -> Any:
     return example.draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed=2)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device for which FBGEMM has kernels."""
+    return request.param
+
+
 def attend(module: Any, queries: Tensor, rows: Tensor, causal: bool = False) -> Tensor:
     """PyTorch's module with the parameters of one of ours."""
     plain = torch.nn.MultiheadAttention(module.embed_dim, module.num_heads)
-    later = torch.ones(len(queries), len(rows), dtype=torch.bool).triu(1) if causal else None
+    later = None
+    if causal:
+        later = torch.ones(len(queries), len(rows), dtype=torch.bool, device=rows.device).triu(1)
     parameters = dict(module.named_parameters())
     arguments = (queries, rows, rows)
     options = {"attn_mask": later, "need_weights": False}
@@ -75,7 +84,8 @@ def one_by_one(model: Any, features: Any) -> Tensor:
     return torch.stack(logits)
 
 
-def test_agrees_with_a_user_at_a_time(model: Any, features: Any) -> None:
+def test_agrees_with_a_user_at_a_time(model: Any, features: Any, device: str) -> None:
+    model, features = model.to(device), features.to(device)
     parameters = list(model.parameters())
     found, expected = model(features), one_by_one(model, features)
     torch.testing.assert_close(found, expected)
@@ -122,13 +132,21 @@ def test_it_is_exported_for_any_number_of_rows(example: Any, model: Any, feature
         torch.testing.assert_close(exported.module()(others), model(others))
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+RANKS = {
+    "two on the CPU": pytest.param(2, "cpu"),
+    "one GPU": pytest.param(1, "cuda", marks=ON_GPU),
+    "two GPUs": pytest.param(2, "cuda", marks=[*ON_GPU, pytest.mark.multi_gpu]),
+}
+
+
+@pytest.mark.parametrize(("ranks", "device_type"), RANKS.values(), ids=RANKS)
+def test_ranks_train_as_one(tmp_path: Path, ranks: int, device_type: str) -> None:
     """With each sharding of the table, and with TorchRec's pipeline."""
     import torchrec_ranks
 
-    alone = torchrec_ranks.train_alone()
+    alone = torchrec_ranks.train_alone(ranks, device_type)
     assert alone[-1] < alone[0] - 0.05  # what is compared changes
-    found = torchrec_ranks.train(tmp_path)
+    found = torchrec_ranks.train(tmp_path, ranks, device_type)
     assert len(found) == 2 * len(torchrec_ranks.SHARDINGS)
     for name, losses in found.items():
         assert losses == pytest.approx(alone, rel=0, abs=1e-6), name
@@ -264,6 +282,25 @@ def test_nothing_is_read() -> None:
             keyed(torch.randn(10, 4))["b"]
 
 
+@pytest.mark.cuda
+@pytest.mark.fbgemm_cuda
+def test_nothing_waits_for_the_gpu() -> None:
+    kjt = keyed(torch.randn(10, 4)).to("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        parts = features_to_jagged(kjt)
+        sums = {key: jagged_cuda.jagged_sum(*part) for key, part in parts.items()}
+        jt = with_values(from_jagged(*parts["b"]), parts["b"][0] * 2)
+        twice = jagged_cuda.jagged_sum(*to_jagged(jt))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(twice, 2 * sums["b"])
+    for key, found in sums.items():
+        expected = torch.stack([part.sum(0) for part in kjt[key].to_dense()])
+        torch.testing.assert_close(found, expected)
+
+
 def test_wrong_calls() -> None:
     kjt = keyed(torch.randn(10, 16))
     feature = "got a KeyedJaggedTensor: take one feature of it, with features_to_jagged(...)[key]"
@@ -290,17 +327,20 @@ def test_wrong_calls() -> None:
 
 
 @pytest.mark.parametrize("offsets", [False, True], ids=["lengths", "offsets"])
-def test_modules_take_and_give_jagged_tensors(offsets: bool) -> None:
+def test_modules_take_and_give_jagged_tensors(offsets: bool, device: str) -> None:
     torch.manual_seed(0)
-    layer, cross = JaggedTransformerLayer(16, 2), JaggedMultiheadAttention(16, 2)
-    jt, targets = jagged_tensor(offsets=offsets), torch.randn(3, 4, 16)
+    with torch.device(device):
+        layer, cross = JaggedTransformerLayer(16, 2), JaggedMultiheadAttention(16, 2)
+        readers = TargetAttention(16, 2), DINAttention(16), JaggedFeatureInteraction(16)
+        targets = torch.randn(3, 4, 16)
+    jt, x, begins = jagged_tensor(offsets=offsets).to(device), X.to(device), OFFSETS.to(device)
     out = layer(jt, causal=True)
-    assert type(out) is type(jt) and torch.equal(out.offsets(), OFFSETS)
-    assert torch.equal(out.values(), layer(X, OFFSETS, causal=True))
+    assert type(out) is type(jt) and torch.equal(out.offsets(), begins)
+    assert torch.equal(out.values(), layer(x, begins, causal=True))
     read = cross(out, kv=jt)
-    assert torch.equal(read.values(), cross(out.values(), OFFSETS, kv=X))
-    for reader in (TargetAttention(16, 2), DINAttention(16), JaggedFeatureInteraction(16)):
-        assert torch.equal(reader(targets, jt), reader(targets, X, OFFSETS))
+    assert torch.equal(read.values(), cross(out.values(), begins, kv=x))
+    for reader in readers:
+        assert torch.equal(reader(targets, jt), reader(targets, x, begins))
 
 
 def test_modules_compile_for_jagged_tensors() -> None:

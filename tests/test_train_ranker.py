@@ -197,6 +197,31 @@ def test_trainings_agree(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("absent.pt: No such file or directory\n")
 
 
+@pytest.mark.cuda
+def test_trainings_agree_on_a_gpu(tmp_path, capsys):
+    """The padded twin, a resumed training and the CPU give the losses of the jagged training."""
+
+    def train(*options: str, steps: int = 6, name: str = "losses.jsonl") -> list[float]:
+        losses = tmp_path / name
+        given = ["--steps", str(steps), "--losses", str(losses), *options]
+        assert train_ranker.main([*TINY.split(), *given]) == 0
+        return losses_of(losses)
+
+    on_gpu = ["--device", "cuda", "--deterministic"]
+    try:
+        whole = train(*on_gpu)
+        assert torch.cuda.get_device_name() in capsys.readouterr().out
+        assert train(*on_gpu, "--padded") == pytest.approx(whole, rel=1e-5)
+        assert train(*on_gpu, "--bf16") == pytest.approx(whole, rel=1e-2)
+        checkpoint = str(tmp_path / "four.pt")
+        train(*on_gpu, "--checkpoint", checkpoint, steps=4, name="parts.jsonl")
+        assert train(*on_gpu, "--resume", checkpoint, name="parts.jsonl") == whole
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert train("--device", "cpu") == pytest.approx(whole, rel=1e-5)
+
+
 def assert_report_is_whole(printed: str) -> None:
     assert "2 processes on CPU" in printed
     assert re.search(r"balance +the process with the most has 1\.\d\d times .*contig", printed)

@@ -218,6 +218,18 @@ def test_errors():
         triton_ref.jagged_softmax(x.to(torch.float64 if ON_GPU else torch.bfloat16), offsets)
 
 
+def test_target_attention_with_a_bias() -> None:
+    offsets, used = (torch.tensor(t, device=DEVICE) for t in ([0, 9, 12], [5, 3]))
+    q, kv_bias = torch.randn(2, 3, 2, 16, device=DEVICE), torch.randn(12, device=DEVICE)
+    k, v = (torch.randn(12, 1, 16, device=DEVICE) for _ in range(2))
+    options = {"kv_lengths": used, "kv_bias": kv_bias}
+    found, expected = (
+        ops.jagged_target_attention(q, k, v, offsets, **options)
+        for ops in (triton_ref, jagged_cuda)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_kernel_compiles_for_hopper(dtype: str) -> None:
     run_python(__file__, dtype, cwd=ROOT, TRITON_INTERPRET="0")
@@ -241,7 +253,8 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
             else:
                 signature[parameter.name] = mangle_type(value)
                 if isinstance(value, tuple):
-                    constants |= {(i, j): 1 for j, stride in enumerate(value) if stride == 1}
+                    numbers = ((j, n) for j, n in enumerate(value) if isinstance(n, int))
+                    constants |= {(i, j): 1 for j, n in numbers if n == 1}
         source = ASTSource(kernel, signature, constants)
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.add(kernel.__name__)
@@ -270,6 +283,30 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         triton_ref.jagged_first(x, offsets, 7, total=14)[0],
         *triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True),
     ]
+    counts, rows = torch.tensor([2, 3], device="meta"), values(100).detach().float()
+    for given in (None, counts):
+        ranges = triton_ref.hstu_key_ranges(
+            offsets, num_targets=given, contextual_len=2, causal=given is None, total=100
+        )
+    masked = {"key_ranges": ranges}
+    results += triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True, **masked)
+    masked |= {"divisor": "length", "row_scale": rows}
+    results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, **masked))
+    results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, divisor=3.0))
+    times, table = rows.long(), torch.empty(2, 7, device="meta", requires_grad=True)
+    biases = {
+        "kv_lengths": counts,
+        "kv_bias": torch.empty(100, 2, device="meta", requires_grad=True),
+        "time_bias": (table, times, times, times[:6], False),
+        "position_bias": (table, -3),
+    }
+    results += triton_ref.jagged_flash_attention(q, k, v, offsets, return_lse=True, **biases)
+    results.append(triton_ref.jagged_hstu_attention(q, k, v, offsets, divisor=3.0, **biases))
+    shared = {
+        "kv_bias": values(100).detach().float(),
+        "time_bias": (table[0], *biases["time_bias"][1:]),
+    }
+    results.append(triton_ref.jagged_flash_attention(q, k, v, offsets, **shared))
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
         operands = (x, values(2, 16, 8), offsets)

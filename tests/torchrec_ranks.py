@@ -1,7 +1,7 @@
-"""Two ranks of gloo that train examples/torchrec_model.py, for tests/test_torchrec.py.
+"""Ranks that train examples/torchrec_model.py, for tests/test_torchrec.py.
 
-`train` runs both and returns their losses, by name: each sharding of the table, without and with
-TorchRec's pipeline.
+They are processes of gloo on the CPU, or of nccl with a GPU each. `train` runs them and returns
+their losses, by name: each sharding of the table, without and with TorchRec's pipeline.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from torchrec.streamable import Pipelineable
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from torchrec_model import HistoryRanker, draw
 
-SHARDINGS: dict[str, Callable[[], Any]] = {
-    "row_wise": row_wise,
-    "table_wise": lambda: table_wise(rank=1),
-    "column_wise": lambda: column_wise(ranks=[0, 1]),
+# Of the table, among this many ranks.
+SHARDINGS: dict[str, Callable[[int], Any]] = {
+    "row_wise": lambda ranks: row_wise(),
+    "table_wise": lambda ranks: table_wise(rank=ranks - 1),
+    "column_wise": lambda ranks: column_wise(ranks=list(range(ranks))),
 }
-RANKS, STEPS, NUM_USERS, NUM_ITEMS, CANDIDATES, LEARNING_RATE = 2, 6, 5, 40, 3, 2.0
+STEPS, NUM_USERS, NUM_ITEMS, CANDIDATES, LEARNING_RATE = 6, 5, 40, 3, 2.0
 
 
 @dataclass
@@ -47,7 +48,10 @@ class Batch(Pipelineable):
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.features.to(device, non_blocking), self.labels.to(device))
+        return Batch(
+            self.features.to(device, non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.features.record_stream(stream)
@@ -66,19 +70,20 @@ class Task(nn.Module):
         return nn.functional.cross_entropy(logits, batch.labels), logits
 
 
-def batches(rank: int) -> Iterator[Batch]:
+def batches(rank: int, ranks: int) -> Iterator[Batch]:
     for step in range(STEPS):
-        features = draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed=RANKS * (step % 2) + rank)
+        features = draw(NUM_USERS, NUM_ITEMS, CANDIDATES, seed=ranks * (step % 2) + rank)
         yield Batch(features, torch.zeros(NUM_USERS, dtype=torch.long))
 
 
-def train_alone() -> list[float]:
-    """The same steps in one process, on the batches of all ranks."""
-    task = Task()
+def train_alone(ranks: int = 2, device_type: str = "cpu") -> list[float]:
+    """The same steps in one process, without sharding, on the batches of all ranks."""
+    device = torch.device(device_type)
+    task = Task().to(device)
     optimizer = torch.optim.SGD(task.parameters(), LEARNING_RATE)
     losses = []
-    for step in zip(*(batches(rank) for rank in range(RANKS)), strict=True):
-        loss = torch.stack([task(batch)[0] for batch in step]).mean()
+    for step in zip(*(batches(rank, ranks) for rank in range(ranks)), strict=True):
+        loss = torch.stack([task(batch.to(device))[0] for batch in step]).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -86,35 +91,41 @@ def train_alone() -> list[float]:
     return losses
 
 
-def _shard(task: Task, sharding: Callable[[], Any]) -> DistributedModelParallel:
+def _shard(
+    task: Task, sharding: Callable[[int], Any], device: torch.device
+) -> DistributedModelParallel:
     embeddings = task.ranker.embeddings
     apply_optimizer_in_backward(torch.optim.SGD, embeddings.parameters(), {"lr": LEARNING_RATE})
     sharder = EmbeddingCollectionSharder()
+    ranks = distributed.get_world_size()
     plan = construct_module_sharding_plan(
         embeddings,
-        {"item_table": sharding()},
+        {"item_table": sharding(ranks)},
         sharder=sharder,
-        local_size=RANKS,
-        world_size=RANKS,
-        device_type="cpu",
+        local_size=ranks,
+        world_size=ranks,
+        device_type=device.type,
     )
     return DistributedModelParallel(
-        task,
-        device=torch.device("cpu"),
+        task.to(device),
+        device=device,
         plan=ShardingPlan({"ranker.embeddings": plan}),
         sharders=[sharder],
     )
 
 
-def _steps(rank: int, sharding: Callable[[], Any], pipelined: bool) -> Iterator[Tensor]:
+def _steps(
+    device: torch.device, sharding: Callable[[int], Any], pipelined: bool
+) -> Iterator[Tensor]:
     """The loss of each step on this rank."""
-    model = _shard(Task(), sharding)
+    model = _shard(Task(), sharding, device)
     # Those of the table have their own, in the backward.
     dense = [each for name, each in model.named_parameters() if "embeddings" not in name]
     optimizer = torch.optim.SGD(dense, LEARNING_RATE)
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
     if not pipelined:
-        for batch in batches(rank):
-            loss, _ = model(batch)
+        for batch in batches(rank, ranks):
+            loss, _ = model(batch.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -122,29 +133,34 @@ def _steps(rank: int, sharding: Callable[[], Any], pipelined: bool) -> Iterator[
         return
 
     logits_of: list[Tensor] = []
-    pipeline = TrainPipelineSparseDist(
-        model, optimizer, torch.device("cpu"), execute_all_batches=True
-    )
-    given = batches(rank)
-    for batch in batches(rank):
+    pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    given = batches(rank, ranks)
+    for batch in batches(rank, ranks):
         logits_of.append(pipeline.progress(given))
-        yield nn.functional.cross_entropy(logits_of[-1].detach(), batch.labels)
+        yield nn.functional.cross_entropy(logits_of[-1].detach(), batch.labels.to(device))
     # It runs ahead only for embeddings that it has found.
     names = [type(module).__name__ for module in pipeline._pipelined_modules]
     assert names == ["ShardedEmbeddingCollection"], names
 
 
-def _run(rank: int, folder: str) -> None:
+def _run(rank: int, folder: str, ranks: int, device_type: str) -> None:
     torch.set_num_threads(1)
+    on_gpu = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=ranks,
     )
     found = {}
     for name, sharding in SHARDINGS.items():
         for pipelined in (False, True):
-            losses = torch.stack(list(_steps(rank, sharding, pipelined)))
+            losses = torch.stack(list(_steps(device, sharding, pipelined)))
             distributed.all_reduce(losses)
-            found[f"{name}{', pipelined' if pipelined else ''}"] = (losses / RANKS).tolist()
+            found[f"{name}{', pipelined' if pipelined else ''}"] = (losses / ranks).tolist()
     if rank == 0:
         (Path(folder) / "losses.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
@@ -152,9 +168,9 @@ def _run(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def train(folder: Path) -> dict[str, list[float]]:
-    """On RANKS ranks, which meet in a folder."""
-    torch.multiprocessing.spawn(_run, args=(str(folder),), nprocs=RANKS)
+def train(folder: Path, ranks: int = 2, device_type: str = "cpu") -> dict[str, list[float]]:
+    """On some ranks, which meet in a folder."""
+    torch.multiprocessing.spawn(_run, args=(str(folder), ranks, device_type), nprocs=ranks)
     return json.loads((folder / "losses.json").read_text())
 
 

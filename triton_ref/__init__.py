@@ -6,6 +6,7 @@ CPU tensors in fp32, fp16 and fp64.
 """
 
 from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from .hstu_key_ranges import hstu_key_ranges
 from .jagged2_softmax import jagged2_softmax
 from .jagged_broadcast import jagged_broadcast
 from .jagged_concat import jagged_concat
@@ -13,6 +14,7 @@ from .jagged_dense_add import jagged_dense_add
 from .jagged_dense_bmm import jagged_dense_bmm
 from .jagged_dense_mul import jagged_dense_mul
 from .jagged_flash_attention import jagged_flash_attention
+from .jagged_hstu_attention import jagged_hstu_attention
 from .jagged_index_select import jagged_index_select
 from .jagged_jagged_bmm import jagged_jagged_bmm
 from .jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
@@ -27,11 +29,14 @@ from .jagged_take import jagged_take
 from .jagged_target_attention import jagged_target_attention
 from .jagged_to_padded import jagged_to_padded
 from .jagged_topk import jagged_topk
+from .layer_norm_mul_dropout import layer_norm_mul_dropout
+from .matrix_offsets import matrix_offsets
 from .padded_to_jagged import padded_to_jagged
 from .rows import jagged_first, jagged_last, jagged_split
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "hstu_key_ranges",
     "jagged2_softmax",
     "jagged_broadcast",
     "jagged_concat",
@@ -40,6 +45,7 @@ __all__ = [
     "jagged_dense_mul",
     "jagged_first",
     "jagged_flash_attention",
+    "jagged_hstu_attention",
     "jagged_index_select",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
@@ -56,5 +62,7 @@ __all__ = [
     "jagged_target_attention",
     "jagged_to_padded",
     "jagged_topk",
+    "layer_norm_mul_dropout",
+    "matrix_offsets",
     "padded_to_jagged",
 ]

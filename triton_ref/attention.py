@@ -19,14 +19,70 @@ def find_rows(p_offsets, p_other_offsets, num_seqs, total, other_total, TILE):
     """The first row of this program's tile within its sequence, and where the sequence begins.
 
     With its length, and begin and length of the same sequence's rows in the other tensor: length 0
-    for rows outside every sequence.
+    for rows outside every sequence. Then its number, -1 for those.
     """
     i_seq, first = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE)
     begin, end = load_rows(p_offsets, i_seq, num_seqs, total)
     other_begin, other_end = load_rows(p_other_offsets, i_seq, num_seqs, other_total)
     in_sequence = (i_seq >= 0) & (i_seq < num_seqs)
     other_len = tl.where(in_sequence, other_end - other_begin, 0).to(tl.int32)
-    return (first - begin).to(tl.int32), begin, (end - begin).to(tl.int32), other_begin, other_len
+    length = (end - begin).to(tl.int32)
+    i_inside = tl.where(in_sequence, i_seq, -1)
+    return (first - begin).to(tl.int32), begin, length, other_begin, other_len, i_inside
+
+
+@triton.jit
+def used_keys(p_kv_lengths, i_seq, len_k):
+    """The used part of a sequence's keys, out of len_k."""
+    if p_kv_lengths is not None:
+        used = tl.load(p_kv_lengths + i_seq, mask=i_seq >= 0, other=0).to(tl.int32)
+        len_k = tl.minimum(tl.maximum(used, 0), len_k)
+    return len_k
+
+
+@triton.jit
+def time_buckets(time, o_q, o_k, m_q, m_k):
+    """How many boundaries are at most the distance in time of rows [M] and keys [N]: [M, N]."""
+    _, _, buckets, p_q_time, p_kv_time, p_boundaries, symmetric = time
+    # [M]
+    b_q = tl.load(p_q_time + o_q, mask=m_q, other=0)
+    # [N]
+    b_k = tl.load(p_kv_time + o_k, mask=m_k, other=0)
+    b_away = b_q[:, None] - b_k[None, :]
+    b_away = tl.where(symmetric != 0, tl.abs(b_away), tl.maximum(b_away, 0))
+    b_bucket = (b_away * 0).to(tl.int32)
+    for i in range(buckets - 1):
+        b_bucket += (tl.load(p_boundaries + i) <= b_away).to(tl.int32)
+    return b_bucket
+
+
+@triton.jit
+def position_buckets(position, b_distance):
+    """Of the distance in rows: [M, N]."""
+    _, _, buckets, first = position
+    return tl.minimum(tl.maximum(b_distance.to(tl.int64) - first, 0), buckets - 1).to(tl.int32)
+
+
+@triton.jit
+def bias_of(key, time, position, i_head, num_heads, o_q, o_k, m_q, m_k, b_distance, b_zeros):
+    """What is added to the logits of rows [M] and keys [N] of the tensors: [M, N]."""
+    b_bias = b_zeros
+    if key is not None:
+        p_bias, heads = key
+        # [N]
+        b_key = tl.load(p_bias + o_k * heads + i_head // (num_heads // heads), mask=m_k, other=0.0)
+        b_bias += b_key[None, :]
+    if time is not None:
+        p_table, heads, buckets = time[0], time[1], time[2]
+        p_row = p_table + i_head // (num_heads // heads) * buckets
+        # [M, N]
+        b_bias += tl.load(p_row + time_buckets(time, o_q, o_k, m_q, m_k))
+    if position is not None:
+        p_table, heads, buckets = position[0], position[1], position[2]
+        p_row = p_table + i_head // (num_heads // heads) * buckets
+        # [M, N]
+        b_bias += tl.load(p_row + position_buckets(position, b_distance))
+    return b_bias
 
 
 @triton.jit
@@ -76,14 +132,31 @@ def end_rows(b_max, b_sum, b_out):
 
 @triton.jit
 def probs_and_grad_logits(
-    b_q, b_k, b_v, b_grad_out, b_lse, b_delta, m_s, scale, INPUT_PRECISION: tl.constexpr
+    b_q,
+    b_k,
+    b_v,
+    b_grad_out,
+    b_lse,
+    b_delta,
+    m_s,
+    b_bias,
+    scale,
+    SILU: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):
-    """P and dS, zeros where masked: [M, N] both."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale
-    # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
-    b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
+    """P and dS, zeros where masked: [M, N] both. With SILU b_delta is the rows' weight."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=INPUT_PRECISION) * scale + b_bias
     b_grad_p = tl.dot(b_grad_out, tl.trans(b_v), input_precision=INPUT_PRECISION)
-    return b_p, tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
+    if SILU:
+        b_gate = tl.sigmoid(b_s)
+        b_slope = b_gate * (1.0 + b_s * (1.0 - b_gate))
+        b_p = tl.where(m_s, b_delta[:, None] * (b_s * b_gate), 0.0)
+        b_grad_s = tl.where(m_s, b_delta[:, None] * b_slope * b_grad_p, 0.0)
+    else:
+        # Where masked, p may be inf (no LSE to hold it down) and delta may be NaN.
+        b_p = tl.where(m_s, tl.exp(b_s - b_lse[:, None]), 0.0)
+        b_grad_s = tl.where(m_s, b_p * (b_grad_p - b_delta[:, None]), 0.0)
+    return b_p, b_grad_s
 
 
 def plan(q: torch.Tensor, v: torch.Tensor, precision: str) -> dict[str, object]:

@@ -21,13 +21,16 @@ def jagged_target_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    kv_lengths: torch.Tensor | None = None,
+    kv_bias: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale Q_b K_b^T) V_b for N dense queries of each sequence b.
 
     q [B, N, H, D], k [T, G, D] and v [T, G, Dv] give out [B, N, H, Dv]; query head h reads key head
     h // (H / G); [B, N, D] and [T, D] mean one head. The default scale is 1 / sqrt(D). return_lse
     adds the natural log of each query's sum of exponentials, [B, N, H], differentiable too. max_len
-    is a hint that is not needed here.
+    is a hint that is not needed here. kv_lengths [B] is the used part of each history, kv_bias [T]
+    or [T, H] is added to the scores of its keys.
     """
     one_head = q.dim() == 3 and k.dim() == 2 and v.dim() == 2
     if one_head:
@@ -43,6 +46,8 @@ def jagged_target_attention(
         kv_offsets=offsets,
         scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
         return_lse=True,
+        kv_lengths=kv_lengths,
+        kv_bias=kv_bias,
     )
     out, lse = (rows.unflatten(0, (seqs, queries)) for rows in (out, lse))
     if one_head:

@@ -8,13 +8,16 @@
 //   line      arguments; relations -> results
 //   argument  name: class [dims]
 //   class     float (float32, float64, float16, bfloat16), index (int32, int64), any (all these,
-//             int16, int8, uint8, bool), a dtype (int64, bool), the name of an earlier argument (its dtype),
-//             acc(argument) (its dtype of sums: float64 for float64, else float32); ?: may be None
-//   dims      sizes, size + 1, and last ..., any further dimensions. A size's first occurrence
-//             sets it, each other one must agree; all tensors are on the first one's device
+//             int16, int8, uint8, bool), a dtype (int32, int64, bool), the name of an earlier
+//             argument (its dtype), acc(argument) (its dtype of sums: float64 for float64, else
+//             float32); ?: may be None
+//   dims      sizes, size + 1, numbers, and last ..., any further dimensions. A size's first
+//             occurrence sets it, each other one must agree; all tensors are on the first one's
+//             device
 //   relation  between sizes, numbers and the integers among the arguments: <=, >=, ==, of products
 //             and remainders (H % G == 0 means that H is a multiple of G, also for G == 0).
-//             `unless argument`: not if that is given. An integer that is None passes
+//             `unless argument`: not if that is given. An integer that is None passes, and a size
+//             of tensors that are
 //   result    class [dims]
 //
 // The first argument that does not fit, left to right, is named, and then the first relation.
@@ -35,9 +38,23 @@ struct Operator {
 #define MATRICES "offsets: index [B + 1], y_offsets: offsets? [B + 1], matrix_offsets: int64 [B + 1]"
 #define FLASH \
   "q: float [Tq, H, D], k: q [Tk, G, D], v: q [Tk, G, Dv], offsets: index [B + 1], kv_offsets: offsets? [B + 1]"
+// Ranges of keys, R of them for each query
+#define FLASH_RANGES "key_ranges: int32? [Tq, R, 2]"
+// What is added to scores: to those of a key, by the distance of two times, by that of two rows
+#define BIASES_SCHEMA \
+  "Tensor? kv_lengths=None, Tensor? kv_bias=None, Tensor? time_table=None, Tensor? q_time=None," \
+  " Tensor? kv_time=None, Tensor? boundaries=None, bool symmetric=True, Tensor? position_table=None," \
+  " int position_first=0"
+// Whether the gradients of kv_bias, and of the tables, are wanted; zeros are returned else
+#define BIAS_GRADIENTS_SCHEMA "bool kv_bias_gradient=False, bool table_gradients=False"
+#define BIASES \
+  "kv_lengths: offsets? [B], kv_bias: acc(q)? [Tk, Hb], time_table: acc(q)? [Ht, Rt + 1], q_time: int64? [Tq]," \
+  " kv_time: int64? [Tk], boundaries: int64? [Rt], position_table: acc(q)? [Hp, Rp]"
+#define BIAS_GRADIENTS "acc(q) [Tk, Hb], acc(q) [Ht, Rt + 1], acc(q) [Hp, Rp]"
 #define FLASH_RELATIONS \
   "Tk == Tq unless kv_offsets; 1 <= D <= 256; 1 <= Dv <= 256; H % G == 0; H <= 65535;" \
-  " window_left >= -1; window_right >= -1; max_len >= 0"
+  " window_left >= -1; window_right >= -1; max_len >= 0; 1 <= R <= 2; H % Hb == 0; H % Ht == 0; H % Hp == 0;" \
+  " Rt <= 2047; 1 <= Rp <= 2048"
 #define TARGET "q: float [B, N, H, D], k: q [T, G, D], v: q [T, G, Dv], offsets: index [B + 1]"
 #define TARGET_RELATIONS \
   "1 <= D <= 256; 1 <= Dv <= 256; H % G == 0; H <= 65535; N * H <= 16777216 * G; max_len >= 0"
@@ -59,6 +76,10 @@ constexpr Operator kOperators[] = {
   {"array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
    " SymInt total, bool transpose=False, bool allow_tf32=False) -> Tensor",
    "a: float [sum Lx*Ly], y: a [T, N], " MATRICES "; total >= 0 -> a [total, N]"},
+
+  // where the matrix of each sequence begins
+  {"matrix_offsets(Tensor offsets, Tensor? y_offsets=None) -> Tensor",
+   "offsets: index [B + 1], y_offsets: offsets? [B + 1] -> int64 [B + 1]"},
 
   {"jagged_softmax(Tensor x, Tensor offsets, float scale=1.0) -> Tensor",
    "x: float [T, ...], offsets: index [B + 1] -> x [T, ...]"},
@@ -149,16 +170,37 @@ constexpr Operator kOperators[] = {
    "grad_out: float [N, ...], index: int64 [N], offsets: index [B + 1], taken: offsets [M + 1], chosen: int64 [M],"
    " order: int64? [M], groups: int64? [B + 1]; total >= 0 -> grad_out [total, ...]"},
 
+  // contextual_lens: in place of contextual_len, one for each sequence
+  {"hstu_key_ranges(Tensor offsets, Tensor? kv_offsets, Tensor? num_targets, Tensor? contextual_lens,"
+   " int contextual_len, int max_attn_len, int min_full_attn_len, int target_group, bool causal, SymInt total)"
+   " -> Tensor",
+   "offsets: index [B + 1], kv_offsets: offsets? [B + 1], num_targets: index? [B], contextual_lens: index? [B];"
+   " contextual_len >= 0; max_attn_len >= 0; min_full_attn_len >= 0; target_group >= 1; total >= 0"
+   " -> int32 [total, 2, 2]"},
+
   // -> out, lse; the backward's dq, dk, dv
   {"jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
-   " int window_right, float scale, int? max_len=None, bool allow_tf32=False, bool deterministic=False)"
-   " -> (Tensor, Tensor)",
-   FLASH "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
+   " int window_right, float scale, int? max_len=None, bool allow_tf32=False, bool deterministic=False,"
+   " Tensor? key_ranges=None, " BIASES_SCHEMA ") -> (Tensor, Tensor)",
+   FLASH ", " FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS " -> q [Tq, H, Dv], acc(q) [Tq, H]"},
   {"jagged_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,"
    " Tensor lse, Tensor offsets, Tensor? kv_offsets, int window_left, int window_right, float scale,"
-   " int? max_len=None, bool allow_tf32=False, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
-   FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H]; "
-   FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv]"},
+   " int? max_len=None, bool allow_tf32=False, bool deterministic=False, Tensor? key_ranges=None, "
+   BIASES_SCHEMA ", " BIAS_GRADIENTS_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+   FLASH ", out: q [Tq, H, Dv], grad_out: q [Tq, H, Dv], lse: acc(q) [Tq, H], grad_lse: acc(q)? [Tq, H], "
+   FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv], " BIAS_GRADIENTS},
+
+  // SiLU in place of softmax. divisor 0: the number of keys of the sequence
+  {"jagged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? kv_offsets, int window_left,"
+   " int window_right, float scale, float divisor, Tensor? row_scale=None, Tensor? key_ranges=None,"
+   " int? max_len=None, bool allow_tf32=False, " BIASES_SCHEMA ") -> Tensor",
+   FLASH ", row_scale: acc(q)? [Tq], " FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS " -> q [Tq, H, Dv]"},
+  {"jagged_hstu_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor offsets,"
+   " Tensor? kv_offsets, int window_left, int window_right, float scale, float divisor, Tensor? row_scale=None,"
+   " Tensor? key_ranges=None, int? max_len=None, bool allow_tf32=False, " BIASES_SCHEMA ", " BIAS_GRADIENTS_SCHEMA ")"
+   " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+   FLASH ", grad_out: q [Tq, H, Dv], row_scale: acc(q)? [Tq], " FLASH_RANGES ", " BIASES "; " FLASH_RELATIONS
+   " -> q [Tq, H, D], q [Tk, G, D], q [Tk, G, Dv], " BIAS_GRADIENTS},
 
   {"jagged_target_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, float scale, int? max_len=None,"
    " bool allow_tf32=False) -> (Tensor, Tensor)",
@@ -168,6 +210,16 @@ constexpr Operator kOperators[] = {
    " -> (Tensor, Tensor, Tensor)",
    TARGET ", out: q [B, N, H, Dv], grad_out: q [B, N, H, Dv], lse: acc(q) [B, N, H], grad_lse: acc(q)? [B, N, H]; "
    TARGET_RELATIONS " -> q [B, N, H, D], q [T, G, D], q [T, G, Dv]"},
+
+  // x, u: rows that are packed in any way. Without a seed nothing is dropped; contract/dropout.h says what is. The
+  // backward's dx, du, dweight, dbias
+  {"layer_norm_mul_dropout(Tensor x, Tensor u, Tensor weight, Tensor bias, Tensor? seed, float eps=1e-06, float p=0.0)"
+   " -> Tensor",
+   "x: float [T, D], u: x [T, D], weight: acc(x) [D], bias: acc(x) [D], seed: int64? [1] -> x [T, D]"},
+  {"layer_norm_mul_dropout_backward(Tensor grad_out, Tensor x, Tensor u, Tensor weight, Tensor bias, Tensor? seed,"
+   " float eps=1e-06, float p=0.0) -> (Tensor, Tensor, Tensor, Tensor)",
+   "x: float [T, D], u: x [T, D], weight: acc(x) [D], bias: acc(x) [D], grad_out: x [T, D], seed: int64? [1]"
+   " -> x [T, D], x [T, D], acc(x) [D], acc(x) [D]"},
 };
 // clang-format on
 

@@ -16,9 +16,11 @@ using torch::stable::Tensor;
 
 // The sizes of a call, by their names in the line; 0 if the line has no such size.
 struct Sizes {
-  int64_t B, T, Tq, Tk, Tx, Ty, M, N, D, Dv, H, G;
-  int64_t elems;  // sum Lx*Ly
-  int64_t rest;   // the product of the dimensions of `...`
+  int64_t B, T, Tq, Tk, Tx, Ty, M, N, D, Dv, H, G, R;
+  int64_t Hb, Ht, Hp;  // heads of biases
+  int64_t Rt, Rp;      // buckets of biases
+  int64_t elems;       // sum Lx*Ly
+  int64_t rest;        // the product of the dimensions of `...`
 };
 
 // One argument of a call. Anything but tensors and integers is not checked.

@@ -10,11 +10,13 @@
 
 namespace jagged_cuda {
 
-constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T, &Sizes::Tq,   &Sizes::Tk, &Sizes::Tx,
-                                       &Sizes::Ty, &Sizes::M, &Sizes::N,    &Sizes::D,  &Sizes::Dv,
-                                       &Sizes::H,  &Sizes::G, &Sizes::elems};
-const std::vector<std::string> kSizeNames = {"B", "T", "Tq", "Tk", "Tx", "Ty",       "M",
-                                             "N", "D", "Dv", "H",  "G",  "sum Lx*Ly"};
+constexpr int64_t Sizes::* kSizes[] = {&Sizes::B,  &Sizes::T,  &Sizes::Tq, &Sizes::Tk,   &Sizes::Tx,
+                                       &Sizes::Ty, &Sizes::M,  &Sizes::N,  &Sizes::D,    &Sizes::Dv,
+                                       &Sizes::H,  &Sizes::G,  &Sizes::R,  &Sizes::Hb,   &Sizes::Ht,
+                                       &Sizes::Hp, &Sizes::Rt, &Sizes::Rp, &Sizes::elems};
+const std::vector<std::string> kSizeNames = {"B",  "T",  "Tq", "Tk", "Tx",       "Ty", "M",
+                                             "N",  "D",  "Dv", "H",  "G",        "R",  "Hb",
+                                             "Ht", "Hp", "Rt", "Rp", "sum Lx*Ly"};
 
 using Dtypes = std::vector<ScalarType>;
 const std::map<std::string, Dtypes> kClasses = {
@@ -24,6 +26,7 @@ const std::map<std::string, Dtypes> kClasses = {
      {ScalarType::Float, ScalarType::Double, ScalarType::Half, ScalarType::BFloat16,
       ScalarType::Int, ScalarType::Long, ScalarType::Short, ScalarType::Char, ScalarType::Byte,
       ScalarType::Bool}},
+    {"int32", {ScalarType::Int}},
     {"int64", {ScalarType::Long}},
     {"bool", {ScalarType::Bool}}};
 
@@ -79,8 +82,9 @@ static int64_t index_of(const std::vector<std::string>& names, const std::string
 }
 
 static bool has_size(const TensorRule& rule, int64_t size) {
-  return std::any_of(rule.dims.begin(), rule.dims.end(),
-                     [&](const Word& dim) { return dim.kind == Word::kSize && dim.value == size; });
+  return std::any_of(rule.dims.begin(), rule.dims.end(), [&](const Word& dim) {
+    return dim.kind == Word::kSize && dim.value == size && dim.plus == 0;
+  });
 }
 
 // The state of one check.
@@ -94,9 +98,11 @@ struct Call {
 
   bool knows(int64_t size) const { return known >> size & 1; }
 
-  // Of a number, a size, or an integer, which may be None.
+  // Of a number, a size, or an integer. An integer may be None, and a size that of a tensor which
+  // is.
   std::optional<int64_t> value_of(const Word& word) const {
     if (word.kind == Word::kArgument) return arguments[word.value].value;
+    if (word.kind == Word::kSize && !knows(word.value)) return std::nullopt;
     return word.kind == Word::kSize ? sizes.*kSizes[word.value] : word.value;
   }
 };
@@ -191,6 +197,10 @@ struct Contract::Line {
     }
     for (int64_t i = 0; i < leading; ++i) {
       const Word& dim = rule.dims[i];
+      if (dim.kind == Word::kNumber) {
+        check_shape(shape[i] == dim.value);
+        continue;
+      }
       int64_t& size = call.sizes.*kSizes[dim.value];
       check_shape(call.knows(dim.value) ? shape[i] == size + dim.plus : shape[i] >= dim.plus);
       size = shape[i] - dim.plus;
@@ -219,11 +229,12 @@ struct Contract::Line {
       if (!side) return true;
       const char sign = i + 1 < words.size() ? words[i + 1].text[0] : 0;
       if (sign == '*' || sign == '%') {
-        const int64_t other = *call.value_of(words[i += 2]);
-        if (sign == '*' && __builtin_mul_overflow(*side, other, &*side)) {
+        const std::optional<int64_t> other = call.value_of(words[i += 2]);
+        if (!other) return true;
+        if (sign == '*' && __builtin_mul_overflow(*side, *other, &*side)) {
           side = std::numeric_limits<int64_t>::max();
         }
-        if (sign == '%' && other != 0) *side %= other;  // of 0, only 0 is a multiple
+        if (sign == '%' && *other != 0) *side %= *other;  // of 0, only 0 is a multiple
       }
       if (comparison == '<' && last > *side) return false;
       if (comparison == '>' && last < *side) return false;

@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "contract/biases.h"
 #include "cpu/kernels.h"
 #include "cpu/sequences.h"
 #include "cpu/work_list.h"
@@ -23,7 +24,7 @@ inline Rows rows_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-// What both directions share, without a window.
+// What both directions share, without a window or ranges of keys.
 inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const Tensor& k,
                                         const Tensor& v, double scale) {
   AttentionParams params{};
@@ -40,6 +41,40 @@ inline AttentionParams attention_params(const Sizes& sizes, const Rows& q, const
   return params;
 }
 
+// The same for attention between jagged tensors. Windows larger than any sequence are cut;
+// `key_ranges` is contiguous.
+inline AttentionParams flash_params(const Sizes& sizes, const Tensor& q, const Tensor& k,
+                                    const Tensor& v, int64_t window_left, int64_t window_right,
+                                    double scale, const std::optional<Tensor>& key_ranges) {
+  AttentionParams params = attention_params(sizes, rows_of(q), k, v, scale);
+  params.window_left = std::min(window_left, sizes.Tq + sizes.Tk);
+  params.window_right = std::min(window_right, sizes.Tq + sizes.Tk);
+  params.key_ranges = key_ranges ? key_ranges->const_data_ptr<int32_t>() : nullptr;
+  params.num_key_ranges = sizes.R;
+  return params;
+}
+
+struct SequencePairs {
+  std::vector<Sequence> q, kv;
+};
+
+// Of the keys of each sequence the used part, by kv_lengths.
+inline SequencePairs read_pairs(const char* op, const Tensor& offsets,
+                                const std::optional<Tensor>& kv_offsets, const Sizes& sizes,
+                                std::optional<int64_t> max_len,
+                                const std::optional<Tensor>& kv_lengths) {
+  SequencePairs pairs;
+  pairs.q = read_sequences(op, "offsets", offsets, sizes.Tq, max_len);
+  pairs.kv =
+      kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len) : pairs.q;
+  if (kv_lengths) {
+    const auto lengths = read_counts(op, "kv_lengths", kv_lengths, 0, sizes.B);
+    for (size_t seq = 0; seq < lengths.size(); ++seq)
+      pairs.kv[seq].len = std::min(pairs.kv[seq].len, lengths[seq]);
+  }
+  return pairs;
+}
+
 // Adds what the backward pass reads and writes.
 inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& grad_out,
                           const Tensor& lse, const std::optional<Tensor>& grad_lse,
@@ -53,6 +88,17 @@ inline void add_gradients(AttentionParams& params, const Rows& out, const Rows& 
   params.dv = dv.mutable_data_ptr();
 }
 
+// Zeros for the gradients of rows outside all sequences, and with kv_lengths for those of all keys.
+inline void zero_gradients_outside(const AttentionParams& params, const Sizes& sizes,
+                                   const std::vector<Sequence>& queries,
+                                   const std::vector<Sequence>& used_keys, bool kv_lengths) {
+  const int64_t bytes_each = element_bytes(params.element);
+  const std::vector<Sequence>& keys = kv_lengths ? std::vector<Sequence>() : used_keys;
+  zero_rows_outside(queries, sizes.Tq, sizes.H * sizes.D * bytes_each, params.dq);
+  zero_rows_outside(keys, sizes.Tk, sizes.G * sizes.D * bytes_each, params.dk);
+  zero_rows_outside(keys, sizes.Tk, sizes.G * sizes.Dv * bytes_each, params.dv);
+}
+
 // Multiply-adds of query rows [row_begin, row_end) against keys [key_begin, key_end): exact enough
 // to balance threads.
 inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& visible,
@@ -62,9 +108,7 @@ inline int64_t attention_cost(const AttentionParams& params, const VisibleKeys& 
   const int64_t step = std::max<int64_t>(1, (row_end - row_begin) / kSamples);
   int64_t keys = 0;
   for (int64_t row = row_begin; row < row_end; row += step) {
-    const int64_t begin = std::max(key_begin, visible.begin(row));
-    const int64_t end = std::min(key_end, visible.end(row));
-    keys += std::max<int64_t>(0, end - begin) * std::min(step, row_end - row);
+    keys += visible.of(row).count_within(key_begin, key_end) * std::min(step, row_end - row);
   }
   const int64_t dims = params.dim_qk + params.dim_v;
   return (keys + 4 * (row_end - row_begin + key_end - key_begin) + 16) * (dims + 16);
@@ -82,8 +126,7 @@ inline void run_attention_forward(const AttentionParams& params,
     AttentionItem item{};
     item.q = queries[seq];
     item.kv = keys[seq];
-    const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, params.window_left,
-                              params.window_right};
+    const VisibleKeys visible = params.visible_keys(item.q, item.kv);
     for (item.row_begin = 0; item.row_begin < item.q.len; item.row_begin += item_rows) {
       item.row_end = std::min(item.q.len, item.row_begin + item_rows);
       const int64_t cost =
@@ -106,8 +149,7 @@ inline void run_attention_backward(const AttentionParams& params,
   const size_t num_seqs = params.kv_heads > 0 ? queries.size() : 0;
   const int64_t group = params.kv_heads > 0 ? params.heads / params.kv_heads : 0;
   const auto visible_keys = [&](size_t seq) {
-    const int64_t q_len = queries[seq].len, kv_len = keys[seq].len;
-    return VisibleKeys{kv_len - q_len, kv_len, params.window_left, params.window_right};
+    return params.visible_keys(queries[seq], keys[seq]);
   };
   std::vector<int64_t> costs(num_seqs);
   int64_t total_cost = 0;
@@ -172,6 +214,117 @@ inline void run_attention_backward(const AttentionParams& params,
   const size_t bytes = scratch_bytes<AttentionBackwardBuffers>(params.element, size);
   const auto compute = table.of(params.element).attention_backward;
   items.run(bytes, [&](const AttentionItem& item, void* scratch) { compute(size, item, scratch); });
+}
+
+// Sums [outer, heads, inner] over the H / heads query heads that share one of `heads` columns of a
+// bias, and over `parts` of all that, into [outer, heads, inner].
+template <class T>
+void sum_heads(const T* sums, T* out, int64_t parts, int64_t outer, int64_t query_heads,
+               int64_t heads, int64_t inner) {
+  const int64_t group = query_heads / heads;
+  for (int64_t at = 0; at < outer; ++at) {
+    for (int64_t head = 0; head < heads; ++head) {
+      T* to = out + (at * heads + head) * inner;
+      std::fill_n(to, inner, T(0));
+      for (int64_t part = 0; part < parts; ++part) {
+        for (int64_t each = head * group; each < (head + 1) * group; ++each) {
+          const T* from = sums + ((part * outer + at) * query_heads + each) * inner;
+          for (int64_t i = 0; i < inner; ++i) to[i] += from[i];
+        }
+      }
+    }
+  }
+}
+
+inline void sum_heads(const Tensor& sums, Tensor& out, int64_t parts, int64_t outer,
+                      int64_t query_heads, int64_t heads, int64_t inner) {
+  if (out.numel() == 0) return;
+  if (out.scalar_type() == ScalarType::Double) {
+    sum_heads(sums.const_data_ptr<double>(), out.mutable_data_ptr<double>(), parts, outer,
+              query_heads, heads, inner);
+  } else {
+    sum_heads(sums.const_data_ptr<float>(), out.mutable_data_ptr<float>(), parts, outer,
+              query_heads, heads, inner);
+  }
+}
+
+// Fills the gradients of the tables: kParts runs of queries, whatever the number of threads, sum
+// into tables of their own, which are added in order.
+inline void run_table_gradients(const char* op, AttentionParams params, const Tensor& like,
+                                const std::vector<Sequence>& queries,
+                                const std::vector<Sequence>& keys, int64_t total,
+                                BiasGradients& gradients) {
+  constexpr int64_t kParts = 32;
+  params.key_sums = nullptr;
+  const auto zeros = [&](int64_t buckets) {
+    Tensor made =
+        allocate(op, like, {kParts, params.heads, buckets}, sum_dtype(like.scalar_type()));
+    torch::stable::zero_(made);
+    return made;
+  };
+  const ScoreBias& bias = params.bias;
+  const bool has_time = bias.time_table != nullptr, has_position = bias.position_table != nullptr;
+  const Tensor time = zeros(has_time ? bias.time_buckets : 0),
+               position = zeros(has_position ? bias.position_buckets : 0);
+  const auto part_of = [&](const Tensor& sums, int64_t part) {
+    const int64_t bytes = sums.scalar_type() == ScalarType::Double ? 8 : 4;
+    return static_cast<char*>(sums.mutable_data_ptr()) + part * params.heads * sums.size(2) * bytes;
+  };
+  struct Part {
+    int64_t begin, end, index;
+  };
+  WorkList<Part> parts;
+  for (int64_t part = 0; part < kParts; ++part) {
+    parts.add({total * part / kParts, total * (part + 1) / kParts, part},
+              total / kParts * params.heads * (params.dim_qk + params.dim_v) * 64);
+  }
+  int64_t max_rows = 0, max_keys = 0;
+  for (size_t seq = 0; seq < queries.size(); ++seq) {
+    max_rows = std::max(max_rows, queries[seq].len);
+    max_keys = std::max(max_keys, keys[seq].len);
+  }
+  const AttentionBackwardSize size{params, max_rows, max_keys};
+  const auto compute = kernel_table().of(params.element).attention_backward;
+  parts.run(scratch_bytes<AttentionBackwardBuffers>(params.element, size),
+            [&](const Part& part, void* scratch) {
+              for (size_t seq = 0; seq < queries.size(); ++seq) {
+                AttentionItem item{};
+                item.q = queries[seq];
+                item.kv = keys[seq];
+                item.row_begin = std::max<int64_t>(0, part.begin - item.q.begin);
+                item.row_end = std::min(item.q.len, part.end - item.q.begin);
+                item.key_end = item.kv.len;
+                if (item.row_begin >= item.row_end || item.key_end == 0) continue;
+                item.time_sums = has_time ? part_of(time, part.index) : nullptr;
+                item.position_sums = has_position ? part_of(position, part.index) : nullptr;
+                for (item.head = 0; item.head < params.kv_heads; ++item.head)
+                  compute(size, item, scratch);
+              }
+            });
+  sum_heads(time, gradients.time_table, kParts, 1, params.heads, gradients.time_table.size(0),
+            gradients.time_table.size(1));
+  sum_heads(position, gradients.position_table, kParts, 1, params.heads,
+            gradients.position_table.size(0), gradients.position_table.size(1));
+}
+
+// run_attention_backward, and the gradients of biases that are wanted.
+inline void run_attention_backward(const char* op, AttentionParams params, const Tensor& like,
+                                   const Sizes& sizes, const SequencePairs& pairs,
+                                   const Biases& biases, bool kv_bias_gradient,
+                                   bool table_gradients, BiasGradients& gradients) {
+  zero_gradients_outside(params, sizes, pairs.q, pairs.kv, biases.kv_lengths.has_value());
+  if (kv_bias_gradient && biases.kv_bias) {
+    Tensor sums = allocate(op, like, {sizes.Tk, sizes.H}, sum_dtype(like.scalar_type()));
+    torch::stable::zero_(sums);
+    params.key_sums = sums.mutable_data_ptr();
+    run_attention_backward(params, pairs.q, pairs.kv);
+    sum_heads(sums, gradients.kv_bias, 1, sizes.Tk, sizes.H, sizes.Hb, 1);
+  } else {
+    run_attention_backward(params, pairs.q, pairs.kv);
+  }
+  if (table_gradients && params.bias.has_tables()) {
+    run_table_gradients(op, params, like, pairs.q, pairs.kv, sizes.Tq, gradients);
+  }
 }
 
 }  // namespace jagged_cuda::cpu

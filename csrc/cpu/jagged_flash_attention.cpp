@@ -14,29 +14,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-// Windows larger than any sequence are cut.
-AttentionParams make_params(const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v,
-                            int64_t window_left, int64_t window_right, double scale) {
-  AttentionParams params = attention_params(sizes, rows_of(q), k, v, scale);
-  params.window_left = std::min(window_left, sizes.Tq + sizes.Tk);
-  params.window_right = std::min(window_right, sizes.Tq + sizes.Tk);
-  return params;
-}
-
-struct SequencePairs {
-  std::vector<Sequence> q, kv;
-};
-
-SequencePairs read_pairs(const char* op, const Tensor& offsets,
-                         const std::optional<Tensor>& kv_offsets, const Sizes& sizes,
-                         std::optional<int64_t> max_len) {
-  SequencePairs pairs;
-  pairs.q = read_sequences(op, "offsets", offsets, sizes.Tq, max_len);
-  pairs.kv =
-      kv_offsets ? read_sequences(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len) : pairs.q;
-  return pairs;
-}
-
 // -inf for the rows of lse [Tq, H] that lie outside all sequences.
 template <class T>
 void fill_lse_outside(const std::vector<Sequence>& sequences, int64_t total, int64_t heads,
@@ -56,25 +33,35 @@ void fill_lse_outside(const std::vector<Sequence>& sequences, int64_t total, int
   }
 }
 
-std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, Tensor offsets,
-                                                  std::optional<Tensor> kv_offsets,
-                                                  int64_t window_left, int64_t window_right,
-                                                  double scale, std::optional<int64_t> max_len,
-                                                  bool allow_tf32, bool deterministic) {
+std::tuple<Tensor, Tensor> jagged_flash_attention(
+    Tensor q, Tensor k, Tensor v, Tensor offsets, std::optional<Tensor> kv_offsets,
+    int64_t window_left, int64_t window_right, double scale, std::optional<int64_t> max_len,
+    bool allow_tf32, bool deterministic, std::optional<Tensor> key_ranges,
+    const std::optional<Tensor>& kv_lengths, const std::optional<Tensor>& kv_bias,
+    const std::optional<Tensor>& time_table, const std::optional<Tensor>& q_time,
+    const std::optional<Tensor>& kv_time, const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({q, k, v, offsets, kv_offsets, window_left, window_right,
-                                      scale, max_len, allow_tf32, deterministic});
-  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
+  const Sizes sizes = contract.check(
+      {q,          k,       v,          offsets,       kv_offsets, window_left,    window_right,
+       scale,      max_len, allow_tf32, deterministic, key_ranges, kv_lengths,     kv_bias,
+       time_table, q_time,  kv_time,    boundaries,    symmetric,  position_table, position_first});
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
+  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len, kv_lengths);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);
   v = as_contiguous(op, v, -1);
+  if (key_ranges) key_ranges = as_contiguous(op, *key_ranges);
   Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
   Tensor lse = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
 
-  AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
+  AttentionParams params =
+      flash_params(sizes, q, k, v, window_left, window_right, scale, key_ranges);
   params.out = out.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr();
+  params.bias = biases.view();
   zero_rows_outside(pairs.q, sizes.Tq, sizes.H * sizes.Dv * element_bytes(params.element),
                     params.out);
   fill_lse_outside(pairs.q, sizes.Tq, sizes.H, lse);
@@ -84,20 +71,52 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(Tensor q, Tensor k, Tensor v, 
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor q, Tensor k, Tensor v, Tensor out,
     Tensor lse, Tensor offsets, std::optional<Tensor> kv_offsets, int64_t window_left,
     int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32,
-    bool deterministic) {
+    bool deterministic, std::optional<Tensor> key_ranges, const std::optional<Tensor>& kv_lengths,
+    const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& time_table,
+    const std::optional<Tensor>& q_time, const std::optional<Tensor>& kv_time,
+    const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first, bool kv_bias_gradient,
+    bool table_gradients) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
-  const Sizes sizes =
-      contract.check({grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets, window_left,
-                      window_right, scale, max_len, allow_tf32, deterministic});
-  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len);
+  const Sizes sizes = contract.check({grad_out,
+                                      grad_lse,
+                                      q,
+                                      k,
+                                      v,
+                                      out,
+                                      lse,
+                                      offsets,
+                                      kv_offsets,
+                                      window_left,
+                                      window_right,
+                                      scale,
+                                      max_len,
+                                      allow_tf32,
+                                      deterministic,
+                                      key_ranges,
+                                      kv_lengths,
+                                      kv_bias,
+                                      time_table,
+                                      q_time,
+                                      kv_time,
+                                      boundaries,
+                                      symmetric,
+                                      position_table,
+                                      position_first,
+                                      kv_bias_gradient,
+                                      table_gradients});
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
+  const SequencePairs pairs = read_pairs(op, offsets, kv_offsets, sizes, max_len, kv_lengths);
   q = as_contiguous(op, q, -1);
   k = as_contiguous(op, k, -1);
   v = as_contiguous(op, v, -1);
+  if (key_ranges) key_ranges = as_contiguous(op, *key_ranges);
   out = as_contiguous(op, out, -1);
   grad_out = as_contiguous(op, grad_out, -1);
   lse = as_contiguous(op, lse);
@@ -106,16 +125,15 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
   Tensor dk = allocate(op, k, {sizes.Tk, sizes.G, sizes.D});
   Tensor dv = allocate(op, v, {sizes.Tk, sizes.G, sizes.Dv});
 
-  AttentionParams params = make_params(sizes, q, k, v, window_left, window_right, scale);
+  AttentionParams params =
+      flash_params(sizes, q, k, v, window_left, window_right, scale, key_ranges);
   add_gradients(params, rows_of(out), rows_of(grad_out), lse, grad_lse, dq, dk, dv);
-  const int64_t bytes_each = element_bytes(params.element);
-  zero_rows_outside(pairs.q, sizes.Tq, sizes.H * sizes.D * bytes_each, params.dq);
-  zero_rows_outside(pairs.kv, sizes.Tk, sizes.G * sizes.D * bytes_each, params.dk);
-  zero_rows_outside(pairs.kv, sizes.Tk, sizes.G * sizes.Dv * bytes_each, params.dv);
-
-  run_attention_backward(params, pairs.q, pairs.kv);
+  params.bias = biases.view();
+  BiasGradients added(op, q, sizes, biases);
+  run_attention_backward(op, params, q, sizes, pairs, biases, kv_bias_gradient, table_gradients,
+                         added);
   record_kernel(kernel_table().name);
-  return {dq, dk, dv};
+  return {dq, dk, dv, added.kv_bias, added.time_table, added.position_table};
 }
 
 }  // namespace

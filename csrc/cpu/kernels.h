@@ -12,6 +12,8 @@
 #include <cstdint>
 
 #include "contract/activation.h"
+#include "contract/dropout.h"
+#include "contract/score_bias.h"
 
 namespace jagged_cuda::cpu {
 
@@ -220,11 +222,55 @@ enum class Combine : int { kAdd, kMultiply };
 
 // ---- jagged_flash_attention
 
-// The keys that a query row of a sequence may see: [begin(row), end(row)), both growing with row.
+// Keys [begin, gap_begin) and [gap_end, end), in this order; either may be empty.
+struct RowKeys {
+  int64_t begin, gap_begin, gap_end, end;
+
+  bool empty() const { return begin >= gap_begin && gap_end >= end; }
+  bool has_gap() const { return gap_begin < gap_end && gap_end < end; }
+  // The same, counted from another key on.
+  RowKeys counted_from(int64_t key) const {
+    return {begin - key, gap_begin - key, gap_end - key, end - key};
+  }
+  int64_t count_within(int64_t first, int64_t last) const {
+    return count(begin, gap_begin, first, last) + count(gap_end, end, first, last);
+  }
+
+ private:
+  static int64_t count(int64_t from, int64_t to, int64_t first, int64_t last) {
+    from = from > first ? from : first;
+    to = to < last ? to : last;
+    return to > from ? to - from : 0;
+  }
+};
+
+// The keys that a query row of a sequence sees: those within its window, [begin(row), end(row)),
+// both growing with row, and of these those in its ranges.
 struct VisibleKeys {
   int64_t shift;  // Lk - Lq
   int64_t kv_len;
   int64_t window_left, window_right;  // -1: unbounded
+  const int32_t* ranges;              // [Lq, num_ranges, 2], or null: all keys
+  int64_t num_ranges;                 // 1 or 2
+
+  RowKeys of(int64_t row) const {
+    const int64_t first = begin(row), last = end(row);
+    if (ranges == nullptr) return {first, last, last, last};
+    const int32_t* bounds = ranges + row * num_ranges * 2;
+    RowKeys keys{bounds[0] > first ? bounds[0] : first, bounds[1] < last ? bounds[1] : last, last,
+                 last};
+    if (num_ranges == 1) return keys;
+    keys.gap_end = bounds[2] > first ? bounds[2] : first;
+    keys.end = bounds[3] < last ? bounds[3] : last;
+    if (keys.gap_end >= keys.end) return {keys.begin, keys.gap_begin, last, last};
+    if (keys.begin >= keys.gap_begin) return {keys.gap_end, keys.end, last, last};
+    if (keys.gap_end < keys.begin) {
+      keys = {keys.gap_end, keys.end, keys.begin, keys.gap_begin};
+    }
+    if (keys.gap_end > keys.gap_begin) return keys;
+    // Without a gap they are one.
+    return {keys.begin, keys.end > keys.gap_begin ? keys.end : keys.gap_begin, last, last};
+  }
 
   int64_t begin(int64_t row) const {
     const int64_t first = row + shift - window_left;
@@ -243,11 +289,31 @@ struct AttentionParams {
   void* lse;     // [Tq, heads], contiguous accumulators
   int64_t heads, kv_heads, dim_qk, dim_v;
   int64_t window_left, window_right;
+  const int32_t* key_ranges;  // [Tq, num_key_ranges, 2], contiguous, or null
+  int64_t num_key_ranges;
   double scale;
+  bool silu;              // in place of softmax: there is no lse then, nor out_rows
+  double divisor;         // of silu; 0: the number of keys
+  const void* row_scale;  // [Tq] accumulators, of silu; or null
+  ScoreBias bias;
   // Backward only.
   Rows out_rows, grad_out;  // [Tq, heads, dim_v]
   const void* grad_lse;     // [Tq, heads], contiguous accumulators, or null
   void *dq, *dk, *dv;       // like q, k and v, contiguous
+  void* key_sums;           // [Tk, heads] accumulators: sums of dS over queries; or null
+
+  VisibleKeys visible_keys(const Sequence& queries, const Sequence& keys) const {
+    const int32_t* ranges =
+        key_ranges == nullptr ? nullptr : key_ranges + queries.begin * num_key_ranges * 2;
+    return {keys.len - queries.len, keys.len, window_left, window_right, ranges, num_key_ranges};
+  }
+
+  // What the sum of a row's silu(scores) v is multiplied by.
+  template <class T>
+  T row_weight(int64_t global_row, int64_t num_keys) const {
+    const T factor = row_scale == nullptr ? T(1) : static_cast<const T*>(row_scale)[global_row];
+    return factor / (divisor == 0 ? static_cast<T>(num_keys) : static_cast<T>(divisor));
+  }
 };
 
 // Forward: query rows [row_begin, row_end) of one head. Backward: the part of the gradients of one
@@ -259,6 +325,8 @@ struct AttentionItem {
   int64_t row_begin, row_end;
   int64_t key_begin, key_end;
   bool wants_dq, wants_dkv;
+  // Sums of dS by bucket are added to these, [heads, buckets] accumulators each; or null.
+  void *time_sums, *position_sums;
 };
 
 constexpr int64_t kQueryBlock = 48, kKeyBlock = 128;
@@ -310,10 +378,48 @@ struct AttentionBackwardBuffers {
   T* dscore = arena.take<T>(kQueryBlock * kScoreRow);  // dP, then dS
   // Of one head.
   T* lse = arena.take<T>(size.max_rows);
-  T* delta = arena.take<T>(size.max_rows);
+  T* delta = arena.take<T>(size.max_rows);  // of silu: what a row is multiplied by
   T* dq = arena.take<T>(size.max_rows * qk_row);
   T* dk = arena.take<T>(size.max_keys * qk_row);
   T* dv = arena.take<T>(size.max_keys * v_row);
+  T* key_sums = arena.take<T>(size.max_keys);
+};
+
+// ---- layer_norm_mul_dropout
+
+struct LayerNormParams {
+  Element element;
+  const void *x, *u;  // [T, columns]
+  int64_t x_row_stride, u_row_stride;
+  const void *weight, *bias;  // [columns], contiguous accumulators
+  int64_t columns;
+  double eps;
+  Dropout dropout;
+  uint64_t seed;
+  void* out;  // [T, columns], contiguous; forward only
+  // Backward only.
+  const void* grad_out;  // [T, columns]
+  int64_t grad_row_stride;
+  void *grad_x, *grad_u;  // [T, columns], contiguous
+};
+
+struct LayerNormItem {
+  int64_t begin, rows;
+};
+
+// Rows whose sums for dweight and dbias one item keeps.
+constexpr int64_t kLayerNormRows = 256;
+
+template <class T>
+struct LayerNormBuffers {
+  Arena& arena;
+  const LayerNormParams& params;
+  int64_t row = padded_row(params.columns);
+  T* x = arena.take<T>(row);  // then xhat
+  T* u = arena.take<T>(row);
+  T* keep = arena.take<T>(row);
+  T* out = arena.take<T>(row);
+  T* grad = params.grad_out != nullptr ? arena.take<T>(row) : nullptr;
 };
 
 // ---- The table
@@ -348,6 +454,10 @@ struct Kernels {
   // x and y, `count` elements each, into `out`.
   void (*combine_elements)(Element, Combine, const void* x, const void* y, void* out,
                            int64_t count);
+  void (*layer_norm)(const LayerNormParams&, const LayerNormItem&, void* scratch);
+  // dx and du of the item's rows, and its part of dweight and dbias [columns], accumulators.
+  void (*layer_norm_backward)(const LayerNormParams&, const LayerNormItem&, void* grad_weight,
+                              void* grad_bias, void* scratch);
   void (*attention_forward)(const AttentionParams&, const AttentionItem&, void* scratch);
   void (*attention_backward)(const AttentionBackwardSize&, const AttentionItem&, void* scratch);
 };

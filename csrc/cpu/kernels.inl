@@ -8,6 +8,7 @@
 #include "cpu/kernels/combine.inl"
 #include "cpu/kernels/softmax.inl"
 #include "cpu/kernels/softmax_lines.inl"
+#include "cpu/kernels/layer_norm.inl"
 #include "cpu/kernels/sum.inl"
 #include "cpu/kernels/attention.inl"
 
@@ -15,9 +16,20 @@
 // may run.
 template <class T>
 constexpr Kernels make_kernels() {
-  return {dense_bmm<T>,          jagged_bmm<T>,      sum_parts<T>,        softmax<T>,
-          softmax_statistics<T>, softmax_combine<T>, softmax_write<T>,    softmax_lines<T>,
-          sum_rows<T>,           store_sums<T>,      combine_elements<T>, attention_forward<T>,
+  return {dense_bmm<T>,
+          jagged_bmm<T>,
+          sum_parts<T>,
+          softmax<T>,
+          softmax_statistics<T>,
+          softmax_combine<T>,
+          softmax_write<T>,
+          softmax_lines<T>,
+          sum_rows<T>,
+          store_sums<T>,
+          combine_elements<T>,
+          layer_norm<T>,
+          layer_norm_backward<T>,
+          attention_forward<T>,
           attention_backward<T>};
 }
 

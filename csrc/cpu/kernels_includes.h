@@ -9,6 +9,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "contract/dropout_words.h"
 #include "cpu/kernels.h"
 
 // GCC compiles functions for an instruction set under a pragma; other compilers build the baseline

@@ -2,7 +2,7 @@
 
 #include "cuda/kernels/jagged_flash_attention.h"
 
-#include "cuda/glue.h"
+#include "cuda/attention_glue.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -11,91 +11,80 @@
 namespace jagged_cuda {
 namespace {
 
-int64_t window_rows(int64_t window) { return window < 0 ? AttentionParams::kUnbounded : window; }
-
-void fill_common(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
-                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                 const Tensor& offsets, const Tensor& kv_offsets, int64_t window_left,
-                 int64_t window_right, double scale, std::optional<int64_t> max_len) {
-  params.type = element_type(q.scalar_type());
-  params.q_offsets = view_offsets(offsets, sizes.Tq);
-  params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
-  params.q = view_heads(q);
-  params.k = view_heads(k);
-  params.v = view_heads(v);
-  params.out = view_heads(out);
-  params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.heads = static_cast<int>(sizes.H);
-  params.kv_heads = static_cast<int>(sizes.G);
-  params.dim_qk = static_cast<int>(sizes.D);
-  params.dim_v = static_cast<int>(sizes.Dv);
-  params.window_left = window_rows(window_left);
-  params.window_right = window_rows(window_right);
-  params.scale = scale;
-  params.max_len = max_len.value_or(0);
-  params.mma_sync_only = mma_sync_only(op);
-  params.aligned = has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) &&
-                   has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1});
-}
-
-void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
-              const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
-  maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
-  if (kv_offsets) {
-    maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len, /*is_first=*/false);
-  }
-}
-
-Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like) {
+Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like,
+                          int plans = 1) {
   constexpr int64_t kWordBytes = 4;
-  const int64_t words = long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
+  const int64_t words = plans * long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
   Tensor plan = allocate(op, like, {words}, ScalarType::Int);
   params.long_plan = plan.mutable_data_ptr();
   return plan;
 }
 
-std::tuple<Tensor, Tensor> jagged_flash_attention(const Tensor& q_any, const Tensor& k_any,
-                                                  const Tensor& v_any, const Tensor& offsets_any,
-                                                  const std::optional<Tensor>& kv_offsets_any,
-                                                  int64_t window_left, int64_t window_right,
-                                                  double scale, std::optional<int64_t> max_len,
-                                                  bool allow_tf32, bool deterministic) {
+std::tuple<Tensor, Tensor> jagged_flash_attention(
+    const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Tensor& offsets_any,
+    const std::optional<Tensor>& kv_offsets_any, int64_t window_left, int64_t window_right,
+    double scale, std::optional<int64_t> max_len, bool allow_tf32, bool deterministic,
+    const std::optional<Tensor>& key_ranges_any, const std::optional<Tensor>& kv_lengths,
+    const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& time_table,
+    const std::optional<Tensor>& q_time, const std::optional<Tensor>& kv_time,
+    const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first) {
   constexpr const char* op = "jagged_flash_attention";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({q_any, k_any, v_any, offsets_any, kv_offsets_any, window_left,
-                                      window_right, scale, max_len, allow_tf32, deterministic});
+  const Sizes sizes = contract.check(
+      {q_any,        k_any,          v_any,         offsets_any, kv_offsets_any, window_left,
+       window_right, scale,          max_len,       allow_tf32,  deterministic,  key_ranges_any,
+       kv_lengths,   kv_bias,        time_table,    q_time,      kv_time,        boundaries,
+       symmetric,    position_table, position_first});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+  const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
   Tensor lse = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
   if (sizes.Tq == 0 || sizes.H == 0) return {out, lse};
 
   AttentionParams params{};
-  fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale, max_len);
+  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
+              max_len, key_ranges, biases);
+  set_out(params, out);
+  params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
-  if (sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type))
+  if (!is_general(params) && sizes.Tq > long_rows(params) && params.aligned &&
+      is_16_bit(params.type))
     long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
     const Tensor& offsets_any, const std::optional<Tensor>& kv_offsets_any, int64_t window_left,
     int64_t window_right, double scale, std::optional<int64_t> max_len, bool allow_tf32,
-    bool deterministic) {
+    bool deterministic, const std::optional<Tensor>& key_ranges_any,
+    const std::optional<Tensor>& kv_lengths, const std::optional<Tensor>& kv_bias,
+    const std::optional<Tensor>& time_table, const std::optional<Tensor>& q_time,
+    const std::optional<Tensor>& kv_time, const std::optional<Tensor>& boundaries, bool symmetric,
+    const std::optional<Tensor>& position_table, int64_t position_first, bool kv_bias_gradient,
+    bool table_gradients) {
   constexpr const char* op = "jagged_flash_attention_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out_any, grad_lse_any, q_any, k_any, v_any, out_any,
-                                      lse_any, offsets_any, kv_offsets_any, window_left,
-                                      window_right, scale, max_len, allow_tf32, deterministic});
+  const Sizes sizes =
+      contract.check({grad_out_any,     grad_lse_any,   q_any,       k_any,          v_any,
+                      out_any,          lse_any,        offsets_any, kv_offsets_any, window_left,
+                      window_right,     scale,          max_len,     allow_tf32,     deterministic,
+                      key_ranges_any,   kv_lengths,     kv_bias,     time_table,     q_time,
+                      kv_time,          boundaries,     symmetric,   position_table, position_first,
+                      kv_bias_gradient, table_gradients});
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
+  const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
+                      position_table, position_first);
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor grad_out = as_contiguous(op, grad_out_any, -1), out = as_contiguous(op, out_any, -1),
@@ -104,30 +93,35 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+  const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});
   Tensor grad_k = allocate(op, q, {sizes.Tk, sizes.G, sizes.D});
   Tensor grad_v = allocate(op, q, {sizes.Tk, sizes.G, sizes.Dv});
   const Tensor delta = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
-  if (sizes.Tq == 0 && sizes.Tk == 0) return {grad_q, grad_k, grad_v};
+  AttentionBackwardParams params{};
+  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
+              max_len, key_ranges, biases);
+  BiasSums sums(op, params, q, sizes, biases, kv_bias_gradient, table_gradients);
+  const auto& [grad_kv_bias, grad_time_table, grad_position_table] = sums.gradients;
   if (sizes.H == 0) {
     torch::stable::zero_(grad_k);
     torch::stable::zero_(grad_v);
-    return {grad_q, grad_k, grad_v};
   }
-
-  AttentionBackwardParams params{};
-  fill_common(op, params, sizes, q, k, v, out, lse, offsets, kv_offsets, window_left, window_right,
-              scale, max_len);
-  params.grad_out = view_heads(grad_out);
-  params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
+  if (sizes.H == 0 || (sizes.Tq == 0 && sizes.Tk == 0))
+    return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};
+  set_out(params, out);
+  params.lse = const_cast<void*>(lse.const_data_ptr());
+  set_grad_out(params, grad_out);
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
   params.delta = delta.mutable_data_ptr();
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
   Tensor long_plan, long_statistics, long_grad_q;
-  if (!deterministic && takes_long_backward(params)) {
+  if (is_wide(params)) {
+    if (takes_long_backward(params)) long_plan = allocate_long_plan(op, params, q, /*plans=*/2);
+  } else if (!deterministic && takes_long_backward(params)) {
     long_plan = allocate_long_plan(op, params, q);
     const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
     long_statistics =
@@ -138,7 +132,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }
   check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
-  return {grad_q, grad_k, grad_v};
+  sums.finish(params, sizes, current_stream(q));
+  return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

@@ -6,6 +6,7 @@ the input's, it is of the same kind.
 """
 
 from jagged_cuda.nn.din_attention import DINAttention
+from jagged_cuda.nn.hstu_layer import HSTULayer
 from jagged_cuda.nn.jagged_feature_interaction import JaggedFeatureInteraction
 from jagged_cuda.nn.jagged_multihead_attention import JaggedMultiheadAttention
 from jagged_cuda.nn.jagged_transformer_layer import JaggedTransformerLayer
@@ -13,6 +14,7 @@ from jagged_cuda.nn.target_attention import TargetAttention
 
 __all__ = [
     "DINAttention",
+    "HSTULayer",
     "JaggedFeatureInteraction",
     "JaggedMultiheadAttention",
     "JaggedTransformerLayer",

@@ -109,27 +109,29 @@ class AttentionProjections(nn.Module):
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[T, E]` -> q `[T, H, D]`, k and v `[T, G, D]`: slices of one product."""
-        assert self.in_proj_weight is not None
-        product = F.linear(rows, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = product.split([self.embed_dim, self._kv_features, self._kv_features], dim=-1)
-        return self._heads(q), self._heads(k), self._heads(v)
+        weight = self.in_proj_weight
+        assert weight is not None
+        product = self._heads(F.linear(rows, weight, self.in_proj_bias))
+        q, k, v = product.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
+        return q, k, v
 
     def project_apart(
         self, queries: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`[..., E]`, `[T, kdim]`, `[T, vdim]` -> q `[..., H, D]`, k and v `[T, G, D]`."""
         sizes, bias = [self.embed_dim, self._kv_features, self._kv_features], self.in_proj_bias
+        weight = self.in_proj_weight
         # Each of these takes its parts by number: torch.fx cannot count them.
-        if self.in_proj_weight is not None and keys is values:
+        if weight is not None and keys is values:
             sizes = [self.embed_dim, 2 * self._kv_features]
-            q_weight, kv_weight = self.in_proj_weight.split(sizes)
+            q_weight, kv_weight = weight.split(sizes)
             q_bias, kv_bias = (None, None) if bias is None else bias.split(sizes)
             q = F.linear(queries, q_weight, q_bias)
-            k, v = F.linear(keys, kv_weight, kv_bias).chunk(2, dim=-1)
-            return self._heads(q), self._heads(k), self._heads(v)
+            k, v = self._heads(F.linear(keys, kv_weight, kv_bias)).chunk(2, dim=-2)
+            return self._heads(q), k, v
         q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.split(sizes)
-        if self.in_proj_weight is not None:
-            q_weight, k_weight, v_weight = self.in_proj_weight.split(sizes)
+        if weight is not None:
+            q_weight, k_weight, v_weight = weight.split(sizes)
         else:
             q_weight, k_weight, v_weight = (
                 self.q_proj_weight,

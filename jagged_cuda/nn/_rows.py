@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from jagged_cuda import nested, torchrec
@@ -24,8 +24,9 @@ Rows: TypeAlias = Tensor | Any
 def _one_node(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def public(*args: Any) -> Any:
-        if any(isinstance(arg, torch.fx.Proxy) for arg in args):
-            return handle_torch_function(public, args, *args)
+        for arg in args:
+            if isinstance(arg, Proxy):
+                return handle_torch_function(public, args, *args)
         return function(*args)
 
     return public

@@ -94,9 +94,10 @@ class JaggedFeatureInteraction(nn.Module):
         name = type(self).__name__
         targets = check_targets(name, targets, self.embed_dim)
         rows, offsets = take_apart(name, "history", history, offsets, self.embed_dim)
-        heads = (self.num_heads, -1)
-        q = self.query(targets).unflatten(-1, heads)
-        values = rows.unflatten(-1, heads)
+        q, values, num_heads = self.query(targets), rows, self.num_heads
+        if num_heads > 1:
+            q, values = q.unflatten(-1, (num_heads, -1)), rows.unflatten(-1, (num_heads, -1))
         found: Any = jagged_target_attention(q, values, values, offsets, max_len=max_len)
         mean = jagged_mean(rows, offsets).unsqueeze(1).expand_as(targets)
-        return torch.cat([targets, found.flatten(-2), mean], dim=-1)
+        found = found.flatten(-2) if num_heads > 1 else found
+        return torch.cat([targets, found, mean], dim=-1)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from jagged_cuda.nn._projections import AttentionProjections
 from jagged_cuda.nn._rows import Rows, put_together, take_apart
+from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_flash_attention import jagged_flash_attention
 
@@ -15,8 +16,8 @@ from jagged_cuda.ops.jagged_flash_attention import jagged_flash_attention
 class JaggedMultiheadAttention(AttentionProjections):
     """Let the rows of each sequence attend to those of the same, or of another, sequence.
 
-    For each sequence b and head: ``softmax(q_b @ k_b.T / sqrt(D) + mask) @ v_b``, where q, k and v
-    are linear in the rows; a linear layer follows. All layers run on packed rows.
+    For each sequence b and head: ``softmax(q_b @ k_b.T / sqrt(D) + bias + mask) @ v_b``, where q, k
+    and v are linear in the rows; a linear layer follows. All layers run on packed rows.
 
     Args:
         embed_dim: E, features of the rows of queries and of the result.
@@ -58,6 +59,11 @@ class JaggedMultiheadAttention(AttentionProjections):
         kv_offsets: Tensor | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
+        key_ranges: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        kv_bias: Tensor | None = None,
+        time_bias: TimeBias | None = None,
+        position_bias: PositionBias | None = None,
         max_len: int | None = None,
     ) -> Rows:
         """Attend.
@@ -69,7 +75,11 @@ class JaggedMultiheadAttention(AttentionProjections):
                 or a nested tensor, or a pair of tensors `[Tk, kdim]` and `[Tk, vdim]`.
             kv_offsets: `[B + 1]` of offsets' dtype, if kv is a tensor or a pair. None means
                 offsets.
-            causal, window_size: which keys a row sees: see jagged_cuda.jagged_flash_attention.
+            causal, window_size, key_ranges, kv_lengths: which keys a row sees: see
+                jagged_cuda.jagged_flash_attention.
+            kv_bias, time_bias, position_bias: added to scores: see
+                jagged_cuda.jagged_flash_attention. Their tables are parameters of your own, which
+                layers may share.
             max_len: a hint, the length of the longest sequence.
 
         Returns:
@@ -87,7 +97,7 @@ class JaggedMultiheadAttention(AttentionProjections):
         else:
             if kv_offsets is not None:
                 fail_argument(name, "kv_offsets", "None without kv", "a tensor")
-            if self.in_proj_weight is None:
+            if not self.embed_dim == self.kdim == self.vdim:
                 expected = f"given, since kdim is {self.kdim} and vdim {self.vdim}"
                 fail_argument(name, "kv", expected, "None")
             q, k, v = self.project(rows)
@@ -100,5 +110,10 @@ class JaggedMultiheadAttention(AttentionProjections):
             causal=causal,
             window_size=window_size,
             max_len=max_len,
+            key_ranges=key_ranges,
+            kv_lengths=kv_lengths,
+            kv_bias=kv_bias,
+            time_bias=time_bias,
+            position_bias=position_bias,
         )
         return put_together(x, self.merge(out))

@@ -14,8 +14,8 @@ from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
 class TargetAttention(AttentionProjections):
     """Let N targets of each sequence attend to all of its rows: items against a history.
 
-    For each sequence b and head: ``softmax(q_b @ k_b.T / sqrt(D)) @ v_b``, where q is linear in the
-    targets, k and v in the history; a linear layer follows. Histories stay packed.
+    For each sequence b and head: ``softmax(q_b @ k_b.T / sqrt(D) + kv_bias_b) @ v_b``, where q is
+    linear in the targets, k and v in the history; a linear layer follows. Histories stay packed.
 
     Args:
         embed_dim: E, features of the targets and of the result.
@@ -56,6 +56,8 @@ class TargetAttention(AttentionProjections):
         history: Rows | tuple[Tensor, Tensor],
         offsets: Tensor | None = None,
         *,
+        kv_lengths: Tensor | None = None,
+        kv_bias: Tensor | None = None,
         max_len: int | None = None,
     ) -> Tensor:
         """Attend.
@@ -65,6 +67,7 @@ class TargetAttention(AttentionProjections):
             history: what keys and values are made of: `[T, kdim]` with offsets, or a JaggedTensor
                 or a nested tensor, or a pair of tensors `[T, kdim]` and `[T, vdim]`.
             offsets: `[B + 1]` int32 or int64, if history is a tensor or a pair.
+            kv_lengths, kv_bias: see jagged_cuda.jagged_target_attention.
             max_len: a hint, the length of the longest sequence.
 
         Returns:
@@ -76,5 +79,7 @@ class TargetAttention(AttentionProjections):
         targets = check_targets(type(self).__name__, targets, self.embed_dim)
         keys, values, offsets = self.take_keys("history", history, offsets)
         q, k, v = self.project_apart(targets, keys, values)
-        out: Any = jagged_target_attention(q, k, v, offsets, max_len=max_len)
+        out: Any = jagged_target_attention(
+            q, k, v, offsets, max_len=max_len, kv_lengths=kv_lengths, kv_bias=kv_bias
+        )
         return self.merge(out)

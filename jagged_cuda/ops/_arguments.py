@@ -29,6 +29,7 @@ _KINDS: Mapping[str, tuple[frozenset[type], str]] = {
     "int | Tensor | None": (_TENSORS | {int, _NONE}, "an int or a tensor or None"),
     "int | None": (frozenset((int, _NONE)), "an int or None"),
     "float": (frozenset((float, int)), "a number"),
+    "float | Literal['length']": (frozenset((float, int, str)), 'a number or "length"'),
     "float | None": (frozenset((float, int, _NONE)), "a number or None"),
     "bool": (frozenset((bool,)), "True or False"),
     "Tensor | Sequence[Tensor]": (_TENSORS, "a tensor or a sequence of tensors"),
@@ -77,6 +78,8 @@ class Arguments:
     def look_at(self, name: str, value: object) -> None:
         """Raise RuntimeError unless the value fits, though its type is not the usual one."""
         text = self.texts[name]
+        if "two ints" in text and type(value) is tuple and list(map(type, value)) == [int, int]:
+            return  # the usual pair, without the slower questions below
         if not _will_do(text.removesuffix(" or None"), value):
             fail_argument(self.op, name, text, _describe(name, text, value))
 
@@ -93,6 +96,8 @@ def _will_do(text: str, value: Any) -> bool:
         return isinstance(value, Tensor) and not value.is_nested
     if isinstance(value, Tensor):
         return False
+    if text == '"length"':
+        return isinstance(value, str)  # the function says which words it knows
     if text == "an int":
         return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
     if text == "a number":

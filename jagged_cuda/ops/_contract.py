@@ -24,8 +24,8 @@ from jagged_cuda import _load
 _FLOAT = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDEX = (torch.int32, torch.int64)
 _ANY = (*_FLOAT, *_INDEX, torch.int16, torch.int8, torch.uint8, torch.bool)
-_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int64": (torch.int64,)}
-_CLASSES |= {"int32": (torch.int32,), "bool": (torch.bool,)}
+_CLASSES = {"float": _FLOAT, "index": _INDEX, "any": _ANY, "int32": (torch.int32,)}
+_CLASSES |= {"int64": (torch.int64,), "bool": (torch.bool,)}
 
 
 def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoReturn:
@@ -73,7 +73,7 @@ class _Rule:
         shape: list[Any] = []
         for dim in self.dims:
             size, _, one = dim.partition(" + ")
-            known = sizes.get(size, dim)
+            known: Any = int(dim) if dim.isdigit() else sizes.get(size, dim)
             shape += known if size == "..." and size in sizes else [known]
             if one and size in sizes:
                 shape[-1] = known + 1
@@ -127,6 +127,8 @@ class Contract:
         for dim, actual in zip(rule.leading, tensor.shape, strict=False):
             size, _, one = dim.partition(" + ")
             plus = 1 if one else 0
+            if size.isdigit():
+                sizes.setdefault(size, int(size))
             if size not in sizes and _may_be_true(actual >= plus):
                 sizes[size] = actual - plus
             elif size not in sizes or not _may_be_true(sizes[size] + plus == actual):
@@ -167,7 +169,12 @@ class Contract:
         known = {**arguments, **self.check(op, arguments)}
         first = arguments[self.rules[0].name]
         results = tuple(
-            first.new_empty(rule.shape(known), dtype=rule.dtype(arguments)) for rule in self.results
+            # A size of arguments that are None is 0.
+            first.new_empty(
+                [0 if isinstance(size, str) else size for size in rule.shape(known)],
+                dtype=rule.dtype(arguments),
+            )
+            for rule in self.results
         )
         return results if len(results) > 1 else results[0]
 

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from jagged_cuda.ops._arguments import Arguments
-from jagged_cuda.ops._contract import fake
+from jagged_cuda.ops._contract import fake, operators
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -167,7 +167,9 @@ def _refuse_transforms(name: str, args: Sequence[Any]) -> None:
     transforms = {
         interpreter.key().name for interpreter in _C._functorch.get_interpreter_stack() or ()
     }
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()]
+    if not tensors:
+        return
     if "Jvp" in transforms or any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(
             f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not"
@@ -282,10 +284,16 @@ def _register_autocast(name: str, device_type: str, policy: str) -> None:
             return arg.to(dtype)
         return arg
 
+    # Arguments of the dtype of sums stay as they are.
+    names, contract = operators()[name]
+    sums = {rule.name for rule in contract.rules if rule.accumulates}
+    casts = [argument not in sums for argument in names]
+
     def kernel(*args: Any) -> Any:
         lower = policy == "lower_precision"
         dtype = torch.get_autocast_dtype(device_type) if lower else torch.float32
+        chosen = zip(args, casts, strict=False)
         with torch._C._ExcludeDispatchKeyGuard(autocast_keys):
-            return op(*(cast(arg, dtype) for arg in args))
+            return op(*(cast(arg, dtype) if wanted else arg for arg, wanted in chosen))
 
     _LIBRARY.impl(name, kernel, _AUTOCAST_KEYS[device_type])

@@ -6,21 +6,15 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from jagged_cuda.ops import _contract
+from jagged_cuda.ops._dispatch import call
 
 
 def matrix_offsets(op: str, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
     """The running sum of Lx*Ly, `[B + 1]`, for the operator `op`, which messages name."""
     _contract.check_offsets(op, offsets, y_offsets)
-    rows = _lengths(offsets)
-    columns = rows if y_offsets is None else _lengths(y_offsets)
-    return F.pad((rows * columns).cumsum(0), (1, 0))
-
-
-def _lengths(offsets: Tensor) -> Tensor:
-    return offsets.to(torch.int64).diff().clamp(min=0)
+    return call(torch.ops.jagged_cuda.matrix_offsets.default, offsets, y_offsets)
 
 
 def read_size(op: str, argument: str, offsets: Tensor) -> int:

@@ -50,8 +50,9 @@ def jagged2_softmax(
         ``JAGGED_CUDA_CHECK`` a matrix that does not fit raises. A row (or column) that is all
         -inf is nan, as in torch. Sums run in float32 (float64 for float64); under autocast the
         operator runs in float32. Nothing synchronises. Deterministic, forward and backward, and a
-        sequence's result does not depend on its neighbours. No double backward. a is read in
-        place if it is contiguous, else copied once.
+        sequence's result does not depend on its neighbours; its gradient may in the last bits, as
+        the kernel is chosen by the matrices' mean size. No double backward. a is read in place if
+        it is contiguous, else copied once.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, Table 1.

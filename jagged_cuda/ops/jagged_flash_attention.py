@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _attention
-from jagged_cuda.ops._contract import fail_argument
+from jagged_cuda.ops import _attention, _bias
+from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
@@ -25,12 +25,18 @@ def jagged_flash_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    key_ranges: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    kv_bias: Tensor | None = None,
+    time_bias: TimeBias | None = None,
+    position_bias: PositionBias | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let each sequence's queries attend to its own keys, never storing the matrix of scores.
 
-    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + mask) @ v_b``. Row i
-    sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
-    ``(left, right) = window_size`` (bottom-right alignment).
+    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + bias + mask) @ v_b``. Row
+    i sees key j iff ``i + Lk - Lq - left <= j <= i + Lk - Lq + right`` with
+    ``(left, right) = window_size`` (bottom-right alignment), and, with key_ranges, j is in one of
+    the row's ranges.
 
     Args:
         q: `[Tq, H, D]` jagged, or `[Tq, D]` for one head; float32, float64, float16 or bfloat16;
@@ -45,6 +51,15 @@ def jagged_flash_attention(
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
         return_lse: also return the logarithm of each row's sum of exponentials.
+        key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
+            ``begin <= j < end``, counted from the first key of the sequence; empty if
+            ``end <= begin``. hstu_key_ranges makes those of HSTU.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
+            and dv of the rows behind it are 0. None uses all.
+        kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
+            key after scale; -inf hides the key.
+        time_bias: a TimeBias, added likewise: by the time between query and key.
+        position_bias: a PositionBias, added likewise: by the rows between query and key.
 
     Returns:
         `[Tq, H, Dv]` of q's dtype (`[Tq, Dv]` for one head); with return_lse also lse `[Tq, H]`
@@ -60,15 +75,19 @@ def jagged_flash_attention(
         multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
         TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
         result does not depend on its neighbours, bit for bit.
+        Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
+        backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on
+        Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are
+        sums in a fixed order; those of tables cost a kernel of their own.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
-        where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add to it in no fixed
-        order, in float32. Under ``torch.use_deterministic_algorithms(True)`` a slower kernel makes
-        that deterministic, too. No double backward. q, k and v are read in place if
-        their last dimension is contiguous (slices of a fused projection included), fastest if
-        rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
-        that operand.
+        without key_ranges, where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add
+        to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)`` a
+        slower kernel makes that deterministic, too. No double backward. q, k and v are read in
+        place if their last dimension is contiguous (slices of a fused projection included),
+        fastest if rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs
+        one copy of that operand.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the
@@ -82,7 +101,9 @@ def jagged_flash_attention(
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse = attend(
-        q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic
+        *(q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic),
+        key_ranges,
+        _bias.flatten("jagged_flash_attention", kv_lengths, kv_bias, time_bias, position_bias),
     )
     return (out, lse) if return_lse else out
 
@@ -98,17 +119,11 @@ def attend(
     scale: float | None,
     max_len: int | None,
     deterministic: bool,
+    key_ranges: Tensor | None = None,
+    biases: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """What jagged_flash_attention computes: the result and the LSE."""
-    window_left, window_right = window_size
-    if window_left < -1 or window_right < -1:
-        expected = "(left, right), each -1 or more"
-        fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-    if causal:
-        if window_right > 0:
-            expected = "(left, 0) or (left, -1) with causal=True"
-            fail_argument("jagged_flash_attention", "window_size", expected, window_size)
-        window_right = 0
+    window_left, window_right = _attention.window("jagged_flash_attention", window_size, causal)
     one_head = q.dim() == 2 and k.dim() == 2 and v.dim() == 2
     if one_head:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
@@ -127,6 +142,8 @@ def attend(
         max_len,
         allow_tf32(q.dtype),
         deterministic,
+        _attention.three_dims(key_ranges),
+        *biases,
     )
     if one_head:
         out, lse = out.squeeze(1), lse.squeeze(1)
@@ -134,16 +151,27 @@ def attend(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, kv_offsets, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, kv_offsets)
+    ctx.options = inputs[5:11]
+    ctx.biases = _attention.save(ctx, (*inputs[:3], *output, *inputs[3:5], inputs[11]), inputs[12:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_lse is None:
+        return (None,) * 21
+    (q, k, v, out, lse, offsets, kv_offsets, key_ranges), biases = _attention.saved(ctx)
+    if grad_out is None and out is not None:
+        grad_out = torch.zeros_like(out)
     op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
-    return _attention.backward(op, ctx, grad_out, grad_lse)
+    wanted = _attention.wanted(ctx, 12)
+    *gradients, kv_bias, time_table, position_table = call(
+        *(op, grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets),
+        *(*ctx.options, key_ranges, *biases, *wanted),
+    )
+    added = _attention.bias_gradients(wanted, biases, kv_bias, time_table, position_table)
+    return (*gradients, *(None,) * 9, *added)
 
 
 register("jagged_flash_attention_backward")

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops import _attention
+from jagged_cuda.ops import _attention, _bias
+from jagged_cuda.ops._contract import (
+    check,
+    check_numbers,
+    dtype_name,
+    fail_argument,
+    shape_text,
+)
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
 
@@ -21,10 +28,12 @@ def jagged_target_attention(
     scale: float | None = None,
     max_len: int | None = None,
     return_lse: bool = False,
+    kv_lengths: Tensor | None = None,
+    kv_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let N dense queries of each sequence attend to all of its keys: items against a history.
 
-    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T) @ v_b``.
+    For each sequence b and head: ``out_b = softmax(scale * q_b @ k_b.T + kv_bias_b) @ v_b``.
 
     Args:
         q: `[B, N, H, D]` dense, or `[B, N, D]` for one head; float32, float64, float16 or
@@ -38,6 +47,9 @@ def jagged_target_attention(
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
         return_lse: also return the logarithm of each query's sum of exponentials.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each sequence; None uses all.
+        kv_bias: `[T]`, or `[T, H]`, float32 (float64 for float64): added to every score of its key
+            after scale; -inf hides the key.
 
     Returns:
         `[B, N, H, Dv]` of q's dtype (`[B, N, Dv]` for one head); with return_lse also lse
@@ -54,6 +66,8 @@ def jagged_target_attention(
         TF32 path exists yet. Long sequences are cut into parts of a fixed length, which are merged
         in order by their LSE; nothing depends on the batch's longest sequence, and a sequence's
         forward result does not depend on its neighbours, bit for bit.
+        Calls with kv_lengths or kv_bias take the kernels of jagged_flash_attention, q as a jagged
+        tensor of sequences of N rows: nothing is cut into parts there.
         Deterministic, forward and backward; no double backward. Rows of k and v outside every
         sequence have zero gradient. Operands are read in place if their last dimension is
         contiguous (slices of a fused projection included), fastest if rows are 16-byte aligned and
@@ -77,19 +91,58 @@ def jagged_target_attention(
         q, k, v = q.unsqueeze(2), k.unsqueeze(1), v.unsqueeze(1)
     if scale is None:
         scale = _attention.default_scale(q)
-    out, lse = call(
-        torch.ops.jagged_cuda.jagged_target_attention.default,
-        q,
-        k,
-        v,
-        offsets,
-        scale,
-        max_len,
-        allow_tf32(q.dtype),
-    )
+    if kv_lengths is None and kv_bias is None:
+        out, lse = call(
+            torch.ops.jagged_cuda.jagged_target_attention.default,
+            q,
+            k,
+            v,
+            offsets,
+            scale,
+            max_len,
+            allow_tf32(q.dtype),
+        )
+    else:
+        out, lse = _as_jagged(q, k, v, offsets, scale, kv_lengths, kv_bias)
     if one_head:
         out, lse = out.squeeze(2), lse.squeeze(2)
     return (out, lse) if return_lse else out
+
+
+def _as_jagged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    scale: float,
+    kv_lengths: Tensor | None,
+    kv_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same by jagged_flash_attention, with q as sequences of N rows."""
+    op = "jagged_target_attention"
+    check(op, q=q, k=k, v=v, offsets=offsets)
+    if kv_lengths is not None:
+        check_numbers(op, "kv_lengths", offsets, kv_lengths)
+        if kv_lengths.dtype != offsets.dtype:
+            fail_argument(op, "kv_lengths", dtype_name(offsets.dtype), dtype_name(kv_lengths.dtype))
+    if kv_bias is not None:
+        heads = kv_bias.shape[1] if kv_bias.dim() == 2 else 1
+        fits = kv_bias.dim() in (1, 2) and kv_bias.shape[0] == k.shape[0]
+        if not fits or heads < 1 or q.shape[2] % heads != 0:
+            expected = f"[{k.shape[0]}] or [{k.shape[0]}, {q.shape[2]}]"
+            fail_argument(op, "kv_bias", expected, shape_text(kv_bias.shape))
+        sums = torch.float64 if q.dtype is torch.float64 else torch.float32
+        if kv_bias.dtype != sums:
+            fail_argument(op, "kv_bias", dtype_name(sums), dtype_name(kv_bias.dtype))
+    num_seqs, queries = q.shape[:2]
+    rows = torch.arange(num_seqs + 1, dtype=offsets.dtype, device=offsets.device) * queries
+    out, lse = call(
+        torch.ops.jagged_cuda.jagged_flash_attention.default,
+        *(q.flatten(0, 1), k, v, rows, offsets, -1, -1, scale, None, allow_tf32(q.dtype)),
+        *(torch.are_deterministic_algorithms_enabled(), None),
+        *_bias.flatten(op, kv_lengths, kv_bias, None, None),
+    )
+    return out.unflatten(0, (num_seqs, queries)), lse.unflatten(0, (num_seqs, queries))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

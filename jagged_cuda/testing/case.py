@@ -42,9 +42,11 @@ class Case:
         choices: candidates for each size and option.
         shapes: of the floating arguments of a spec.
         rows: whose rows each argument and output has: "q", "kv", "seq" (one per sequence) or
+            "table" (for all sequences, as many as the choice "buckets" says),
             "matrix" (one for each element of a sequence's matrix `[L, Lk]`; the choice "capacity"
-            says how many there are), "total" (those of "q" in as many as that choice says), or a
-            function that gives the layout of a result that is packed anew, from row 0 on.
+            says how many there are), "total" (those of "q" in as many as that choice says),
+            "features" (one element for each of D features, of no sequence), or a function that
+            gives the layout of a result that is packed anew, from row 0 on.
         function: calls the function of a module (jagged_cuda, triton_ref) on tensors, offsets and
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
@@ -154,7 +156,8 @@ class Case:
 
 def _any_value(rng: random.Random, name: str, candidates: Sequence[Any], listed: Any) -> Any:
     """Any value between the candidates, if they are only examples of what is allowed."""
-    largest = max((n for each in candidates if type(each) is tuple for n in each), default=1)
+    tuples = (each for each in candidates if type(each) is tuple)
+    largest = max((n for each in tuples for n in each if type(n) is int), default=1)
     if name == "heads":
         kv_heads = rng.randint(1, 3)
         return kv_heads * rng.randint(1, 4), kv_heads

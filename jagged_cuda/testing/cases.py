@@ -2,7 +2,9 @@
 
 Each file of ``ops/`` is the room of one operator, and is found automatically. Its ``CASE`` is the
 operator with the arguments that all backends take; ``VARIANTS``, by name, are options that
-``CASE`` leaves at their defaults, each judged and fuzzed like an operator of its own.
+``CASE`` leaves at their defaults, each judged and fuzzed like an operator of its own. An operator
+that returns indices, without values or a gradient, has a ``NAME`` and a ``judge`` in its room
+instead, and tests of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +15,25 @@ import pkgutil
 from jagged_cuda.testing import ops
 from jagged_cuda.testing.case import DTYPES, Case, Profile, Tensors
 
-__all__ = ["CASES", "DTYPES", "EVERY", "VARIANTS", "Case", "Profile", "Tensors", "key_of"]
+__all__ = [
+    "CASES",
+    "DTYPES",
+    "EVERY",
+    "INDEX_OPERATORS",
+    "VARIANTS",
+    "Case",
+    "Profile",
+    "Tensors",
+    "key_of",
+]
 
 _ROOMS = {
     room.name: importlib.import_module(f"{ops.__name__}.{room.name}")
     for room in pkgutil.iter_modules(ops.__path__)
 }
 
-CASES: dict[str, Case] = {name: room.CASE for name, room in _ROOMS.items()}
+CASES: dict[str, Case] = {n: room.CASE for n, room in _ROOMS.items() if hasattr(room, "CASE")}
+INDEX_OPERATORS = _ROOMS.keys() - CASES.keys()
 VARIANTS: dict[str, Case] = {
     name: case for room in _ROOMS.values() for name, case in getattr(room, "VARIANTS", {}).items()
 }

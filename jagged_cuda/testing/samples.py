@@ -53,8 +53,10 @@ class Spec:
     def rows_layout(self, rows: Rows) -> Layout:
         """The layout of a tensor by what its rows are, or by a function that says so.
 
-        Rows of "q", of "kv", one per sequence ("seq"), or elements of its matrix ("matrix");
-        "total" are those of "q" in a tensor with as many rows as the choice "total" says.
+        Rows of "q", of "kv", one per sequence ("seq"), or elements of its matrix ("matrix"); a
+        "table" serves all sequences, and has as many rows as the choice "buckets" says, and so does
+        what has one element for each of D features ("features"); "total" are those of "q" in a
+        tensor with as many rows as the choice "total" says.
         """
         if not isinstance(rows, str):
             return rows(self)
@@ -64,6 +66,10 @@ class Spec:
             return replace(self.layout, tail=self.layout.tail + spare)
         if rows == "matrix":
             return matrices(self.layout, self.kv, self.capacity)
+        if rows == "features":
+            return Layout((self.choices["D"],))
+        if rows == "table":
+            return Layout((self.choices["buckets"],))
         return {"q": self.layout, "kv": self.kv, "seq": Layout((1,) * self.layout.num_seqs)}[rows]
 
 

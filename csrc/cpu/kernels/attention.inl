@@ -1,11 +1,12 @@
-// jagged_flash_attention: blocks of kQueryBlock query rows against blocks of kKeyBlock keys, both
+// jagged_flash_attention, and jagged_hstu_attention, where silu(score) is in the place of a
+// probability: blocks of kQueryBlock query rows against blocks of kKeyBlock keys, both
 // counted from the start of their sequence, so that a row's result depends on its sequence alone.
 //
 // q is multiplied by scale as it is loaded: logits need no scale then, dk = dS^T q comes out right,
 // and dq = scale * dS k is scaled once at the end.
 
 // The part [begin, end) of a key block that some row of a query block sees. `begin` is rounded down
-// to whole vectors; entries of a row outside its own range become exactly 0.
+// to whole vectors; entries of a row that it does not see become exactly 0.
 struct ScoreColumns {
   int64_t begin, end;
 };
@@ -13,27 +14,47 @@ struct ScoreColumns {
 template <class T>
 ScoreColumns score_columns(const VisibleKeys& visible, int64_t row_begin, int64_t row_end,
                            int64_t key_begin, int64_t keys) {
-  const int64_t begin = std::max<int64_t>(0, visible.begin(row_begin) - key_begin);
-  const int64_t end = std::min(keys, visible.end(row_end - 1) - key_begin);
+  int64_t begin = std::max<int64_t>(0, visible.begin(row_begin) - key_begin);
+  int64_t end = std::min(keys, visible.end(row_end - 1) - key_begin);
+  if (visible.ranges != nullptr) {
+    const int64_t first = begin, last = end;
+    begin = keys, end = 0;
+    const auto include = [&](int64_t from, int64_t to) {
+      if (std::max(from, first) >= std::min(to, last)) return;
+      begin = std::min(begin, std::max(from, first));
+      end = std::max(end, std::min(to, last));
+    };
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      const RowKeys seen = visible.of(row).counted_from(key_begin);
+      include(seen.begin, seen.gap_begin);
+      include(seen.gap_end, seen.end);
+    }
+  }
   return {begin / kLanes<T> * kLanes<T>, end};
 }
 
+// Replaces what a row does not see; `keys` is counted from the first key of the block.
 template <class T>
-void fill_outside(T* row, int64_t begin, int64_t end, const ScoreColumns& columns, T value) {
+void fill_outside(T* row, const RowKeys& keys, const ScoreColumns& columns, T value) {
   const int64_t last = columns.begin + round_up(columns.end - columns.begin, kLanes<T>);
-  begin = std::clamp(begin, columns.begin, last);
-  end = std::clamp(end, begin, last);
+  const bool has_gap = keys.has_gap();
+  const int64_t begin = std::clamp(keys.begin, columns.begin, last);
+  const int64_t end = std::clamp(has_gap ? keys.end : keys.gap_begin, begin, last);
   std::fill(row + columns.begin, row + begin, value);
   std::fill(row + end, row + last, value);
+  if (has_gap) {
+    const int64_t gap_begin = std::clamp(keys.gap_begin, begin, end);
+    std::fill(row + gap_begin, row + std::clamp(keys.gap_end, gap_begin, end), value);
+  }
 }
 
 // Logits of one row into exp(logit - max), with the running max and sum of the row. Returns the
 // factor for earlier sums of this row.
 template <class T>
-JAGGED_INLINE T softmax_row(T* row, int64_t begin, int64_t end, const ScoreColumns& columns, T& max,
+JAGGED_INLINE T softmax_row(T* row, const RowKeys& keys, const ScoreColumns& columns, T& max,
                             T& sum) {
   constexpr T kInfinity = std::numeric_limits<T>::infinity();
-  fill_outside(row, begin, end, columns, -kInfinity);
+  fill_outside(row, keys, columns, -kInfinity);
   Vector<T> lane_max = broadcast(max);
   for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
     lane_max = vector_max<T>(load(row + j), lane_max);
@@ -50,6 +71,70 @@ JAGGED_INLINE T softmax_row(T* row, int64_t begin, int64_t end, const ScoreColum
   max = new_max;
   sum = sum * rescale + reduce_sum<T>(lane_sum);
   return rescale;
+}
+
+// 1 / (1 + exp(-z)), where exp(-z) is finite.
+template <class T>
+JAGGED_INLINE Vector<T> sigmoid(Vector<T> z) {
+  constexpr T kLargest = sizeof(T) == 8 ? 700 : 80;
+  return T(1) / (T(1) + vector_exp<T>(-vector_max<T>(z, broadcast<T>(-kLargest))));
+}
+
+// silu(logit) in place of the logits of one row.
+template <class T>
+JAGGED_INLINE void silu_row(T* row, const RowKeys& keys, const ScoreColumns& columns) {
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    const Vector<T> z = load(row + j);
+    store<T>(row + j, z * sigmoid<T>(z));
+  }
+  fill_outside(row, keys, columns, T(0));
+}
+
+// Adds the biases to the logits of a row; `key_block` is the first key of the block.
+template <class T>
+void add_biases(T* score, const AttentionParams& p, const AttentionItem& item, int64_t head,
+                int64_t row, int64_t key_block, const ScoreColumns& columns) {
+  const ScoreBias& bias = p.bias;
+  const int64_t key = item.kv.begin + key_block;
+  if (bias.kv_bias != nullptr) {
+    const int64_t column = head / (p.heads / bias.kv_heads);
+    const T* added = static_cast<const T*>(bias.kv_bias) + key * bias.kv_heads + column;
+    for (int64_t j = columns.begin; j < columns.end; ++j) score[j] += added[j * bias.kv_heads];
+  }
+  if (bias.time_table != nullptr) {
+    const T* table = static_cast<const T*>(bias.time_table) +
+                     head / (p.heads / bias.time_heads) * bias.time_buckets;
+    const int64_t now = bias.q_time[item.q.begin + row];
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      score[j] += table[bias.time_bucket(now, bias.kv_time[key + j])];
+  }
+  if (bias.position_table != nullptr) {
+    const T* table = static_cast<const T*>(bias.position_table) +
+                     head / (p.heads / bias.position_heads) * bias.position_buckets;
+    const int64_t distance = row + item.kv.len - item.q.len - key_block;
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      score[j] += table[bias.position_bucket(distance - j)];
+  }
+}
+
+// Adds dS of a row, 0 where a key is not seen, to the sums of its buckets.
+template <class T>
+void add_to_buckets(const T* dscore, const AttentionParams& p, const AttentionItem& item,
+                    int64_t head, int64_t row, int64_t key_block, const ScoreColumns& columns) {
+  const ScoreBias& bias = p.bias;
+  if (item.time_sums != nullptr) {
+    T* sums = static_cast<T*>(item.time_sums) + head * bias.time_buckets;
+    const int64_t now = bias.q_time[item.q.begin + row];
+    const int64_t* then = bias.kv_time + item.kv.begin + key_block;
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      sums[bias.time_bucket(now, then[j])] += dscore[j];
+  }
+  if (item.position_sums != nullptr) {
+    T* sums = static_cast<T*>(item.position_sums) + head * bias.position_buckets;
+    const int64_t distance = row + item.kv.len - item.q.len - key_block;
+    for (int64_t j = columns.begin; j < columns.end; ++j)
+      sums[bias.position_bucket(distance - j)] += dscore[j];
+  }
 }
 
 template <class T>
@@ -69,7 +154,7 @@ template <class T>
 void attention_forward(const AttentionParams& p, const AttentionItem& item, void* scratch) {
   Arena arena(scratch);
   const AttentionForwardBuffers<T> buffers{arena, p};
-  const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, p.window_left, p.window_right};
+  const VisibleKeys visible = p.visible_keys(item.q, item.kv);
   const int64_t rows = item.row_end - item.row_begin;
   const int64_t first_row = item.q.begin + item.row_begin;  // in the whole tensor
   const int64_t kv_head = item.head / (p.heads / p.kv_heads);
@@ -87,10 +172,7 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
   for (; key_block < keys_end; key_block += kKeyBlock) {
     const int64_t keys = std::min(kKeyBlock, item.kv.len - key_block);
     const int64_t first_key = item.kv.begin + key_block;
-    load_keys(buffers.k, buffers.qk_row, p.k, p.element, first_key, keys, kv_head, p.dim_qk);
-    transpose(buffers.k, buffers.qk_row, round_up(keys, kLanes<T>), p.dim_qk, buffers.k_transposed,
-              kScoreRow);
-    load_keys(buffers.v, buffers.v_row, p.v, p.element, first_key, keys, kv_head, p.dim_v);
+    bool keys_loaded = false;
 
     for (int64_t block = 0; block < rows; block += kQueryBlock) {
       const int64_t block_rows = std::min(kQueryBlock, rows - block);
@@ -98,6 +180,13 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
       const ScoreColumns columns =
           score_columns<T>(visible, row_begin, row_begin + block_rows, key_block, keys);
       if (columns.begin >= columns.end) continue;
+      if (!keys_loaded) {
+        keys_loaded = true;
+        load_keys(buffers.k, buffers.qk_row, p.k, p.element, first_key, keys, kv_head, p.dim_qk);
+        transpose(buffers.k, buffers.qk_row, round_up(keys, kLanes<T>), p.dim_qk,
+                  buffers.k_transposed, kScoreRow);
+        load_keys(buffers.v, buffers.v_row, p.v, p.element, first_key, keys, kv_head, p.dim_v);
+      }
 
       Product<T> logits{};  // [block_rows, columns] = q k^T
       logits.rows = block_rows;
@@ -113,10 +202,18 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
       multiply(logits);
 
       for (int64_t i = 0; i < block_rows; ++i) {
-        buffers.rescale[i] =
-            softmax_row<T>(buffers.score + i * kScoreRow, visible.begin(row_begin + i) - key_block,
-                           visible.end(row_begin + i) - key_block, columns, buffers.max[block + i],
-                           buffers.sum[block + i]);
+        T* score = buffers.score + i * kScoreRow;
+        const RowKeys seen = visible.of(row_begin + i).counted_from(key_block);
+        if (p.bias.any()) {
+          add_biases(score, p, item, item.head, row_begin + i, key_block, columns);
+        }
+        if (p.silu) {
+          silu_row<T>(score, seen, columns);
+          buffers.rescale[i] = T(1);
+        } else {
+          buffers.rescale[i] =
+              softmax_row<T>(score, seen, columns, buffers.max[block + i], buffers.sum[block + i]);
+        }
       }
 
       Product<T> values{};  // out [block_rows, dim_v] = rescale out + P v
@@ -135,32 +232,55 @@ void attention_forward(const AttentionParams& p, const AttentionItem& item, void
     }
   }
 
+  constexpr T kInfinity = std::numeric_limits<T>::infinity();
   T* lse = static_cast<T*>(p.lse);
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t row = item.row_begin + i;
+    const int64_t row = item.row_begin + i, index = (first_row + i) * p.heads + item.head;
     T* out = buffers.out + i * buffers.v_row;
-    // A row that sees keys whose logits are all -inf is NaN, as softmax is; one that sees none is
-    // 0.
-    if (visible.begin(row) < visible.end(row)) {
+    void* result = element_at(p.out, p.element, index * p.dim_v);
+    if (p.silu) {
+      if (!visible.of(row).empty()) {
+        scale_rows(out, buffers.v_row, 1, p.dim_v, p.row_weight<T>(first_row + i, item.kv.len));
+      }
+      store_elements(result, out, p.element, p.dim_v);
+      continue;
+    }
+    // A row that sees keys whose logits are all -inf is NaN, as softmax is; one that sees none, or
+    // none but those which kv_bias hides, is 0.
+    const bool hidden = p.bias.kv_bias != nullptr && buffers.max[i] == -kInfinity;
+    if (hidden) std::fill_n(out, p.dim_v, T(0));
+    if (!hidden && !visible.of(row).empty()) {
       scale_rows(out, buffers.v_row, 1, p.dim_v, 1 / buffers.sum[i]);
     }
-    const int64_t index = (first_row + i) * p.heads + item.head;
-    store_elements(element_at(p.out, p.element, index * p.dim_v), out, p.element, p.dim_v);
+    store_elements(result, out, p.element, p.dim_v);
     lse[index] = buffers.max[i] + std::log(buffers.sum[i]);
   }
 }
 
 // P = exp(logits - lse) in place of the logits, dS = P (dP - delta) in place of dP.
 template <class T>
-JAGGED_INLINE void softmax_grad_row(T* prob, T* dscore, int64_t begin, int64_t end,
+JAGGED_INLINE void softmax_grad_row(T* prob, T* dscore, const RowKeys& keys,
                                     const ScoreColumns& columns, T lse, T delta) {
   for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
     const Vector<T> e = vector_exp<T>(load(prob + j) - lse);
     store<T>(prob + j, e);
     store<T>(dscore + j, e * (load(dscore + j) - delta));
   }
-  fill_outside(prob, begin, end, columns, T(0));
-  fill_outside(dscore, begin, end, columns, T(0));
+  fill_outside(prob, keys, columns, T(0));
+  fill_outside(dscore, keys, columns, T(0));
+}
+
+// The same of silu: weight silu(z) in place of the logits z, weight silu'(z) dP in place of dP.
+template <class T>
+JAGGED_INLINE void silu_grad_row(T* score, T* dscore, const RowKeys& keys,
+                                 const ScoreColumns& columns, T weight) {
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    const Vector<T> z = load(score + j), gate = sigmoid<T>(z);
+    store<T>(score + j, weight * (z * gate));
+    store<T>(dscore + j, weight * gate * (T(1) + z * (T(1) - gate)) * load(dscore + j));
+  }
+  fill_outside(score, keys, columns, T(0));
+  fill_outside(dscore, keys, columns, T(0));
 }
 
 // Rows [first, first + rows) of grad_out; rows that see nothing count as 0 whatever is there.
@@ -170,19 +290,25 @@ void load_grad_out(const AttentionParams& p, const AttentionItem& item, const Vi
   load_rows(dst, dst_row, rows_at<T>(p.grad_out, p.element, item.q.begin + first, head),
             p.grad_out.row_stride, p.element, rows, rows, p.dim_v);
   for (int64_t i = 0; i < rows; ++i) {
-    if (visible.begin(first + i) >= visible.end(first + i)) {
+    if (visible.of(first + i).empty()) {
       std::fill_n(dst + i * dst_row, round_up(p.dim_v, kLanes<T>), T(0));
     }
   }
 }
 
-// lse and delta = rowsum(grad_out * out) - grad_lse of the item's rows.
+// lse and delta = rowsum(grad_out * out) - grad_lse of the item's rows, or their weights.
 template <class T>
 void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
                          const VisibleKeys& visible, int64_t head,
                          const AttentionBackwardBuffers<T>& buffers) {
   const T* lse = static_cast<const T*>(p.lse);
   const T* grad_lse = static_cast<const T*>(p.grad_lse);
+  if (p.silu) {
+    for (int64_t row = item.row_begin; row < item.row_end; ++row) {
+      buffers.delta[row - item.row_begin] = p.row_weight<T>(item.q.begin + row, item.kv.len);
+    }
+    return;
+  }
   for (int64_t row = item.row_begin; row < item.row_end; row += kQueryBlock) {
     const int64_t rows = std::min(kQueryBlock, item.row_end - row);
     load_grad_out(p, item, visible, head, row, rows, buffers.grad_out, buffers.v_row);
@@ -197,7 +323,10 @@ void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
       }
       const int64_t index = (item.q.begin + row + i) * p.heads + head;
       const int64_t local = row + i - item.row_begin;
-      buffers.lse[local] = lse[index];
+      // Of a row all of whose keys kv_bias hides: their P is 0 then.
+      const bool hidden =
+          p.bias.kv_bias != nullptr && lse[index] < std::numeric_limits<T>::lowest();
+      buffers.lse[local] = hidden ? T(0) : lse[index];
       buffers.delta[local] =
           reduce_sum<T>(product) - (grad_lse != nullptr ? grad_lse[index] : T(0));
     }
@@ -221,7 +350,7 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
   const AttentionParams& p = size.params;
   Arena arena(scratch);
   const AttentionBackwardBuffers<T> buffers{arena, size};
-  const VisibleKeys visible{item.kv.len - item.q.len, item.kv.len, p.window_left, p.window_right};
+  const VisibleKeys visible = p.visible_keys(item.q, item.kv);
   const int64_t item_rows = item.row_end - item.row_begin;
   const int64_t item_keys = item.key_end - item.key_begin;
   const int64_t group = p.heads / p.kv_heads, kv_head = item.head;
@@ -235,6 +364,8 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     load_row_statistics(p, item, visible, head, buffers);
     if (item.wants_dq) std::fill_n(buffers.dq, item_rows * buffers.qk_row, T(0));
+    const bool sums_keys = item.wants_dkv && p.key_sums != nullptr;
+    if (sums_keys) std::fill_n(buffers.key_sums, item_keys, T(0));
 
     for (int64_t key_block = item.key_begin; key_block < item.key_end; key_block += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, item.key_end - key_block);
@@ -282,10 +413,20 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
 
         for (int64_t i = 0; i < rows; ++i) {
           const int64_t local = block + i - item.row_begin;
-          softmax_grad_row<T>(buffers.prob + i * kScoreRow, buffers.dscore + i * kScoreRow,
-                              visible.begin(block + i) - key_block,
-                              visible.end(block + i) - key_block, columns, buffers.lse[local],
-                              buffers.delta[local]);
+          T *score = buffers.prob + i * kScoreRow, *dscore = buffers.dscore + i * kScoreRow;
+          const RowKeys seen = visible.of(block + i).counted_from(key_block);
+          if (p.bias.any()) add_biases(score, p, item, head, block + i, key_block, columns);
+          if (p.silu) {
+            silu_grad_row<T>(score, dscore, seen, columns, buffers.delta[local]);
+          } else {
+            softmax_grad_row<T>(score, dscore, seen, columns, buffers.lse[local],
+                                buffers.delta[local]);
+          }
+          add_to_buckets(dscore, p, item, head, block + i, key_block, columns);
+          if (sums_keys) {
+            T* sums = buffers.key_sums + key_block - item.key_begin;
+            for (int64_t j = columns.begin; j < columns.end; ++j) sums[j] += dscore[j];
+          }
         }
 
         if (item.wants_dkv) {
@@ -333,6 +474,10 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
       scale_rows(buffers.dq, buffers.qk_row, item_rows, p.dim_qk, T(p.scale));
       store_grad(p.dq, p.element, item.q.begin + item.row_begin, item_rows, p.heads, head, p.dim_qk,
                  buffers.dq, buffers.qk_row);
+    }
+    for (int64_t key = 0; sums_keys && key < item_keys; ++key) {
+      const int64_t row = item.kv.begin + item.key_begin + key;
+      static_cast<T*>(p.key_sums)[row * p.heads + head] = buffers.key_sums[key];
     }
   }
   if (item.wants_dkv) {

@@ -1,19 +1,81 @@
-// jagged2_softmax: choice of the element type and of the direction. Over columns and over rows are
-// kernels of their own (softmax/over_columns.cuh, softmax/over_rows.cuh: mapping, shared memory,
-// barriers).
+// jagged2_softmax: choice of the element type, and of the kernel by the matrices' mean size, which
+// the host knows: the vector's elements over the number of sequences.
 #include "cuda/kernels/softmax/over_columns.cuh"
 #include "cuda/kernels/softmax/over_rows.cuh"
+#include "cuda/kernels/softmax/spans.cuh"
 
 namespace jagged_cuda {
 namespace {
 
+constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
+
+// `window_bytes` a power of two.
+template <typename Element>
+constexpr softmax::Spans spans_of(int buffer_bytes, int window_bytes) {
+  constexpr int kBytes = sizeof(Element);
+  // A span begins and ends anywhere in its first and last chunk.
+  return {(buffer_bytes + 32) / kBytes, log2_of(window_bytes / kBytes)};
+}
+
+enum class Kernel {
+  kWindows,     // softmax/spans.cuh, several matrices for a CTA
+  kTiles,       // softmax/spans.cuh, small tiles of one matrix
+  kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
+  kRegisters,   // softmax/over_columns.cuh, softmax/over_rows.cuh
+};
+
+// The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
+// result does not depend on the batch: windows and tiles compute the same bits.
+template <typename Params>
+Kernel choose(const Params& params, bool is_16_bit) {
+  const int64_t num_seqs = params.matrices.rows.num_seqs, elems = params.matrices.capacity;
+  const int64_t mean = elems / (num_seqs > 0 ? num_seqs : 1);
+  if (mean < 800) return Kernel::kWindows;
+  if (!softmax::Operands<Params>::kBackward) return Kernel::kTiles;
+  if (params.over_rows) {
+    if (mean < 8192) return Kernel::kTiles;
+    return is_16_bit && elems >= 1'000'000 ? Kernel::kLargeTiles : Kernel::kRegisters;
+  }
+  return mean < 2048 || mean >= 200'000 ? Kernel::kTiles : Kernel::kRegisters;
+}
+
+template <typename Element, typename Params>
+cudaError_t launch_in_registers(const Params& params, cudaStream_t stream) {
+  return params.over_rows ? softmax::launch_over_rows<Element>(params, stream)
+                          : softmax::launch_over_columns<Element>(params, stream);
+}
+
+template <typename Element, typename Params>
+cudaError_t launch_type(const Params& params, cudaStream_t stream) {
+  constexpr bool kIs16Bit = sizeof(Element) == 2;
+  constexpr bool kBackward = softmax::Operands<Params>::kBackward;
+  // Both with the same buffer, so that they take the same way for a matrix.
+  constexpr auto kWindow = spans_of<Element>(24 << 10, 8 << 10);
+  constexpr auto kTile = spans_of<Element>(24 << 10, 16 << 10);
+  if constexpr (kIs16Bit || (kBackward && sizeof(Element) == 4)) {
+    switch (choose(params, kIs16Bit)) {
+      case Kernel::kWindows:
+        return softmax::launch_spans<Element, true, 128>(params, kWindow, stream);
+      case Kernel::kTiles:
+        return softmax::launch_spans<Element, false, 128>(params, kTile, stream);
+      case Kernel::kLargeTiles:
+        if constexpr (kIs16Bit && kBackward) {
+          constexpr auto kLargeTile = spans_of<Element>(48 << 10, 32 << 10);
+          return softmax::launch_spans<Element, false, 256>(params, kLargeTile, stream);
+        }
+        break;
+      case Kernel::kRegisters:
+        break;
+    }
+  }
+  if constexpr (!kIs16Bit || kBackward) return launch_in_registers<Element>(params, stream);
+  return cudaErrorInvalidValue;
+}
+
 template <typename Params>
 cudaError_t launch_any(const Params& params, cudaStream_t stream) {
-  return with_element(params.type, [&](auto element) {
-    using Element = decltype(element);
-    return params.over_rows ? softmax::launch_over_rows<Element>(params, stream)
-                            : softmax::launch_over_columns<Element>(params, stream);
-  });
+  return with_element(params.type,
+                      [&](auto element) { return launch_type<decltype(element)>(params, stream); });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, plain FMA for
-// f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
+// keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -14,11 +14,10 @@ bool copyable(const HeadsView& view, int64_t rows, int64_t heads) {
   return (rows <= 1 || view.row_stride > 0) && (heads <= 1 || view.head_stride > 0);
 }
 
-// Whether the wgmma kernels take these operands: head dims that they are compiled for, rows that
-// can be copied in 16-byte pieces, are not expanded, and can be counted in 32 bits, and a GPU that
-// has the instruction.
+// Whether the wgmma kernels take these operands: rows that can be copied in 16-byte pieces, are not
+// expanded, and can be counted in 32 bits, and a GPU that has the instruction.
 bool takes_wgmma(const AttentionParams& params) {
-  return attention::dim_bucket(params) <= 128 && params.aligned && !params.mma_sync_only &&
+  return params.aligned && !params.mma_sync_only &&
          copyable(params.q, params.q_offsets.total, params.heads) &&
          copyable(params.k, params.kv_offsets.total, params.kv_heads) &&
          copyable(params.v, params.kv_offsets.total, params.kv_heads) &&
@@ -43,8 +42,7 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
 // Whether the kernels for long sequences take these operands, which the wgmma kernels take.
 template <typename Params>
 bool takes_long(const Params& params) {
-  const int dim = attention::dim_bucket(params);
-  return (dim == 64 || dim == 128) && params.q_offsets.total > long_rows(params) &&
+  return attention::dim_bucket(params) >= 64 && params.q_offsets.total > long_rows(params) &&
          (params.max_len == 0 || params.max_len > long_rows(params));
 }
 
@@ -85,8 +83,8 @@ cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStrea
 }  // namespace
 
 bool takes_long_backward(const AttentionBackwardParams& params) {
-  return is_16_bit(params.type) && takes_wgmma(params) && takes_long(params) &&
-         copyable(params.grad_out, params.q_offsets.total, params.heads);
+  return is_16_bit(params.type) && !is_general(params) && takes_wgmma(params) &&
+         takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
@@ -95,8 +93,9 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
+      if (is_general(params)) return attention::launch_forward_mma_sync<Element>(params, stream);
       const auto launch_longer = [&](AttentionParams longer) {
-        if (takes_wgmma(longer)) {
+        if (takes_wgmma(longer) && !is_wide(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
           cudaError_t error = cudaSuccess;
           if (takes_short(longer)) {
@@ -111,6 +110,9 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
             error = attention::launch_forward_wgmma<Element>(longer, stream);
           if (error == cudaSuccess && longer.long_plan != nullptr)
             error = attention::launch_forward_long<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+        } else if (takes_wgmma(longer) && takes_long(longer)) {
+          const cudaError_t error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
         longer.long_plan = nullptr;
@@ -127,10 +129,15 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {
-      return attention::launch_backward_fma<Element>(params, stream);
+      return attention::launch_backward_general<Element>(params, stream);
     } else {
+      if (is_general(params)) return attention::launch_backward_general<Element>(params, stream);
       const auto launch_longer = [&](AttentionBackwardParams longer) {
-        if (!takes_wgmma(longer))
+        if (is_wide(longer) && longer.long_plan != nullptr) {
+          const cudaError_t error = attention::launch_backward_wide<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+        }
+        if (is_wide(longer) || !takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
         cudaError_t error = attention::launch_backward_wgmma<Element>(longer, stream);
         if (error != cudaSuccess || longer.long_plan == nullptr) return error;

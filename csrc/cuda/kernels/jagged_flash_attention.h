@@ -1,6 +1,9 @@
 // The kernels of jagged_flash_attention, as host code sees them.
 #pragma once
 
+#include "contract/key_interval.h"
+#include "contract/score_bias.h"
+#include "cuda/kernels/prim/counts.cuh"
 #include "cuda/kernels/prim/element.h"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -15,11 +18,18 @@ constexpr int kTinyRows = 64;
 // Others of at most this many queries and keys have a forward kernel of their own on compute
 // capability 9.0, for head dims of 33 to 64.
 constexpr int kShortRows = 256;
+// Head dims above 128.
+template <typename Params>
+constexpr bool is_wide(const Params& params) {
+  return params.dim_qk > 128 || params.dim_v > 128;
+}
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
-// tiles empty.
+// tiles empty. Wide heads have no other on compute capability 9.0, so it takes them all, and the
+// rows outside.
 template <typename Params>
 constexpr int long_rows(const Params& params) {
+  if (is_wide(params)) return 0;
   return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
 }
 
@@ -47,7 +57,15 @@ struct AttentionParams {
   int64_t window_left;     // rows, at least 0; kUnbounded for all
   int64_t window_right;
   double scale;
-  int64_t max_len;  // rows of the longest sequence, as the caller says; 0 if it says nothing
+  const KeyInterval* key_ranges;  // [Tq, num_key_ranges], contiguous; may be null: all keys
+  int num_key_ranges;             // 1 or 2
+  // silu(score) in place of a probability (jagged_hstu_attention): no lse is read or written.
+  bool silu;
+  double divisor;         // of silu: of its sums; 0: the number of keys
+  const void* row_scale;  // [Tq], of silu: a factor for each row, of the type of sums; may be null
+  CountsView kv_lengths;  // [B]: the used part of each key sequence; data may be null: all
+  ScoreBias bias;         // added to scores, after scale
+  int64_t max_len;        // rows of the longest sequence, as the caller says; 0 if it says nothing
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 16 bytes.
   bool aligned;
@@ -60,31 +78,59 @@ struct AttentionParams {
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
   bool short_apart;
-  // [long_plan_bytes(B)], aligned to 16: workspace of the forward kernel for long sequences. Null if
-  // there are none, or no such kernel.
+  // [long_plan_bytes(B)], aligned to 16: workspace of the kernel for long sequences; twice as much in
+  // the backward pass of wide heads. Null if there are none, or no such kernel.
   void* long_plan;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
-constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 1) * 16; }
+// Whether a call wants the kernels that look ranges of keys, biases and used parts up.
+inline bool is_general(const AttentionParams& params) {
+  return params.key_ranges != nullptr || params.kv_lengths.data != nullptr || params.bias.any();
+}
+
+constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16; }
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
-  void* delta;           // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse
-  HeadsView grad_q;      // [Tq, H, D] contiguous
-  HeadsView grad_k;      // [Tk, G, D] contiguous
-  HeadsView grad_v;      // [Tk, G, Dv] contiguous
-  // Workspace of the kernel for long sequences, beside long_plan; null as that.
+  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
+  void* delta;
+  HeadsView grad_q;  // [Tq, H, D] contiguous
+  HeadsView grad_k;  // [Tk, G, D] contiguous
+  HeadsView grad_v;  // [Tk, G, Dv] contiguous
+  void* key_sums;    // [Tk, H], full of zeros: gets the sum of dS of each key; may be null
+  // Gets the gradients of tables where table_ctas is not 0: [table_ctas * table_warps, H, buckets]
+  // each, full of zeros, to be added up.
+  void* time_sums;
+  void* position_sums;
+  int table_ctas;  // of each head
+  // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
 };
 
+// Warps of a CTA that sums the gradients of tables, each with sums of its own.
+constexpr int table_warps(ElementType type) {
+  return type == ElementType::kBf16 || type == ElementType::kF16 ? 4 : 8;
+}
+// How many CTAs per head do so: by sizes alone, so that sums have one order.
+inline int64_t table_ctas(const AttentionParams& params) {
+  constexpr int kCtas = 528;
+  const int64_t wanted = kCtas / (params.heads > kCtas ? kCtas
+                                  : params.heads > 0   ? params.heads
+                                                       : 1);
+  const int64_t tiles = num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, 64);
+  return wanted < tiles ? wanted : tiles;
+}
+
 // The backward kernel for long sequences takes those of more queries than this: shorter ones end
 // before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it.
 constexpr int kLongBackwardRows = 1023;
-constexpr int long_rows(const AttentionBackwardParams&) { return kLongBackwardRows; }
+constexpr int long_rows(const AttentionBackwardParams& params) {
+  return is_wide(params) ? 0 : kLongBackwardRows;
+}
 
 // Workspace rows for the queries of long sequences, in whole units: of a sequence that begins at row
 // `begin` from long_unit(begin, unit) on. Sequences have at least kMinRows rows, so that each gets
@@ -103,8 +149,8 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
   return (long_unit<kLongMinRows, kLongGroupRows>(queries) + 2) * heads * kLongGroupRows * dim;
 }
 
-// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and
-// sums in any order are allowed.
+// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and,
+// but for wide heads, sums in any order are allowed.
 bool takes_long_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);

@@ -24,6 +24,17 @@
 // Barriers: one __syncthreads when the CTA's own rows have arrived, then one per step, as in the
 // forward pass.
 //
+// jagged_hstu_attention has, with a weight w for each row, which it keeps in the place of delta,
+//     P = w silu(scale S)        dS = w silu'(scale S) * dP
+//
+// Biases (bias.cuh) are added to scale S. The gradient of a key's is the sum of its dS, which
+// backward_dkdv has in registers; those of tables have a third kernel, table_gradients, in which each
+// of a fixed number of CTAs computes dS of its share of the tiles as backward_dq does, and each of its
+// warps adds it to tables of its own in global memory. Keys that are not used get zeros.
+//
+// Ranges of keys (ranges.cuh) leave out steps in both kernels: of keys that no query of the tile has
+// in its ranges, and of queries that have no key of the tile in theirs.
+//
 // Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
 // that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
 // without queries gives zeros to its keys.
@@ -33,11 +44,15 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, int kRowBlocks_>
+template <typename Element_, int kDim_, int kRowBlocks_, bool kGeneral_, bool kSilu_,
+          bool kTables_ = false>
 struct DqConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowBlocks = kRowBlocks_;  // 16-row blocks of a warp, as in the forward pass
+  static constexpr bool kGeneral = kGeneral_;     // as there
+  static constexpr bool kSilu = kSilu_;           // as there; with kTables params.silu counts
+  static constexpr bool kTables = kTables_;       // dS goes to tables in place of dQ
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowBlocks * 16;
@@ -50,15 +65,20 @@ struct DqConfig {
                                                   : 1;
   static constexpr int kStages = 2;
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;  // as in the forward pass
-  static constexpr PathName kName =
-      PathName("cuda.attention.backward.mma_sync.d") + kDim + (kRowBlocks == 2 ? ".rows128" : "");
+  static constexpr PathName kName = PathName("cuda.attention.backward.mma_sync.d") + kDim +
+                                    (kRowBlocks == 2 ? ".rows128" : "") +
+                                    (kSilu      ? ".silu"
+                                     : kGeneral ? ".general"
+                                                : "");
 };
 
-template <typename Element_, int kDim_, int kRowBlocks_>
+template <typename Element_, int kDim_, int kRowBlocks_, bool kGeneral_, bool kSilu_>
 struct DkdvConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowBlocks = kRowBlocks_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kSilu = kSilu_;
   static constexpr int kRowWarps = 4;
   static constexpr int kSplit = kDim <= 128 ? 1 : 2;
   static constexpr int kThreads = kRowWarps * kSplit * 32;
@@ -117,34 +137,31 @@ __device__ __forceinline__ float row_dot(Tile& sGradOut, int row, const Element*
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_mma_sync(
-    const __grid_constant__ AttentionBackwardParams params) {
+__device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParams& params,
+                                                    DqStorage<Config>& shared,
+                                                    const JaggedTile& tile) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kRowBlocks = Config::kRowBlocks, kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
   using OwnRows = RowOperand<false, kRowBlocks, SharedTile<Element, kRows, kDim>>;
   using StepAddress = LaneAddress<SharedTile<Element, kStep, kDim>>;
-  extern __shared__ __align__(128) char shared_bytes[];
-  auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
-
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile_of<kRows>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
+  const bool silu = Config::kTables ? params.silu : Config::kSilu;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
   Element* gGradQ = row_of<Element>(params.grad_q, global_row, head);
   if (tile.seq < 0) {
-    if (params.split_by_length) return;
+    if (params.split_by_length || Config::kTables) return;
     store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
-  const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  const RowRange kv =
+      Config::kGeneral ? used_rows(params, tile.seq) : sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key = window.last_column(tile.row, rows, kv.len);
-  const int64_t first_key = window.first_column(tile.row) / kStep * kStep;
+  const KeySteps<kStep, Config::kGeneral> steps(params, window, tile, rows, kv.len);
 
   const Element* gQ = row_of<Element>(params.q, global_row, head);
   const Element* gOut = row_of<Element>(params.out, global_row, head);
@@ -162,12 +179,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   load_tile<kThreads>(shared.sGradOut, gGradOut, params.grad_out.row_stride, rows, params.dim_v,
                       params.aligned);
   ptx::cp_async_commit();
-  if (first_key < last_key) load_keys(first_key, 0);
+  if (steps.first < steps.last) load_keys(steps.first, 0);
   ptx::cp_async_commit();
 
   // lse and delta of the lane's two rows; a row past the end, or one that sees nothing, has P = 0.
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
-  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float scale = static_cast<float>(params.scale),
+              scale_log2 = Config::kGeneral ? kLog2E : scale * kLog2E;
+  const HeadBias<float> bias(params, head, tile.rows, kv);
   float lse_log2[kRowBlocks][2], delta[kRowBlocks][2];
   ptx::cp_async_wait<1>();
   __syncthreads();
@@ -178,24 +197,34 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       const int row = warp_row + 16 * r + 8 * half + lane / 4;
       const int64_t statistic = (global_row + row) * params.heads + head;
       const bool valid = row < rows;
+      if (silu) {
+        delta[r][half] = row_weight<float>(params, global_row + (valid ? row : 0), kv.len);
+        if (!Config::kTables && valid && lane % 4 == 0)
+          static_cast<float*>(params.delta)[statistic] = delta[r][half];
+        continue;
+      }
       const float dot =
           row_dot(shared.sGradOut, row, gOut + (valid ? row : 0) * params.out.row_stride,
                   params.dim_v, params.aligned, lane);
       lse_log2[r][half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+      // Of a row all of whose keys a bias hides: their P is 0 then.
+      if (Config::kGeneral && lse_log2[r][half] == -INFINITY) lse_log2[r][half] = 0.0f;
       delta[r][half] = dot - (valid && params.grad_lse != nullptr
                                   ? static_cast<const float*>(params.grad_lse)[statistic]
                                   : 0.0f);
-      if (valid && lane % 4 == 0) static_cast<float*>(params.delta)[statistic] = delta[r][half];
+      if (!Config::kTables && valid && lane % 4 == 0)
+        static_cast<float*>(params.delta)[statistic] = delta[r][half];
     }
   }
 
   const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
   Accumulator<kRowBlocks, kOutBlocks> dq = {};
+  TableSums<float> sums(params, blockIdx.x * Config::kWarps + threadIdx.x / 32, head);
   int stage = 0;
-  for (int64_t key = first_key; key < last_key; key += kStep, stage ^= 1) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key), stage ^= 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (key + kStep < last_key) load_keys(key + kStep, stage ^ 1);
+    if (steps.next(key) < steps.last) load_keys(steps.next(key), stage ^ 1);
     ptx::cp_async_commit();
 
     if (Config::kRestsWarps && warp_row >= rows) continue;
@@ -203,28 +232,68 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};
     mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
     mma_rows_by_rows(dp, grad_out_rows, StepAddress::by_columns(shared.sV[stage], 0, lane));
+    if constexpr (Config::kGeneral) {
+      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
+                     lane);
+    }
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
-          s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
+          if (silu) {
+            const float z = s[r][block][i];
+            s[r][block][i] = delta[r][i / 2] * silu_slope(z, sigmoid(z)) * dp[r][block][i];
+          } else {
+            const float p = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[r][i / 2]);
+            s[r][block][i] = p * (dp[r][block][i] - delta[r][i / 2]);
+          }
         }
       }
     }
     if (window.cuts_tile(tile.row, kRows, key, kStep, kv.len)) {
       replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
-    mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
+    if (Config::kGeneral && params.key_ranges != nullptr) {
+      replace_outside_ranges(s, 0.0f, params, global_row, warp_row + lane / 4, rows, key, lane);
+    }
+    if constexpr (Config::kTables) {
+      sums.add(bias, s, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane);
+    } else {
+      mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
+    }
   }
   ptx::cp_async_wait<0>();
-  float scales[kRowBlocks][2];
+  if constexpr (!Config::kTables) {
+    float scales[kRowBlocks][2];
 #pragma unroll
-  for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
-  store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
-             params.dim_qk, params.aligned, lane);
+    for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
+    store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
+               params.dim_qk, params.aligned, lane);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_mma_sync(
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(128) char shared_bytes[];
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
+  backward_dq_of_tile<Config>(params, *reinterpret_cast<DqStorage<Config>*>(shared_bytes),
+                              find_tile_of<Config::kRows>(params, params.q_offsets));
+}
+
+// Grid: x = params.table_ctas, y = heads.
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, 1) void table_gradients_mma_sync(
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(128) char shared_bytes[];
+  const int64_t tiles = params.q_offsets.total / Config::kRows + params.q_offsets.num_seqs + 2;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    backward_dq_of_tile<Config>(params, *reinterpret_cast<DqStorage<Config>*>(shared_bytes),
+                                find_tile<Config::kRows>(params.q_offsets, index));
+    __syncthreads();  // the next tile overwrites this one's operands
+  }
 }
 
 template <typename Config>
@@ -243,23 +312,33 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
   const JaggedTile tile = find_tile_of<kRows>(params, params.kv_offsets);
   if (tile.row >= tile.rows.len) return;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
+  // The keys of the sequence, and the rows of this tile that are used; behind them are zeros.
+  const int64_t num_keys = Config::kGeneral && tile.seq >= 0
+                               ? used_keys(params, tile.seq, tile.rows.len)
+                               : tile.rows.len;
+  const int stored = static_cast<int>(min(static_cast<int64_t>(kRows), tile.rows.len - tile.row));
+  const int rows =
+      static_cast<int>(min(static_cast<int64_t>(stored), max(num_keys - tile.row, int64_t{0})));
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + tile.row;
   Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
   Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
-  if (tile.seq < 0) {
+  if (tile.seq < 0 || (Config::kGeneral && rows == 0)) {
     if (params.split_by_length) return;
-    store_zeros<kThreads>(gGradK, params.grad_k.row_stride, rows, params.dim_qk);
-    store_zeros<kThreads>(gGradV, params.grad_v.row_stride, rows, params.dim_v);
+    store_zeros<kThreads>(gGradK, params.grad_k.row_stride, stored, params.dim_qk);
+    store_zeros<kThreads>(gGradV, params.grad_v.row_stride, stored, params.dim_v);
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
   if (left_to_tiny(params, queries.len, tile.rows.len)) return;
   const Window window =
-      Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
+      Window{num_keys - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
-  const int64_t first_query = window.first_column(tile.row) / kStep * kStep;
+  const auto find_step = [&](int64_t query) {
+    if (!Config::kGeneral || params.key_ranges == nullptr) return query;
+    return find_step_that_sees<kStep>(params, queries, query, last_query, tile.row, rows);
+  };
+  const int64_t first_query = find_step(window.first_column(tile.row) / kStep * kStep);
 
   const Element* gK = row_of<Element>(params.k, global_row, kv_head);
   const Element* gV = row_of<Element>(params.v, global_row, kv_head);
@@ -272,8 +351,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
                         params.grad_out.row_stride, valid, params.dim_v, params.aligned);
     for (int row = threadIdx.x; row < kStep; row += kThreads) {
       const int64_t statistic = (first + (row < valid ? row : 0)) * params.heads + head;
-      ptx::cp_async_4(&shared.sLse[stage][row], static_cast<const float*>(params.lse) + statistic,
-                      row < valid ? 4 : 0);
+      if constexpr (!Config::kSilu) {
+        ptx::cp_async_4(&shared.sLse[stage][row], static_cast<const float*>(params.lse) + statistic,
+                        row < valid ? 4 : 0);
+      }
       ptx::cp_async_4(&shared.sDelta[stage][row],
                       static_cast<const float*>(params.delta) + statistic, row < valid ? 4 : 0);
     }
@@ -290,7 +371,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   const int warp_row = warp % Config::kRowWarps * Config::kWarpRows;
   const int column =
       warp / Config::kRowWarps * (kOutBlocks * 8);  // of dK and dV, that this warp accumulates
-  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float scale = static_cast<float>(params.scale),
+              scale_log2 = Config::kGeneral ? kLog2E : scale * kLog2E;
+  float key_sums[kRowBlocks][2] = {};  // of this lane's columns
   ptx::cp_async_wait<1>();
   __syncthreads();
   const OwnRows k_rows(shared.sK, warp_row, lane), v_rows(shared.sV, warp_row, lane);
@@ -299,7 +382,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   int64_t query = first_query;
   while (query < last_query && head < last_head) {
     int next_head = head;
-    int64_t next_query = query + kStep;
+    int64_t next_query = find_step(query + kStep);
     if (next_query >= last_query) {
       next_query = first_query;
       ++next_head;
@@ -312,11 +395,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     if (!Config::kRestsWarps || warp_row < rows) {
       Accumulator<kRowBlocks, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
       mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
+      Accumulator<kRowBlocks, kScoreBlocks> slope;  // of silu
+      if constexpr (Config::kGeneral) {
+        const HeadBias<float> bias(params, head, queries, {tile.rows.begin, num_keys});
+        scale_and_bias_transposed(s, scale, bias, tile.row + warp_row + lane / 4, num_keys, query,
+                                  queries.len, lane);
+      }
 #pragma unroll
-      for (int block = 0; block < kScoreBlocks; ++block) {
+      for (int block = 0; !Config::kSilu && block < kScoreBlocks; ++block) {
         const float2 lse =
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
-        const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+        float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+        if constexpr (Config::kGeneral) {  // as in backward_dq
+          lse_log2[0] = lse.x == -INFINITY ? 0.0f : lse_log2[0];
+          lse_log2[1] = lse.y == -INFINITY ? 0.0f : lse_log2[1];
+        }
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
@@ -324,8 +417,32 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
             s[r][block][i] = ptx::ex2_approx(s[r][block][i] * scale_log2 - lse_log2[i % 2]);
         }
       }
+      constexpr float kHidden = Config::kSilu ? kHiddenScore : 0.0f;
       if (window.cuts_tile(tile.row, kRows, query, kStep, queries.len)) {
-        replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, query, queries.len, lane);
+        replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, query, queries.len,
+                       lane);
+      }
+      if (Config::kGeneral && params.key_ranges != nullptr) {
+        const int left = static_cast<int>(min(int64_t{kStep}, queries.len - query));
+        replace_outside_ranges_transposed(s, kHidden, params, queries.begin + query, left,
+                                          tile.row + warp_row + lane / 4, lane);
+      }
+      if constexpr (Config::kSilu) {
+#pragma unroll
+        for (int block = 0; block < kScoreBlocks; ++block) {
+          const float2 weight =
+              *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+          for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float z = s[r][block][i], gate = sigmoid(z),
+                          factor = i % 2 == 0 ? weight.x : weight.y;
+              slope[r][block][i] = factor * silu_slope(z, gate);
+              s[r][block][i] = factor * (z * gate);
+            }
+          }
+        }
       }
       mma_accumulator_by_columns(dv, s, StepAddress::by_rows(shared.sGradOut[stage], 0, lane),
                                  column);
@@ -337,11 +454,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (Config::kSilu) {
+              s[r][block][i] = slope[r][block][i] * dp[r][block][i];
+            } else {
+              s[r][block][i] *= dp[r][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+            }
+          }
         }
       }
+      if (Config::kGeneral && params.key_sums != nullptr) add_rows(s, key_sums);
       mma_accumulator_by_columns(dk, s, StepAddress::by_rows(shared.sQ[stage], 0, lane), column);
+    }
+    if (Config::kGeneral && params.key_sums != nullptr && next_head != head) {
+      // Warps that share rows have the same sums.
+      if (column == 0)
+        store_key_sums(params, key_sums, tile.rows.begin + tile.row, warp_row, rows, head, lane);
     }
     head = next_head;
     query = next_query;
@@ -359,13 +487,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
              params.dim_qk, params.aligned, lane);
   store_rows(dv, ones, shared.sV, warp_row, column, gGradV, params.grad_v.row_stride, rows,
              params.dim_v, params.aligned, lane);
+  if (Config::kGeneral && stored > rows) {
+    store_zeros<kThreads>(gGradK + rows * params.grad_k.row_stride, params.grad_k.row_stride,
+                          stored - rows, params.dim_qk);
+    store_zeros<kThreads>(gGradV + rows * params.grad_v.row_stride, params.grad_v.row_stride,
+                          stored - rows, params.dim_v);
+  }
 }
 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
-    using Dq = DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
-    using Dkdv = DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1)>;
+  return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
+    constexpr bool kGeneral = ranges.value != 0, kSilu = silu.value != 0;
+    using Dq =
+        DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1), kGeneral, kSilu>;
+    using Dkdv =
+        DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1), kGeneral, kSilu>;
     const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
         params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
         sizeof(DqStorage<Dq>), stream, Dq::kName);
@@ -373,6 +510,20 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
     return launch<backward_dkdv_mma_sync<Dkdv>>(
         params, tile_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
         sizeof(DkdvStorage<Dkdv>), stream, nullptr);
+  });
+}
+
+// Behind the others, where the gradients of tables are wanted.
+template <typename Element>
+cudaError_t launch_table_gradients_mma_sync(const AttentionBackwardParams& params,
+                                            cudaStream_t stream) {
+  return for_dim(params, [&](auto dim) {
+    // Fewer to compile.
+    using Config = DqConfig<Element, (dim.value < 64 ? 64 : dim.value), 1, true, false, true>;
+    static_assert(Config::kWarps == table_warps(ElementType::kBf16));
+    return launch<table_gradients_mma_sync<Config>>(params, {params.table_ctas, params.heads},
+                                                    Config::kThreads, sizeof(DqStorage<Config>),
+                                                    stream, nullptr);
   });
 }
 

@@ -6,5 +6,9 @@ template cudaError_t launch_forward_fma<float>(const AttentionParams&, cudaStrea
 template cudaError_t launch_forward_fma<double>(const AttentionParams&, cudaStream_t);
 template cudaError_t launch_backward_fma<float>(const AttentionBackwardParams&, cudaStream_t);
 template cudaError_t launch_backward_fma<double>(const AttentionBackwardParams&, cudaStream_t);
+template cudaError_t launch_table_gradients_fma<float>(const AttentionBackwardParams&,
+                                                       cudaStream_t);
+template cudaError_t launch_table_gradients_fma<double>(const AttentionBackwardParams&,
+                                                        cudaStream_t);
 
 }  // namespace jagged_cuda::attention

@@ -16,7 +16,10 @@
 // of the probabilities' tile.
 #pragma once
 
+#include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/launch.cuh"
+#include "cuda/kernels/attention/ranges.cuh"
+#include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
 
@@ -45,6 +48,12 @@ struct FmaForwardStorage {
   T sV[Config::kTile][Config::kPitch];
   T sP[Config::kTile][Config::kTile + 1];
 };
+
+// Of a row all of whose keys a bias hides: their P is 0 then.
+template <typename T>
+__device__ __forceinline__ T finite_lse(T lse) {
+  return lse == T(-INFINITY) ? T(0) : lse;
+}
 
 template <typename Config>
 struct FmaBackwardStorage : FmaForwardStorage<Config> {
@@ -159,6 +168,44 @@ __device__ __forceinline__ void store_result(const OutTile<Config>& o,
   }
 }
 
+// What the query `row` of a tile sees of the keys [key, key + columns).
+struct SeenKeys {
+  VisibleColumns visible;
+  int64_t key;
+  bool ranged;
+  RowRanges ranges;
+
+  __device__ __forceinline__ SeenKeys(const AttentionParams& params, const Window& window,
+                                      const JaggedTile& tile, int row, int64_t first, int columns,
+                                      int64_t num_keys)
+      : visible(window, tile.row + row, first, columns, num_keys),
+        key(first),
+        ranged(params.key_ranges != nullptr) {
+    if (ranged) ranges = RowRanges(params, tile.rows.begin + tile.row + row);
+  }
+
+  __device__ __forceinline__ bool contains(int column) const {
+    return visible.contains(column) && (!ranged || ranges.contains(key + column));
+  }
+};
+
+// Scores become logits: rows are queries from `row` on, of which the tile has `rows`, columns are
+// keys from `key` on, out of `keys`.
+template <typename Config>
+__device__ __forceinline__ void add_biases(ScoreTile<Config>& s, typename Config::T scale,
+                                           const HeadBias<typename Config::T>& bias, int64_t row,
+                                           int rows, int64_t key, int64_t keys, int x, int y) {
+#pragma unroll
+  for (int i = 0; i < Config::kPerThread; ++i) {
+    const int64_t at = row + min(y + Config::kSide * i, rows - 1);
+#pragma unroll
+    for (int j = 0; j < Config::kPerThread; ++j) {
+      s[i][j] *= scale;
+      if (bias.any) s[i][j] += bias.of(at, min(key + x + Config::kSide * j, keys - 1));
+    }
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void forward_fma(
     const __grid_constant__ AttentionParams params) {
@@ -173,10 +220,11 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   if (rows <= 0) return;
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
+  const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : used_rows(params, tile.seq);
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key =
-      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+  const int tile_rows = static_cast<int>(min(rows, int64_t{kTile}));
+  const KeySteps<kTile, true> steps(params, window, tile, tile_rows, kv.len);
+  const HeadBias<T> bias(params, head, tile.rows, kv);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> o = {};
@@ -188,20 +236,30 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   }
   if (tile.seq >= 0)
     load_operand<Config>(shared.sQ, params.q, global_row, head, rows, params.dim_qk);
-  for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key)) {
     __syncthreads();
     load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
     load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
     __syncthreads();
     ScoreTile<Config> s;
     scores<Config>(s, shared.sQ, shared.sK, x, y);
+    add_biases<Config>(s, scale, bias, tile.row, tile_rows, key, kv.len, x, y);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
+      const int row = y + Config::kSide * i;
+      const SeenKeys seen(params, window, tile, min(row, tile_rows - 1), key, kTile, kv.len);
+      if (params.silu) {
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j) {
+          const T z = s[i][j];
+          s[i][j] = seen.contains(x + Config::kSide * j) ? z * precise_sigmoid(z) : T(0);
+        }
+        continue;
+      }
       T tile_max = -INFINITY;
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        s[i][j] = visible.contains(x + Config::kSide * j) ? s[i][j] * scale : T(-INFINITY);
+        s[i][j] = seen.contains(x + Config::kSide * j) ? s[i][j] : T(-INFINITY);
         tile_max = s[i][j] > tile_max ? s[i][j] : tile_max;
       }
       tile_max = row_max(tile_max);
@@ -226,6 +284,11 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   for (int i = 0; i < kPerThread; ++i) {
     inverse_sum[i] = sum[i] == T(0) ? T(0) : T(1) / sum[i];
     const int row = y + Config::kSide * i;
+    if (params.silu) {
+      inverse_sum[i] =
+          tile.seq < 0 ? T(0) : row_weight<T>(params, global_row + min(row, tile_rows - 1), kv.len);
+      continue;
+    }
     if (x == 0 && row < rows) {
       static_cast<T*>(params.lse)[(global_row + row) * params.heads + head] =
           sum[i] == T(0) ? T(-INFINITY) : maximum[i] + log(sum[i]);
@@ -234,24 +297,25 @@ __global__ __launch_bounds__(Config::kThreads) void forward_fma(
   store_result<Config>(o, inverse_sum, params.out, global_row, head, rows, params.dim_v, x, y);
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
-    const __grid_constant__ AttentionBackwardParams params) {
+// With kTables dS goes to tables in place of dQ.
+template <typename Config, bool kTables>
+__device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParams& params,
+                                                    FmaBackwardStorage<Config>& shared,
+                                                    const JaggedTile& tile) {
   using T = typename Config::T;
   constexpr int kTile = Config::kTile, kPerThread = Config::kPerThread;
-  extern __shared__ __align__(128) char shared_bytes[];
-  auto& shared = *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes);
   const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
 
-  const JaggedTile tile = find_tile<kTile>(params.q_offsets, blockIdx.x);
   const int64_t rows = tile.rows.len - tile.row;
   if (rows <= 0) return;
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
-  const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.kv_offsets, tile.seq);
+  const RowRange kv = tile.seq < 0 ? RowRange{0, 0} : used_rows(params, tile.seq);
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key =
-      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), kv.len);
+  const int tile_rows = static_cast<int>(min(rows, int64_t{kTile}));
+  const KeySteps<kTile, true> steps(params, window, tile, tile_rows, kv.len);
+  const HeadBias<T> bias(params, head, tile.rows, kv);
+  TableSums<T> sums(params, blockIdx.x * (Config::kThreads / 32) + threadIdx.x / 32, head);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> dq = {};
@@ -265,6 +329,11 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
       const int row = y + Config::kSide * i;
       const bool valid = row < rows;
       const int64_t statistic = (global_row + (valid ? row : 0)) * params.heads + head;
+      if (params.silu) {
+        delta[i] = row_weight<T>(params, global_row + (valid ? row : 0), kv.len);
+        if (!kTables && valid && x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
+        continue;
+      }
       const T* gOut = static_cast<const T*>(params.out.data) +
                       (global_row + (valid ? row : 0)) * params.out.row_stride +
                       head * params.out.head_stride;
@@ -273,12 +342,12 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
         dot += shared.sGradOut[row][column] * gOut[column];
       delta[i] = row_sum(dot);
       if (!valid) continue;
-      lse[i] = static_cast<const T*>(params.lse)[statistic];
+      lse[i] = finite_lse(static_cast<const T*>(params.lse)[statistic]);
       if (params.grad_lse != nullptr) delta[i] -= static_cast<const T*>(params.grad_lse)[statistic];
-      if (x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
+      if (!kTables && x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
     }
   }
-  for (int64_t key = window.first_column(tile.row) / kTile * kTile; key < last_key; key += kTile) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key)) {
     __syncthreads();
     load_operand<Config>(shared.sK, params.k, kv.begin + key, kv_head, kv.len - key, params.dim_qk);
     load_operand<Config>(shared.sV, params.v, kv.begin + key, kv_head, kv.len - key, params.dim_v);
@@ -286,21 +355,54 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
     ScoreTile<Config> s, dp;
     scores<Config>(s, shared.sQ, shared.sK, x, y);
     scores<Config>(dp, shared.sGradOut, shared.sV, x, y);
+    add_biases<Config>(s, scale, bias, tile.row, tile_rows, key, kv.len, x, y);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const VisibleColumns visible(window, tile.row + y + Config::kSide * i, key, kTile, kv.len);
+      const int row = y + Config::kSide * i;
+      const SeenKeys seen(params, window, tile, min(row, tile_rows - 1), key, kTile, kv.len);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        const T ds = exp(s[i][j] * scale - lse[i]) * (dp[i][j] - delta[i]);
-        s[i][j] = visible.contains(x + Config::kSide * j) ? ds : T(0);
+        const T z = s[i][j];
+        const T ds = params.silu ? delta[i] * silu_slope(z, precise_sigmoid(z)) * dp[i][j]
+                                 : exp(z - lse[i]) * (dp[i][j] - delta[i]);
+        s[i][j] = row < rows && seen.contains(x + Config::kSide * j) ? ds : T(0);
+        if constexpr (kTables) {
+          sums.add(bias, tile.row + min(row, tile_rows - 1),
+                   min(key + x + Config::kSide * j, kv.len - 1), s[i][j]);
+        }
       }
     }
-    accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
+    if constexpr (!kTables) accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
   }
-  T scales[kPerThread];
+  if constexpr (!kTables) {
+    T scales[kPerThread];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) scales[i] = scale;
-  store_result<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
+    for (int i = 0; i < kPerThread; ++i) scales[i] = scale;
+    store_result<Config>(dq, scales, params.grad_q, global_row, head, rows, params.dim_qk, x, y);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void backward_dq_fma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(128) char shared_bytes[];
+  backward_dq_of_tile<Config, false>(params,
+                                     *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes),
+                                     find_tile<Config::kTile>(params.q_offsets, blockIdx.x));
+}
+
+// Grid: x = params.table_ctas, y = heads.
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void table_gradients_fma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(128) char shared_bytes[];
+  const int64_t tiles = params.q_offsets.total / Config::kTile + params.q_offsets.num_seqs + 2;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    backward_dq_of_tile<Config, true>(params,
+                                      *reinterpret_cast<FmaBackwardStorage<Config>*>(shared_bytes),
+                                      find_tile<Config::kTile>(params.q_offsets, index));
+    __syncthreads();  // the next tile overwrites this one's operands
+  }
 }
 
 template <typename Config>
@@ -313,16 +415,20 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
   const int x = threadIdx.x % Config::kSide, y = threadIdx.x / Config::kSide;
 
   const JaggedTile tile = find_tile<kTile>(params.kv_offsets, blockIdx.x);
-  const int64_t rows = tile.rows.len - tile.row;
-  if (rows <= 0) return;
+  const int64_t stored = tile.rows.len - tile.row;
+  if (stored <= 0) return;
+  // The keys of the sequence, and the rows from this tile's on that are used; behind them are zeros.
+  const int64_t num_keys = tile.seq < 0 ? 0 : used_keys(params, tile.seq, tile.rows.len);
+  const int64_t rows = max(num_keys - tile.row, int64_t{0});
   const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
   const int64_t global_row = tile.rows.begin + tile.row;
   const RowRange queries =
       tile.seq < 0 ? RowRange{0, 0} : sequence_rows(params.q_offsets, tile.seq);
   const Window window =
-      Window{tile.rows.len - queries.len, params.window_left, params.window_right}.transposed();
+      Window{num_keys - queries.len, params.window_left, params.window_right}.transposed();
+  const int tile_rows = static_cast<int>(min(rows, int64_t{kTile}));
   const int64_t last_query =
-      window.last_column(tile.row, static_cast<int>(min(rows, int64_t{kTile})), queries.len);
+      tile_rows == 0 ? 0 : window.last_column(tile.row, tile_rows, queries.len);
 
   const T scale = static_cast<T>(params.scale);
   OutTile<Config> dk = {}, dv = {};
@@ -331,8 +437,11 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
     load_operand<Config>(shared.sV, params.v, global_row, kv_head, rows, params.dim_v);
   }
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    const HeadBias<T> bias(params, head, queries, {tile.rows.begin, num_keys});
+    T key_sums[kPerThread] = {};  // of this thread's columns
     for (int64_t query = window.first_column(tile.row) / kTile * kTile; query < last_query;
          query += kTile) {
+      if (!some_query_sees<kTile>(params, queries, query, tile.row, kTile)) continue;
       __syncthreads();
       const int64_t first = queries.begin + query;
       load_operand<Config>(shared.sQ, params.q, first, head, queries.len - query, params.dim_qk);
@@ -348,22 +457,46 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
         const int column = x + Config::kSide * j;
         const bool valid = query + column < queries.len;
         const int64_t statistic = (first + (valid ? column : 0)) * params.heads + head;
-        const T lse = static_cast<const T*>(params.lse)[statistic];
+        const T lse = params.silu ? T(0) : finite_lse(static_cast<const T*>(params.lse)[statistic]);
         delta[j] = static_cast<const T*>(params.delta)[statistic];
+        const bool ranged = params.key_ranges != nullptr;
+        const RowRanges ranges =
+            ranged ? RowRanges(params, first + (valid ? column : 0)) : RowRanges();
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-          const VisibleColumns visible(window, tile.row + y + Config::kSide * i, query, kTile,
-                                       queries.len);
-          p[i][j] = visible.contains(column) ? exp(p[i][j] * scale - lse) : T(0);
+          const int64_t key = tile.row + y + Config::kSide * i;
+          const VisibleColumns visible(window, key, query, kTile, queries.len);
+          const bool seen = visible.contains(column) && (!ranged || ranges.contains(key));
+          T z = p[i][j] * scale;
+          if (bias.any) {
+            z += bias.of(query + (valid ? column : 0), min(key, num_keys - 1));
+          }
+          if (params.silu) {
+            const T gate = precise_sigmoid(z);
+            p[i][j] = seen ? delta[j] * (z * gate) : T(0);
+            dp[i][j] *= seen ? delta[j] * silu_slope(z, gate) : T(0);
+          } else {
+            p[i][j] = seen ? exp(z - lse) : T(0);
+          }
         }
       }
       accumulate<Config>(dv, p, shared.sP, shared.sGradOut, x, y);
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPerThread; ++j) p[i][j] *= dp[i][j] - delta[j];
+        for (int j = 0; j < kPerThread; ++j)
+          p[i][j] = params.silu ? dp[i][j] : p[i][j] * (dp[i][j] - delta[j]);
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j) key_sums[i] += p[i][j];
       }
       accumulate<Config>(dk, p, shared.sP, shared.sQ, x, y);
+    }
+#pragma unroll
+    for (int i = 0; params.key_sums != nullptr && i < kPerThread; ++i) {
+      const T sum = row_sum(key_sums[i]);
+      const int row = y + Config::kSide * i;
+      if (x == 0 && row < rows)
+        static_cast<T*>(params.key_sums)[(global_row + row) * params.heads + head] = sum;
     }
   }
   T scales[kPerThread], ones[kPerThread];
@@ -372,8 +505,15 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
     scales[i] = scale;
     ones[i] = 1;
   }
-  store_result<Config>(dk, scales, params.grad_k, global_row, kv_head, rows, params.dim_qk, x, y);
-  store_result<Config>(dv, ones, params.grad_v, global_row, kv_head, rows, params.dim_v, x, y);
+  // Rows that are not used have taken part in products.
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+#pragma unroll
+    for (int c = 0; c < Config::kOutPerThread && y + Config::kSide * i >= rows; ++c)
+      dk[i][c] = dv[i][c] = 0;
+  }
+  store_result<Config>(dk, scales, params.grad_k, global_row, kv_head, stored, params.dim_qk, x, y);
+  store_result<Config>(dv, ones, params.grad_v, global_row, kv_head, stored, params.dim_v, x, y);
 }
 
 // Head dims up to 64 share one kernel: fewer to compile.
@@ -404,6 +544,17 @@ cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStrea
     return launch<backward_dkdv_fma<Config>>(
         params, tile_grid(params, params.kv_offsets, Config::kTile, params.kv_heads),
         Config::kThreads, sizeof(FmaBackwardStorage<Config>), stream, nullptr);
+  });
+}
+
+template <typename Element>
+cudaError_t launch_table_gradients_fma(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return for_dim(params, [&](auto dim) {
+    using Config = SharedConfig<Element, dim.value>;
+    static_assert(Config::kThreads / 32 == table_warps(ElementType::kF32));
+    return launch<table_gradients_fma<Config>>(params, {params.table_ctas, params.heads},
+                                               Config::kThreads, sizeof(FmaBackwardStorage<Config>),
+                                               stream, nullptr);
   });
 }
 

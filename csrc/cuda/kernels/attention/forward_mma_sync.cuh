@@ -21,28 +21,41 @@
 // waits for its copies of tile j; after it tile j is visible to all, and all have finished tile
 // j - 1, whose stage the copies of tile j + 1 may now overwrite.
 //
+// Keys may also be taken away by ranges (ranges.cuh); steps of which no query of the tile sees a key
+// are then left out.
+//
+// jagged_hstu_attention has P_j = silu(scale S_j), no statistics, and O times a weight for each row
+// (silu.cuh).
+//
 // A sequence of length 0 has no rows and its virtual tile exits; one without keys runs no
 // iteration: out 0, lse -inf. Rows and keys past the end are zeros in shared memory, their scores
 // -inf, and they are not stored.
 #pragma once
 
+#include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/mask.cuh"
+#include "cuda/kernels/attention/ranges.cuh"
 #include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/scores.cuh"
+#include "cuda/kernels/attention/silu.cuh"
 
 #include <cmath>
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, int kRowBlocks_>
+template <typename Element_, int kDim_, int kRowBlocks_, bool kGeneral_, bool kSilu_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
   // 16-row blocks of a warp. Two halve the reads of K and V from shared memory and L2 per product;
   // one wastes less of short sequences, and is all that 256 dims leave registers for.
   static constexpr int kRowBlocks = kRowBlocks_;
+  // Keys may be taken away by ranges (ranges.cuh), biases added and keys unused (bias.cuh): looked up
+  // at run time, in registers that the others have not. Scores are scaled before all else.
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kSilu = kSilu_;  // in place of softmax (silu.cuh)
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowBlocks * 16;
@@ -58,8 +71,11 @@ struct ForwardConfig {
   // the branch costs 2 to 5 % where they are long.
   static constexpr bool kRestsWarps = kDim <= 64 && kRowBlocks == 1;
   static constexpr bool kHoldsQ = kDim == 128 && kRowBlocks == 1;  // Q stays in registers
-  static constexpr PathName kName =
-      PathName("cuda.attention.forward.mma_sync.d") + kDim + (kRowBlocks == 2 ? ".rows128" : "");
+  static constexpr PathName kName = PathName("cuda.attention.forward.mma_sync.d") + kDim +
+                                    (kRowBlocks == 2 ? ".rows128" : "") +
+                                    (kSilu      ? ".silu"
+                                     : kGeneral ? ".general"
+                                                : "");
   static_assert(kDim % 16 == 0 && kDim <= 256);
 };
 
@@ -94,15 +110,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   if (tile.seq < 0) {
     if (params.split_by_length) return;
     store_zeros<kThreads>(gOut, params.out.row_stride, rows, params.dim_v);
-    for (int row = threadIdx.x; row < rows; row += kThreads)
+    for (int row = threadIdx.x; !Config::kSilu && row < rows; row += kThreads)
       gLse[static_cast<int64_t>(row) * params.heads] = -INFINITY;
     return;
   }
-  const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  const RowRange kv =
+      Config::kGeneral ? used_rows(params, tile.seq) : sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
-  const int64_t last_key = window.last_column(tile.row, rows, kv.len);
-  const int64_t first_key = window.first_column(tile.row) / kTileN * kTileN;
+  const KeySteps<kTileN, Config::kGeneral> steps(params, window, tile, rows, kv.len);
 
   const Element* gQ = row_of<Element>(params.q, global_row, head);
   const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
@@ -116,32 +132,38 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   };
   load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
   ptx::cp_async_commit();
-  if (first_key < last_key) load_keys(first_key, 0);
+  if (steps.first < steps.last) load_keys(steps.first, 0);
   ptx::cp_async_commit();
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
   // At least a tiny positive number: with scale 0 all scores are equal, but a
   // masked one, -inf, must stay so.
   const float scale = static_cast<float>(params.scale),
-              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+              // Of logits, in the general kernel, scale is part already.
+      scale_log2 = Config::kGeneral ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+  const HeadBias<float> bias(params, head, tile.rows, kv);
   ptx::cp_async_wait<1>();
   __syncthreads();
   const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
       shared.sQ, warp_row, lane);
   OnlineSoftmax<kRowBlocks> softmax;
   Accumulator<kRowBlocks, kOutBlocks> o = {};
+  constexpr float kHidden = Config::kSilu ? kHiddenScore : -INFINITY;
   int stage = 0;
-  for (int64_t key = first_key; key < last_key; key += kTileN, stage ^= 1) {
+  for (int64_t key = steps.first; key < steps.last; key = steps.next(key), stage ^= 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (key + kTileN < last_key) load_keys(key + kTileN, stage ^ 1);
+    if (steps.next(key) < steps.last) load_keys(steps.next(key), stage ^ 1);
     ptx::cp_async_commit();
 
     if (Config::kRestsWarps && warp_row >= rows) continue;
 
     Accumulator<kRowBlocks, kScoreBlocks> s = {};
     mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
-    if (scale < 0.0f) {
+    if constexpr (Config::kGeneral) {
+      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
+                     lane);
+    } else if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
       for (int i = 0; i < kRowBlocks * kScoreBlocks * 4; ++i) {
@@ -150,27 +172,41 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
       }
     }
     if (window.cuts_tile(tile.row, kTileM, key, kTileN, kv.len)) {
-      replace_unseen(s, -INFINITY, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
+      replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
-    float rescale[kRowBlocks][2];
-    softmax.update(s, rescale, scale_log2);
-    rescale_rows(o, rescale);
+    if (Config::kGeneral && params.key_ranges != nullptr) {
+      replace_outside_ranges(s, kHidden, params, global_row, warp_row + lane / 4, rows, key, lane);
+    }
+    if constexpr (Config::kSilu) {
+      for_each_score(s, [](float& score) { score *= sigmoid(score); });
+    } else {
+      float rescale[kRowBlocks][2];
+      softmax.update(s, rescale, scale_log2);
+      rescale_rows(o, rescale);
+    }
     mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();
 
   softmax.finish();
-  float inverse_sum[kRowBlocks][2];
+  float inverse_sum[kRowBlocks][2];  // of silu: the rows' weights
 #pragma unroll
   for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if constexpr (Config::kSilu) {
+        const int row = min(warp_row + 16 * r + 8 * half + lane / 4, rows - 1);
+        inverse_sum[r][half] = row_weight<float>(params, global_row + row, kv.len);
+        continue;
+      }
       const float sum = softmax.row_sum[r][half];
       inverse_sum[r][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
       const int row = warp_row + 16 * r + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < rows) {
         gLse[static_cast<int64_t>(row) * params.heads] =
-            sum == 0.0f ? -INFINITY : __fmaf_rn(softmax.row_max[r][half], fabsf(scale), logf(sum));
+            sum == 0.0f ? -INFINITY
+                        : __fmaf_rn(softmax.row_max[r][half],
+                                    Config::kGeneral ? 1.0f : fabsf(scale), logf(sum));
       }
     }
   }
@@ -180,8 +216,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
 
 template <typename Element>
 cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream) {
-  return for_dim_and_rows(params, [&](auto dim, auto row_blocks) {
-    using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1)>;
+  return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
+    using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1),
+                                 ranges.value != 0, silu.value != 0>;
     return launch_longer<forward_mma_sync<Config>>(
         params, params, tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
         Config::kThreads, sizeof(ForwardStorage<Config>), stream, Config::kName);

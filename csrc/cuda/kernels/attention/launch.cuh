@@ -29,11 +29,17 @@ cudaError_t for_dim(const Params& params, Launch launch) {
   return cudaErrorInvalidValue;
 }
 
-// for_dim with Constant<16-row blocks of a warp>.
+// for_dim with Constant<16-row blocks of a warp>, Constant<whether it is_general()>, for which smaller
+// tiles leave out more steps, and Constant<whether silu takes softmax's place>.
 template <typename Launch>
-cudaError_t for_dim_and_rows(const AttentionParams& params, Launch launch) {
+cudaError_t for_mma_sync(const AttentionParams& params, Launch launch) {
   return for_dim(params, [&](auto dim) {
-    return has_long_sequences(params) ? launch(dim, Constant<2>{}) : launch(dim, Constant<1>{});
+    const Constant<0> no;
+    const Constant<1> yes;
+    if (params.silu) return launch(dim, Constant<1>{}, yes, yes);
+    if (is_general(params)) return launch(dim, Constant<1>{}, yes, no);
+    return has_long_sequences(params) ? launch(dim, Constant<2>{}, no, no)
+                                      : launch(dim, Constant<1>{}, no, no);
   });
 }
 

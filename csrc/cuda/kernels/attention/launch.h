@@ -1,5 +1,5 @@
 // What host code chooses among the attention kernels by, and their launches. Each launch serves
-// every head dim up to 256 (wgmma 128), is instantiated for an element type in a .cu file beside
+// every head dim up to 256 (wgmma and long backward 128), is instantiated for an element type in a .cu file beside
 // its kernel, and records its path, such as "cuda.attention.forward.mma_sync.d64.rows128"
 // (Config::kName).
 #pragma once
@@ -40,14 +40,18 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// 16-bit elements, head dims of 33 to 128, sequences of more than long_rows(): behind another kernel
-// on the stream, and before it the plan in params.long_plan.
+// 16-bit elements, head dims of 33 on, sequences of more than long_rows(): the plan in
+// params.long_plan and the kernel; where long_rows() is not 0, behind another kernel on the stream.
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
 // The same in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
 // the order of its sums.
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// 16-bit elements, head dims above 128, all sequences; two plans in params.long_plan.
+template <typename Element>
+cudaError_t launch_backward_wide(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // 16-bit elements, head dims up to 64, sequences of up to kTinyRows.
 template <typename Element>
@@ -60,11 +64,50 @@ cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStre
 template <typename Element>
 cudaError_t launch_forward_short(const AttentionParams& params, cudaStream_t stream);
 
+// The gradients of tables, of 16-bit elements, and of f32 and f64.
+template <typename Element>
+cudaError_t launch_table_gradients_mma_sync(const AttentionBackwardParams& params,
+                                            cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_table_gradients_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// out [outer, heads, inner] from sums [parts, outer, query_heads, inner].
+struct BiasSumsParams {
+  ElementType type;  // of q, k and v: the sums are f32, or f64
+  const void* sums;
+  void* out;
+  int64_t parts;
+  int64_t outer;
+  int query_heads;
+  int heads;  // divides query_heads
+  int64_t inner;
+};
+cudaError_t launch_bias_sums(const BiasSumsParams& params, cudaStream_t stream);
+
 // f32 and f64.
 template <typename Element>
 cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// The kernels that take whatever is_general(), any element: the backward pass, and where they are
+// wanted the sums of tables behind it.
+template <typename Element>
+cudaError_t launch_backward_general(const AttentionBackwardParams& params, cudaStream_t stream) {
+  constexpr bool k16Bit = sizeof(Element) == 2;
+  cudaError_t error;
+  if constexpr (k16Bit) {
+    error = launch_backward_mma_sync<Element>(params, stream);
+  } else {
+    error = launch_backward_fma<Element>(params, stream);
+  }
+  if (error != cudaSuccess || params.table_ctas == 0) return error;
+  if constexpr (k16Bit) {
+    return launch_table_gradients_mma_sync<Element>(params, stream);
+  } else {
+    return launch_table_gradients_fma<Element>(params, stream);
+  }
+}
 
 // Target attention, 16-bit elements.
 template <typename Element>

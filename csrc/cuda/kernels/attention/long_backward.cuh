@@ -14,17 +14,22 @@
 //     scheduler (one warp)     copier (one thread)              each computing warpgroup
 //     for each item:           for each item:                   for each item:
 //       take it, publish it      K, V                             for each step:
-//                                for each step (head of             S^T = K Q^T, dP^T = V dO^T
-//                                the group, kStep queries):         P^T = exp2(...)
-//                                  Q, dO, lse, delta                dS^T = P^T * (dP^T - delta)
-//                                                                   dS^T to shared memory
-//                                                                   start dV += P^T dO, meet
-//                                                                   start dQ = dS K, dK += dS^T Q
+//                                for each step (head of             dS^T to shared memory
+//                                the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
+//                                  Q, dO, lse, delta                start dQ = dS K of the step before
+//                                                                   start S^T = K Q^T of the next step
 //                                                                   add dQ to its sums
+//                                                                   start dP^T = V dO^T of the next step
+//                                                                   P^T = exp2(...)
+//                                                                   dS^T = P^T * (dP^T - delta)
 //                                                                 store dK, dV
 //
 // A step's dQ, over all keys of the tile, is shared between the warpgroups: at 128 dims each takes
-// half of the columns, at 64 half of the queries.
+// half of the columns, at 64 half of the queries. That it comes one step late is why they need not
+// keep step with each other: one is at its exponentials while the other has the tensor cores.
+//
+// What a step needs from shared memory outside of its products is loaded long before its use: while
+// the tensor cores read their operands a load takes hundreds of cycles.
 //
 // The sums of dQ lie in memory as the accumulators do in registers, in chunks of 16 queries and 64
 // columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
@@ -40,8 +45,8 @@
 //     keys_empty      computing warps, after an item       copier
 //     ring.full       copier, with the bytes of a step     computing warps
 //     ring.empty      computing warps, after its products  copier
-//     kScores         both warpgroups, dS is written       the same; a stage of dS is written again
-//                                                          only when all have passed the next one
+//     scores_full     both warpgroups, dS is written       the same, before dQ
+//     scores_empty    both warpgroups, dQ is computed      the same, before they write dS
 //     kZeroed + w     warpgroup w                          the same, after it has written zeros
 //
 // A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0
@@ -67,8 +72,9 @@ struct LongBackwardConfig {
   static constexpr int kStep = kDim == 64 ? 128 : 64;
   static constexpr int kStages = kDim == 64 ? 2 : 3;  // as many as there is room for
   static constexpr int kScoreStages = 2;
-  // dK of a step is waited for in the next one. At 64 dims there are no registers for that.
-  static constexpr bool kFinishesLate = kDim == 128;
+  // Chunks of lse or delta that a lane loads ahead of their use, two pairs of queries each.
+  // At 64 dims there are no registers for that.
+  static constexpr int kStatisticsAhead = kDim == 128 ? 2 : 0;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
@@ -91,11 +97,15 @@ struct LongWorkspace {
   static constexpr int kChunks = Config::kDim / 64;   // of one group of rows and head
 
   // lse and delta of kStep queries of one head, one after the other, of the tile that holds row
-  // `row` of a sequence that begins at `begin`.
+  // `row` of a sequence that begins at `begin`; in the order of statistics_place().
   __device__ __forceinline__ static float* statistics(const AttentionBackwardParams& params,
                                                       int64_t begin, int row, int head) {
     const int64_t tile = long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep;
     return params.long_statistics + (tile * params.heads + head) * (2 * Config::kStep);
+  }
+  // The pairs of queries that a lane has as columns of two blocks of scores, side by side.
+  __device__ __forceinline__ static int statistics_place(int row) {
+    return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
   }
   __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
                                                   int64_t begin, int row, int head) {
@@ -173,8 +183,8 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
       if (params.grad_lse != nullptr)
         delta -= static_cast<const float*>(params.grad_lse)[statistic];
     }
-    float* statistics =
-        Workspace::statistics(params, tile.rows.begin, first_row + row, head) + row % Config::kStep;
+    float* statistics = Workspace::statistics(params, tile.rows.begin, first_row + row, head) +
+                        Workspace::statistics_place(row % Config::kStep);
     statistics[0] = lse_log2;
     statistics[Config::kStep] = delta;
   }
@@ -234,17 +244,33 @@ struct KeyItem {
   int num_queries;
   int num_keys;
   int kv_head;
-  int is_end;  // there are no more
+  int is_end;      // there are no more
+  int first_step;  // flags
 };
 
-// Queries [query, query + rows) of one head.
-struct LongStep {
-  int rows;
-  int cuts;  // bit w: warpgroup w has a query that does not see a key
-  int query;
-  bool is_last;   // of the item
+// Queries [query, query + kStep) of one head.
+struct alignas(16) LongStep {
   float* grad_q;  // the sums of its first row
+  int query;
+  int next;  // flags of the next step: nothing waits for them when it begins
 };
+
+// What decides how a step runs, in one word.
+struct StepFlags {
+  int bits;
+
+  __device__ __forceinline__ int rows() const { return bits & 0xff; }
+  // Whether some query does not see a key of this warpgroup's.
+  __device__ __forceinline__ bool cuts(int warpgroup) const { return bits >> (8 + warpgroup) & 1; }
+  __device__ __forceinline__ bool is_last() const { return bits >> 16 & 1; }  // of the item
+};
+
+__device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& params,
+                                                        const KeyItem& item) {
+  return WindowOf<int>{item.num_keys - item.num_queries, window_rows32(params.window_left),
+                       window_rows32(params.window_right)}
+      .transposed();
+}
 
 // Steps of an item: for each head of the group all queries, from some of the first on, so that the
 // CTAs at work do not all add to the same sums.
@@ -258,6 +284,47 @@ struct StepRange {
     const int last = queries_of.last_column(item.key, item.keys, item.num_queries);
     count = last > first ? (last - first + kStep - 1) / kStep : 0;
   }
+};
+
+template <typename Config>
+class StepOrder {
+ public:
+  __device__ __forceinline__ StepOrder(const AttentionParams& attention, const KeyItem& item)
+      : window_(queries_window(attention, item)),
+        range_(item, window_),
+        heads_(attention.heads / attention.kv_heads) {
+    const bool rotates = attention.window_left >= AttentionParams::kUnbounded &&
+                         attention.window_right >= AttentionParams::kUnbounded;
+    if (rotates && range_.count > 0)
+      start_ = static_cast<int>(static_cast<int64_t>(item.key) * range_.count / item.num_keys);
+  }
+
+  __device__ __forceinline__ int count() const { return range_.count; }
+  __device__ __forceinline__ int query(int index) const {
+    const int turned = start_ + index;
+    return range_.first + (turned < range_.count ? turned : turned - range_.count) * Config::kStep;
+  }
+  __device__ __forceinline__ int flags(const KeyItem& item, int member, int index) const {
+    if (index == range_.count) {
+      ++member;
+      index = 0;
+    }
+    const int row = query(index);
+    int bits = min(item.num_queries - row, Config::kStep);
+#pragma unroll
+    for (int w = 0; w < Config::kWarpgroups; ++w) {
+      if (item.keys < (w + 1) * 64 ||
+          window_.cuts_tile(item.key + w * 64, 64, row, Config::kStep, row + Config::kStep))
+        bits |= 1 << (8 + w);
+    }
+    return member + 1 == heads_ && index + 1 == range_.count ? bits | 1 << 16 : bits;
+  }
+
+ private:
+  WindowOf<int> window_;
+  StepRange<Config::kStep> range_;
+  int heads_;
+  int start_ = 0;
 };
 
 template <typename Config>
@@ -277,16 +344,10 @@ struct LongBackwardStorage {
   Ring<kItems> items;
   Ring<Config::kStages> ring;
   uint64_t keys_full, keys_empty;
+  uint64_t scores_full[Config::kScoreStages], scores_empty[Config::kScoreStages];
 };
 static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64>>) <= 227 * 1024);
 static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128>>) <= 227 * 1024);
-
-__device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& params,
-                                                        const KeyItem& item) {
-  return WindowOf<int>{item.num_keys - item.num_queries, window_rows32(params.window_left),
-                       window_rows32(params.window_right)}
-      .transposed();
-}
 
 // Takes items from the plan, one ahead; one warp.
 template <typename Config>
@@ -327,6 +388,8 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     item.num_keys = num_keys;
     item.kv_head = static_cast<int>(index / tiles);
     item.is_end = false;
+    const StepOrder<Config> order(attention, item);
+    item.first_step = order.count() > 0 ? order.flags(item, 0, 0) : 0;
     publish(item);
   }
   KeyItem end = {};
@@ -350,30 +413,15 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
     const KeyItem item = shared.item[place.stage];
     shared.items.release(place.advance());
     if (item.is_end) return;
-    const WindowOf<int> window = queries_window(attention, item);
-    const StepRange<Config::kStep> range(item, window);
-    if (range.count == 0) continue;
-    const bool rotates = attention.window_left >= AttentionParams::kUnbounded &&
-                         attention.window_right >= AttentionParams::kUnbounded;
-    const int start =
-        rotates ? static_cast<int>(static_cast<int64_t>(item.key) * range.count / item.num_keys)
-                : 0;
+    const StepOrder<Config> order(attention, item);
     for (int member = 0; member < group; ++member) {
       const int head = item.kv_head * group + member;
-      for (int i = 0; i < range.count; ++i) {
-        const int turned = start + i, step = turned < range.count ? turned : turned - range.count;
-        const int query = range.first + step * Config::kStep;
+      for (int i = 0; i < order.count(); ++i) {
+        const int query = order.query(i);
         shared.ring.acquire(slot);
         const int stage = slot.advance();
-        int cuts = 0;
-        for (int w = 0; w < Config::kWarpgroups; ++w) {
-          if (item.keys < (w + 1) * 64 ||
-              window.cuts_tile(item.key + w * 64, 64, query, Config::kStep, query + Config::kStep))
-            cuts |= 1 << w;
-        }
-        shared.steps[stage] = {item.num_queries - query, cuts, query,
-                               member + 1 == group && i + 1 == range.count,
-                               Workspace::grad_q(attention, item.query_begin, query, head)};
+        shared.steps[stage] = {Workspace::grad_q(attention, item.query_begin, query, head), query,
+                               order.flags(item, member, i + 1)};
         uint64_t& full = shared.ring.full[stage];
         ptx::mbarrier_arrive_expect_tx(
             full, 2 * sizeof(shared.sQ[0].data) + sizeof(shared.sStatistics[0]));
@@ -402,7 +450,26 @@ struct LongBackwardConsumer {
   using Storage = LongBackwardStorage<Config>;
   static constexpr int kStep = Config::kStep, kScoreBlocks = kStep / 8,
                        kOutBlocks = Config::kDim / 8;
-  static constexpr int kScoresBarrier = 1, kZeroedBarrier = 2;
+  static constexpr int kZeroedBarrier = 1;
+  using Packed = PackedRows<Element, kScoreBlocks>;
+
+  // lse or delta of the queries that are this lane's columns.
+  struct Columns {
+    float4 chunks[kScoreBlocks / 2];  // two pairs of queries each
+
+    __device__ __forceinline__ float at(int block, int i) const {
+      const float4& chunk = chunks[block / 2];
+      if (block % 2 == 0) return i % 2 == 0 ? chunk.x : chunk.y;
+      return i % 2 == 0 ? chunk.z : chunk.w;
+    }
+  };
+  // A step whose dQ is still to be computed and added.
+  struct LateStep {
+    float* grad_q;
+    int rows;
+    int score_stage;
+    int score_parity;
+  };
 
   const AttentionBackwardParams& attention;
   Storage& shared;
@@ -410,7 +477,11 @@ struct LongBackwardConsumer {
   const float scale_log2;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kStages> slot;
-  int score_stage = 0, keys_parity = 0, stage = 0;
+  RingPosition<Config::kScoreStages> scores;
+  int keys_parity = 0, stage = 0;
+  StepFlags flags = {0};
+  LongStep step;
+  Columns lse, delta;
   Accumulator<1, kOutBlocks> dk, dv;
 
   __device__ __forceinline__ LongBackwardConsumer(const AttentionBackwardParams& params,
@@ -421,10 +492,6 @@ struct LongBackwardConsumer {
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % 128 / 32, 0)),
         scale_log2(static_cast<float>(params.scale) * kLog2E) {}
-
-  __device__ __forceinline__ void release_step(int done) {
-    if (lane == 0) shared.ring.release(done);
-  }
 
   // Rows of a tile from `rows` up to `last` become zeros; the caller fences.
   template <typename Tile>
@@ -466,8 +533,9 @@ struct LongBackwardConsumer {
   }
 
   // dS^T to shared memory, [keys, queries].
-  __device__ __forceinline__ void write_grad_scores(const PackedRows<Element, kScoreBlocks>& ds) {
-    auto& tile = shared.sGradScores[score_stage];
+  __device__ __forceinline__ void write_grad_scores(const Packed& ds) {
+    ptx::mbarrier_wait(shared.scores_empty[scores.stage], scores.parity ^ 1);
+    auto& tile = shared.sGradScores[scores.stage];
     const int row = warpgroup * 64 + warp * 16 + lane % 16;
     const uint32_t base = ptx::shared_address(tile.data) + row * 128;
     const int swizzle = row & 7;
@@ -478,30 +546,43 @@ struct LongBackwardConsumer {
                                ((chunk % 8) ^ swizzle) * Storage::ScoreRows::kChunkBytes;
       ptx::stmatrix_x4(address, ds.fragments[k]);
     }
+  }
+  // The step's dS is written; its dQ is late from now on.
+  __device__ __forceinline__ LateStep publish_grad_scores() {
     ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.scores_full[scores.stage]);
+    const LateStep late = {step.grad_q, flags.rows(), scores.stage, scores.parity};
+    scores.advance();
+    return late;
   }
 
-  // dQ of this warpgroup's part of the step.
-  __device__ __forceinline__ void start_grad_q(Accumulator<1, 8>& dq) {
+  // dQ of this warpgroup's part of a step.
+  __device__ __forceinline__ void start_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
     using Product = ptx::Wgmma<Element, true, true>;
     const int own_columns = Config::kDim == 128 ? warpgroup : 0,
               own_queries = Config::kDim == 64 ? warpgroup : 0;
-    const ptx::MatrixDescriptor scores = shared.sGradScores[score_stage].descriptor() +
-                                         own_queries * Storage::ScoreRows::kGroupBytes,
+    ptx::mbarrier_wait(shared.scores_full[late.score_stage], late.score_parity);
+    const ptx::MatrixDescriptor grad_scores = shared.sGradScores[late.score_stage].descriptor() +
+                                              own_queries * Storage::ScoreRows::kGroupBytes,
                                 keys = shared.sK.descriptor() +
                                        own_columns * Storage::KeyRows::kGroupBytes;
+    ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTileN; k += 16)
-      Product::run(dq[0], scores + Storage::ScoreRows::row_step_bytes(k),
+      Product::run(dq[0], grad_scores + Storage::ScoreRows::row_step_bytes(k),
                    keys + Storage::KeyRows::row_step_bytes(k), k > 0);
+    ptx::wgmma_commit_group();
   }
 
   // Adds dQ to its sums.
-  __device__ __forceinline__ void add_grad_q(const Accumulator<1, 8>& dq, const LongStep& step) {
+  __device__ __forceinline__ void add_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
     constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
+    ptx::fence_operands(dq[0]);
+    if (lane == 0) ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
     const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
     float* sums =
-        step.grad_q +
+        late.grad_q +
         static_cast<int64_t>(row / kLongGroupRows) * attention.heads * (kChunks * kChunk) +
         (Config::kDim == 128 ? warpgroup * kChunk : 0);
     float* staged = shared.sGradQ[warpgroup * 4 + warp];
@@ -512,7 +593,7 @@ struct LongBackwardConsumer {
       ptx::st_shared_16(staged + block * 128 + lane * 4, dq[0][block]);
     ptx::fence_proxy_async();
     __syncwarp();
-    if (lane == 0 && row < step.rows) {
+    if (lane == 0 && row < late.rows) {
       ptx::cp_reduce_async_bulk_add(sums, staged, kChunk * 4);
       ptx::cp_async_bulk_commit();
     }
@@ -521,18 +602,34 @@ struct LongBackwardConsumer {
   __device__ __forceinline__ void wait_for_step() {
     shared.ring.wait(slot);
     stage = slot.advance();
-    const int rows = shared.steps[stage].rows;
+    const int rows = flags.rows();
     if (rows < kStep) {
       zero_rows(shared.sQ[stage], rows, kStep);
       zero_rows(shared.sGradOut[stage], rows, kStep);
       finish_zeros();
     }
   }
-  // S^T = K Q^T
+  __device__ __forceinline__ void load_chunk(Columns& columns, int statistic, int chunk) const {
+    if (chunk >= kScoreBlocks / 2) return;
+    columns.chunks[chunk] = *reinterpret_cast<const float4*>(
+        &shared.sStatistics[stage][statistic][chunk * 16 + lane % 4 * 4]);
+  }
+  __device__ __forceinline__ void load_first_chunks(Columns& columns, int statistic) const {
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kStatisticsAhead; ++chunk)
+      load_chunk(columns, statistic, chunk);
+  }
+  // S^T = K Q^T, and what is needed behind it.
   __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s) {
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
     ptx::wgmma_commit_group();
+    const int4 words = *reinterpret_cast<const int4*>(&shared.steps[stage]);
+    step.grad_q = reinterpret_cast<float*>(static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
+                                           static_cast<uint64_t>(words.y) << 32);
+    step.query = words.z;
+    step.next = words.w;
+    load_first_chunks(lse, 0);
   }
   // dP^T = V dO^T
   __device__ __forceinline__ void start_grad_probs(Accumulator<1, kScoreBlocks>& dp) {
@@ -543,85 +640,109 @@ struct LongBackwardConsumer {
   // P^T = exp2(...)
   __device__ __forceinline__ void finish_scores(Accumulator<1, kScoreBlocks>& s,
                                                 Accumulator<1, kScoreBlocks>& probs,
-                                                const KeyItem& item) const {
+                                                const KeyItem& item) {
     ptx::fence_operands(s[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
-      const float2 lse = *reinterpret_cast<const float2*>(
-          &shared.sStatistics[stage][0][block * 8 + 2 * (lane % 4)]);
+      if (block % 2 == 0) load_chunk(lse, 0, block / 2 + Config::kStatisticsAhead);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         probs[0][block][i] =
-            ptx::ex2_approx(__fmaf_rn(s[0][block][i], scale_log2, i % 2 == 0 ? -lse.x : -lse.y));
+            ptx::ex2_approx(__fmaf_rn(s[0][block][i], scale_log2, -lse.at(block, i)));
       }
     }
-    const LongStep& own = shared.steps[stage];
-    if (own.cuts >> warpgroup & 1) zero_unseen(probs, item, own.query);
+    load_first_chunks(delta, 1);
+    if (flags.cuts(warpgroup)) zero_unseen(probs, item, step.query);
   }
   // dS^T = P^T * (dP^T - delta), to s.
   __device__ __forceinline__ void finish_grad_probs(Accumulator<1, kScoreBlocks>& s,
-                                                    Accumulator<1, kScoreBlocks>& dp) const {
+                                                    Accumulator<1, kScoreBlocks>& dp) {
     ptx::fence_operands(dp[0]);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
-      const float2 delta = *reinterpret_cast<const float2*>(
-          &shared.sStatistics[stage][1][block * 8 + 2 * (lane % 4)]);
+      if (block % 2 == 0) load_chunk(delta, 1, block / 2 + Config::kStatisticsAhead);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+      for (int i = 0; i < 4; ++i) s[0][block][i] *= dp[0][block][i] - delta.at(block, i);
     }
+  }
+  // P and dS of a step whose two products are the last in flight.
+  __device__ __forceinline__ void finish_step(Accumulator<1, kScoreBlocks>& s,
+                                              Accumulator<1, kScoreBlocks>& dp, Packed& p,
+                                              Packed& ds, const KeyItem& item) {
+    Accumulator<1, kScoreBlocks> probs;
+    ptx::wgmma_wait_group<1>();
+    finish_scores(s, probs, item);
+    p = Packed(probs);
+    ptx::wgmma_wait_group<0>();
+    finish_grad_probs(probs, dp);
+    ds = Packed(probs);
+  }
+  // A step before which no product is in flight.
+  __device__ __forceinline__ void run_scores(Packed& p, Packed& ds, const KeyItem& item) {
+    wait_for_step();
+    Accumulator<1, kScoreBlocks> s, dp;
+    start_scores(s);
+    start_grad_probs(dp);
+    finish_step(s, dp, p, ds, item);
+  }
+  // dV += P^T dO, dK += dS^T Q; dV, whose operands are ready, starts before dS has reached shared
+  // memory.
+  __device__ __forceinline__ LateStep start_sums(const Packed& p, const Packed& ds) {
+    write_grad_scores(ds);
+    ptx::fence_operands(dv[0]);
+    ptx::fence_operands(dk[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    const LateStep late = publish_grad_scores();
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    return late;
+  }
+  // All products on this step's Q and dO are done.
+  __device__ __forceinline__ void finish_sums() {
+    ptx::fence_operands(dv[0]);
+    ptx::fence_operands(dk[0]);
+    if (lane == 0) shared.ring.release(stage);
+    flags = {step.next};
   }
 
   // All steps of an item.
   __device__ __forceinline__ void run_steps(const KeyItem& item) {
-    int last = -1;  // the stage of the step whose dK is still being computed
-    bool is_last;
-    do {
-      wait_for_step();
-      Accumulator<1, kScoreBlocks> s, dp, probs;
-      start_scores(s);
-      start_grad_probs(dp);
-      ptx::wgmma_wait_group<1>();
-      if constexpr (Config::kFinishesLate) {
-        ptx::fence_operands(dk[0]);
-        if (last >= 0) release_step(last);
-        last = stage;
-      }
-      finish_scores(s, probs, item);
-      const PackedRows<Element, kScoreBlocks> p(probs);
+    Packed p, ds;
+    LateStep late;
+    run_scores(p, ds, item);
+    if (!flags.is_last()) {
+      late = start_sums(p, ds);
       ptx::wgmma_wait_group<0>();
-      finish_grad_probs(probs, dp);
-      const PackedRows<Element, kScoreBlocks> ds(probs);
-      write_grad_scores(ds);
-      ptx::fence_operands(dv[0]);
-      ptx::wgmma_fence();
-      wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
-      ptx::wgmma_commit_group();
-      ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128);
+      finish_sums();
+      run_scores(p, ds, item);
+      while (!flags.is_last()) {
+        const LateStep own = start_sums(p, ds);
+        Accumulator<1, 8> dq;
+        start_grad_q(dq, late);
+        ptx::wgmma_wait_group<1>();
+        finish_sums();
+        wait_for_step();
+        Accumulator<1, kScoreBlocks> s, dp;
+        start_scores(s);
+        ptx::wgmma_wait_group<1>();
+        add_grad_q(dq, late);
+        late = own;
+        start_grad_probs(dp);
+        finish_step(s, dp, p, ds, item);
+      }
       Accumulator<1, 8> dq;
-      ptx::fence_operands(dk[0]);
-      ptx::wgmma_fence();
-      start_grad_q(dq);
-      ptx::wgmma_commit_group();
-      wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
-      ptx::wgmma_commit_group();
-      score_stage ^= 1;
-      ptx::wgmma_wait_group<1>();
-      ptx::fence_operands(dq[0]);
-      ptx::fence_operands(dv[0]);
-      add_grad_q(dq, shared.steps[stage]);
-      is_last = shared.steps[stage].is_last;
-      if constexpr (!Config::kFinishesLate) {
-        ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(dk[0]);
-        release_step(stage);
-      }
-    } while (!is_last);
-    if constexpr (Config::kFinishesLate) {
+      start_grad_q(dq, late);
       ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(dk[0]);
-      release_step(stage);
+      add_grad_q(dq, late);
     }
+    late = start_sums(p, ds);
+    Accumulator<1, 8> dq;
+    start_grad_q(dq, late);
+    ptx::wgmma_wait_group<0>();
+    finish_sums();
+    add_grad_q(dq, late);
   }
 
   __device__ __forceinline__ void store_item(const KeyItem& item) {
@@ -644,6 +765,7 @@ struct LongBackwardConsumer {
       reset();
       const StepRange<kStep> range(item, queries_window(attention, item));
       if (range.count > 0) {
+        flags = {item.first_step};
         ptx::mbarrier_wait(shared.keys_full, keys_parity);
         keys_parity ^= 1;
         const int first = max(item.keys, warpgroup * 64), last = warpgroup * 64 + 64;
@@ -677,6 +799,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     shared.ring.init(kConsumerWarps);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
+    for (int i = 0; i < Config::kScoreStages; ++i) {
+      ptx::mbarrier_init(shared.scores_full[i], kConsumerWarps);
+      ptx::mbarrier_init(shared.scores_empty[i], kConsumerWarps);
+    }
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();

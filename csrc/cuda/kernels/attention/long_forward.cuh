@@ -18,7 +18,11 @@
 //                                                               P_j = softmax step of S
 //
 // The product with the last P of an item is started together with the first S of the next item,
-// behind which the output of the item is stored: the tensor cores do not wait between items. Only
+// behind which the output of the item is stored: the tensor cores do not wait between items. Above
+// 128 dims there is no room for a second Q (kOwnQueries): each warpgroup has a tile of Q for itself,
+// which is filled anew as soon as it has computed its last S of an item, and the last product and
+// the output of an item come before the next Q. There a warpgroup also passes over the key tiles at
+// the end of an item that its rows do not see. Only
 // one warpgroup at a time hands products to the tensor cores, while the others are at their
 // exponentials: a warp that starts a product waits until those before it are done.
 //
@@ -26,13 +30,15 @@
 // reads and writes its accumulators in the register file, which slows all other instructions of the
 // SM down by about 1.6: so what counts is how few there are between two turns.
 //
-// Shared memory, in rows of 2 kDim bytes: Q kTileM rows, twice; kSlots tiles of kTileN rows, through
-// which K and V pass in the order above. 192 KiB for kDim 128, 112 for 64.
+// Shared memory, in rows of 2 kDim bytes: Q kTileM rows, twice (above 128 dims once); kSlots tiles of
+// kTileN rows, through which K and V pass in the order above. 112, 192, 216, 224 KiB for kDim 64,
+// 128, 192, 256.
 //
 // Barriers:           arrives                              waits
 //     items.full      scheduler                            copier, computing warps
 //     items.empty     copier, computing warps              scheduler; then sQ is free as well
 //     q_full          copier, with the bytes of Q          computing warps
+//     q_empty[w]      warpgroup w, after its last S        copier (kOwnQueries)
 //     ring.full       copier, with the bytes of a tile     computing warps
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
@@ -42,7 +48,8 @@
 //
 // A copy may reach into the next sequence. Of K that gives scores that are masked; rows of V past
 // the end are overwritten with zeros, since 0 times NaN is NaN; rows of Q give rows that are not
-// stored. A sequence of length 0 is not planned; one without keys gives out 0, lse -inf.
+// stored. A sequence of length 0 is not planned; one without keys gives out 0, lse -inf, and so do
+// rows outside all sequences, where the plan has them.
 #pragma once
 
 #include "cuda/kernels/attention/epilogue.cuh"
@@ -62,18 +69,20 @@ struct LongForwardConfig {
   static constexpr int kWarpgroups = kDim == 64 ? 3 : 2;
   static constexpr int kTileM = kWarpgroups * 64;
   // Nothing depends on the batch, so that a row's bits depend on its own sequence alone.
-  static constexpr int kTileN = 128;
+  static constexpr int kTileN = kDim == 256 ? 80 : kDim == 192 ? 112 : 128;
   static constexpr int kSlots = 4;
+  // Where there is no room for two items: each warpgroup has a tile of Q for itself.
+  static constexpr bool kOwnQueries = kDim > 128;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
-  static_assert(kDim == 64 || kDim == 128);
+  static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
 };
 
 struct LongForwardParams {
-  CUtensorMap q;  // boxes of kTileM rows of one head
+  CUtensorMap q;  // boxes of QueryRows::kRows rows of one head
   CUtensorMap k;  // boxes of kTileN rows
   CUtensorMap v;
   AttentionParams attention;
@@ -89,22 +98,22 @@ template <typename Config>
 struct LongForwardStorage {
   using Element = typename Config::Element;
   static constexpr int kItems = 2;
-  using QueryRows = WarpgroupTile<Element, Config::kTileM, Config::kDim>;
+  // One per stage of item, or per warpgroup.
+  static constexpr int kQueryTiles = 2;
+  using QueryRows = WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kDim>;
   using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kDim>;
-  QueryRows sQ[kItems];
+  QueryRows sQ[kQueryTiles];
   KeyRows slots[Config::kSlots];
-  Ring<kItems> items;  // of item and sQ
-  uint64_t q_full[kItems];
+  Ring<kItems> items;  // of item, and of sQ if not kOwnQueries
+  uint64_t q_full[kQueryTiles], q_empty[kQueryTiles];
   Ring<Config::kSlots> ring;  // of slots
   WorkItem item[kItems];
 };
 
 // Takes items from the plan, one ahead; one warp.
-template <typename Config>
-__device__ __forceinline__ void schedule(const LongForwardParams& params,
-                                         LongForwardStorage<Config>& shared) {
-  const AttentionParams& attention = params.attention;
-  RingPosition<LongForwardStorage<Config>::kItems> place;
+template <typename Config, typename Storage>
+__device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
+  RingPosition<Storage::kItems> place;
   const auto publish = [&](const WorkItem& item) {
     shared.items.acquire(place);
     if (threadIdx.x % 32 == 0) {
@@ -114,7 +123,7 @@ __device__ __forceinline__ void schedule(const LongForwardParams& params,
     __syncwarp();
     place.advance();
   };
-  // Where late queries see more keys, they come first.
+  // Where late queries see more keys, they come first, those of all heads.
   const bool descending = attention.window_right < AttentionParams::kUnbounded;
   ptx::griddepcontrol_wait();
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
@@ -124,18 +133,17 @@ __device__ __forceinline__ void schedule(const LongForwardParams& params,
     const int tiles = (sequence.num_queries + Config::kTileM - 1) / Config::kTileM;
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
-    const int tile = static_cast<int>(index % tiles);
-    const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
-                            ? RowRange{sequence.begin, sequence.num_queries}
-                            : sequence_rows(attention.kv_offsets, sequence.seq);
+    const RowRange kv = planned_keys(attention, sequence);
     WorkItem item = {};
-    item.tile.row = (descending ? tiles - 1 - tile : tile) * Config::kTileM;
+    const int fastest = descending ? attention.heads : tiles;
+    const int slow = static_cast<int>(index / fastest), fast = static_cast<int>(index % fastest);
+    item.tile.row = (descending ? tiles - 1 - slow : fast) * Config::kTileM;
     item.tile.rows = min(Config::kTileM, sequence.num_queries - item.tile.row);
     item.tile.num_queries = sequence.num_queries;
     item.tile.num_keys = static_cast<int>(kv.len);
     item.tile.global_row = sequence.begin + item.tile.row;
     item.tile.key_begin = kv.begin;
-    item.head = static_cast<int>(index / tiles);
+    item.head = descending ? fast : slow;
     publish(item);
   }
   WorkItem end = {};
@@ -151,6 +159,7 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   const int group = attention.heads / attention.kv_heads;
   RingPosition<LongForwardStorage<Config>::kItems> place;
   RingPosition<Config::kSlots> slot;
+  unsigned q_parities = ~0u;  // one bit per warpgroup
   for (;;) {
     shared.items.wait(place);
     const WorkItem item = shared.item[place.stage];
@@ -165,8 +174,17 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
                 shared.ring.full[slot.stage]);
       slot.advance();
     };
-    copy_tile(shared.sQ[stage], params.q, item.tile.global_row, item.head, shared.q_full[stage]);
+    if constexpr (!Config::kOwnQueries)
+      copy_tile(shared.sQ[stage], params.q, item.tile.global_row, item.head, shared.q_full[stage]);
     copy(params.k, keys.first);
+    if constexpr (Config::kOwnQueries) {
+      for (int w = 0; w < Config::kWarpgroups && w * 64 < item.tile.rows; ++w) {
+        ptx::mbarrier_wait(shared.q_empty[w], q_parities >> w & 1);
+        q_parities ^= 1u << w;
+        copy_tile(shared.sQ[w], params.q, item.tile.global_row + w * 64, item.head,
+                  shared.q_full[w]);
+      }
+    }
     for (int key = keys.first; key < keys.last; key += Config::kTileN) {
       if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
       copy(params.v, key);
@@ -190,7 +208,7 @@ struct LongForwardConsumer {
   const float scale, scale_log2;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kSlots> slot;
-  unsigned q_parities = 0;  // one bit per item stage
+  unsigned q_parities = 0;  // one bit per tile of Q
   LazySoftmax softmax;
   Accumulator<1, kScoreBlocks> s;
   Accumulator<1, kOutBlocks> o;
@@ -226,15 +244,24 @@ struct LongForwardConsumer {
   __device__ __forceinline__ void release_item(int stage) {
     if (lane == 0) shared.items.release(stage);
   }
-  __device__ __forceinline__ void wait_for_queries(int stage) {
-    ptx::mbarrier_wait(shared.q_full[stage], q_parities >> stage & 1);
-    q_parities ^= 1u << stage;
+  __device__ __forceinline__ int query_tile(int item_stage) const {
+    return Config::kOwnQueries ? warpgroup : item_stage;
+  }
+  __device__ __forceinline__ void wait_for_queries(int item_stage) {
+    const int tile = query_tile(item_stage);
+    ptx::mbarrier_wait(shared.q_full[tile], q_parities >> tile & 1);
+    q_parities ^= 1u << tile;
+  }
+  // Behind the last S of an item.
+  __device__ __forceinline__ void release_queries() {
+    if (Config::kOwnQueries && lane == 0) ptx::mbarrier_arrive(shared.q_empty[warpgroup]);
   }
 
   // S = Q K^T
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sQ[item_stage], warpgroup * 64, shared.slots[stage]);
+    wgmma_rows_by_rows(s, shared.sQ[query_tile(item_stage)],
+                       Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
   // Signs and masks of S, the scores of keys from `key` on, when their product is done.
@@ -304,9 +331,16 @@ struct LongForwardConsumer {
                 attention.out.row_stride, rows, attention.dim_v, lane);
   }
 
+  // Instead of a product with keys that this warpgroup does not see.
+  __device__ __forceinline__ void skip_scores() {
+    release_slot(wait_for_slot());
+    take_turn();
+    pass_turn();
+  }
+
   // The other warpgroups' work on an item, after its first turn.
   __device__ __forceinline__ void skip_item(int item_stage, const KeyRange& keys) {
-    wait_for_queries(item_stage);
+    if constexpr (!Config::kOwnQueries) wait_for_queries(item_stage);
     for (int key = keys.first; key < keys.last; key += kTileN) {
       if (key != keys.first) {
         take_turn();
@@ -376,12 +410,16 @@ struct LongForwardConsumer {
         ptx::fence_operands(s[0]);
       }
       release_slot(score_slot);
+      // Behind the last key that this warpgroup sees.
+      const int last =
+          Config::kOwnQueries ? own_last_key(tile, window, keys, warpgroup * 64) : keys.last;
+      if (keys.first + kTileN >= last) release_queries();
       reset();
       finish_scores(tile, window, keys.first);
       softmax.update(s, p, rescale, scale_log2, [] {});
       bool is_ready = shared.ring.test(slot);
       int key = keys.first + kTileN;
-      for (; key < keys.last; key += kTileN) {
+      for (; key < last; key += kTileN) {
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
         take_turn();
@@ -391,6 +429,7 @@ struct LongForwardConsumer {
         pass_turn();
         ptx::wgmma_wait_group<1>();
         release_slot(score_slot);
+        if (key + kTileN >= last) release_queries();
         finish_scores(tile, window, key);
         const bool moved = softmax.update(s, p, rescale, scale_log2, [&] {
           finish_output(value_slot);
@@ -398,9 +437,24 @@ struct LongForwardConsumer {
         });
         if (moved) rescale_rows(o, rescale);
       }
-      pending = true;
-      pending_stage = stage;
       pending_rows = tile.num_keys - (key - kTileN);
+      if constexpr (Config::kOwnQueries) {
+        // The next Q is not there yet, so the last product does not wait for it.
+        if (key < keys.last) skip_scores();
+        value_slot = wait_for_slot();
+        zero_values(value_slot, pending_rows);
+        start_output(value_slot);
+        finish_output(value_slot);
+        for (; key < keys.last; key += kTileN) {
+          if (key + kTileN < keys.last) skip_scores();
+          release_slot(wait_for_slot());
+        }
+        store_item(item);
+        release_item(stage);
+      } else {
+        pending = true;
+        pending_stage = stage;
+      }
     }
   }
 };
@@ -418,6 +472,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     shared.items.init(kConsumerWarps + 1);
     shared.ring.init(kConsumerWarps);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
+    for (uint64_t& barrier : shared.q_empty) ptx::mbarrier_init(barrier, 4);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -425,7 +480,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) schedule<Config>(params, shared);
+    if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -455,8 +510,7 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  error = launch_dependent<plan_long<Config::kTileM, AttentionParams>>(attention, Grid{1},
-                                                                       kPlanThreads, 0, stream);
+  error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
@@ -468,9 +522,11 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
 
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream) {
-  return dim_bucket(params) == 64
-             ? launch_long_forward<LongForwardConfig<Element, 64>>(params, stream)
-             : launch_long_forward<LongForwardConfig<Element, 128>>(params, stream);
+  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+  if (dim <= 64) return launch_long_forward<LongForwardConfig<Element, 64>>(params, stream);
+  if (dim <= 128) return launch_long_forward<LongForwardConfig<Element, 128>>(params, stream);
+  if (dim <= 192) return launch_long_forward<LongForwardConfig<Element, 192>>(params, stream);
+  return launch_long_forward<LongForwardConfig<Element, 256>>(params, stream);
 }
 
 }  // namespace jagged_cuda::attention

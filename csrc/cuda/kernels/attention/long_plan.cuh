@@ -1,5 +1,6 @@
-// Which sequences the kernel for long ones takes, longest first, so that the last items of a persistent kernel are
-// short ones. One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
+// Which sequences the kernel for long ones takes, longest first, so that the last items of a
+// persistent kernel are short ones. Where it takes all, the rows outside all sequences come last, as
+// sequences without keys (in the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
 // order within a bin is not fixed, and no result depends on it.
 #pragma once
 
@@ -17,14 +18,14 @@ struct PlannedSequence {
   int first_tile;  // tiles of all that come before in the plan
   int begin;       // its rows in q
   int num_queries;
-  int seq;
+  int seq;  // -1 for rows outside all sequences
 };
 
 struct LongPlan {
   unsigned long long next_item;  // items handed out so far
   int num_sequences;
   int num_tiles;
-  PlannedSequence sequences[1];  // [B]
+  PlannedSequence sequences[1];  // [B + 2]
 };
 static_assert(sizeof(LongPlan) <= 32 && sizeof(PlannedSequence) == 16, "long_plan_bytes");
 
@@ -43,6 +44,15 @@ __device__ __forceinline__ int keys_of(const AttentionParams& attention, int64_t
   return static_cast<int>(attention.kv_offsets.data == attention.q_offsets.data
                               ? num_queries
                               : sequence_rows(attention.kv_offsets, seq).len);
+}
+
+// The keys of a planned sequence.
+__device__ __forceinline__ RowRange planned_keys(const AttentionParams& attention,
+                                                 const PlannedSequence& sequence) {
+  if (sequence.seq < 0) return {0, 0};
+  if (attention.kv_offsets.data == attention.q_offsets.data)
+    return {sequence.begin, sequence.num_queries};
+  return sequence_rows(attention.kv_offsets, sequence.seq);
 }
 
 // This thread's place among those that count in the same bin. All lanes of a warp.
@@ -69,10 +79,11 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   __syncthreads();
 
   // The place of a long sequence's bin, -1 for others.
+  const bool takes_all = long_rows(attention) == 0;
   const auto bin_of = [&](int64_t seq) {
     if (seq >= num_seqs) return -1;
     const int64_t num_queries = sequence_rows(attention.q_offsets, seq).len;
-    if (!left_to_long(attention, num_queries)) return -1;
+    if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries)) return -1;
     return plan_bin(keys_of(attention, seq, num_queries));
   };
   constexpr int kAhead = 8;  // loads in flight
@@ -136,11 +147,31 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     __syncthreads();
   }
   if (threadIdx.x == 0) {
+    if (takes_all) {
+      const OffsetsView& offsets = kOfKeys ? attention.kv_offsets : attention.q_offsets;
+      const int begin = static_cast<int>(clamped_offset(offsets, 0)),
+                end = static_cast<int>(clamped_offset(offsets, num_seqs)),
+                total = static_cast<int>(offsets.total);
+      plan.sequences[num_sequences] = {tiles_before, 0, begin, -1};
+      tiles_before += (begin + kTile - 1) / kTile;
+      plan.sequences[num_sequences + 1] = {tiles_before, end, total - end, -1};
+      tiles_before += (total - end + kTile - 1) / kTile;
+      plan.num_sequences = num_sequences + 2;
+    }
     plan.num_tiles = tiles_before;
     plan.next_item = 0;
   }
   // So that this kernel does not end before that which it runs beside.
   ptx::griddepcontrol_wait();
+}
+
+// Behind another kernel for the same operands it may start while that one still runs.
+template <int kTile, typename Params>
+cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
+  constexpr auto kKernel = plan_long<kTile, Params>;
+  return long_rows(params) == 0
+             ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
+             : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.

@@ -5,10 +5,10 @@
 // keys:
 //     for each 32 keys: S = Q K^T, P = exp(...), O += P V
 //
-// Sixteen warps compute; of the other four one copies Q, K and V, one overwrites rows of V past the
-// end with zeros (a copy may reach into the next sequence, and 0 times NaN is NaN). Scores of keys
-// past the end are masked. Without queries there is no item; without keys a unit writes out 0 and
-// lse -inf.
+// Sixteen warps compute; of the other four each of three copies one of Q, K and V, the last overwrites
+// rows of V past the end with zeros (a copy may reach into the next sequence, and 0 times NaN is
+// NaN). Scores of keys past the end are masked. Without queries there is no item; without keys a unit
+// writes out 0 and lse -inf.
 //
 // Shared memory: the ring: 384 bytes for each row of an item, about five items of 100 rows. O leaves
 // through the unit's own rows of Q.
@@ -34,14 +34,13 @@ struct ShortForwardConfig {
   static constexpr PathName kName = PathName("cuda.attention.forward.short.d64");
   using Storage = ShortStorage<kRingBytes>;
   using Tile = SharedTile<Element, 32, ShortLayout::kColumns>;
-  using Box = WarpgroupTile<Element, ShortLayout::kBoxRows, ShortLayout::kColumns>;
   static_assert(sizeof(Storage) <= 227 * 1024);
 };
 
 struct ShortForwardParams {
-  CUtensorMap q;
-  CUtensorMap k;
-  CUtensorMap v;
+  ShortMaps q;
+  ShortMaps k;
+  ShortMaps v;
   AttentionParams attention;
 };
 
@@ -53,8 +52,8 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   const AttentionParams& attention = params.attention;
   const bool listed = lists_all(attention);
   if (listed) list_short(attention, shared, warp * 32 + lane);
+  const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
-    const unsigned group = attention.heads / attention.kv_heads;
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
     producer.run(listed, [&](const ShortSequence& sequence, unsigned head) {
       ShortItem item{};
@@ -69,24 +68,29 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
       item.v = producer.allocate_rows(item.keys.len);
       const int rows = round_up(item.queries.len, Storage::kBoxRows) +
                        2 * round_up(item.keys.len, Storage::kBoxRows);
-      producer.push(item, rows * Storage::kRowBytes, [&](uint64_t& full) {
-        producer.copy_rows(params.k, item.k, item.keys, head / group, full);
-        producer.copy_rows(params.q, item.q, item.queries, head, full);
-        producer.copy_rows(params.v, item.v, item.keys, head / group, full);
-      });
+      uint64_t& full = producer.push(item, rows * Storage::kRowBytes);
+      copy_short_rows(shared, params.k, item.k, item.keys, head / group, full, lane);
     });
-  } else if (warp == 1) {
+  } else {
     for (int position = 0;; ++position) {
-      const int slot = position % Storage::kDescribed;
-      ptx::mbarrier_wait(shared.full[slot], position / Storage::kDescribed % 2);
+      const int slot = position % Storage::kDescribed, parity = position / Storage::kDescribed % 2;
+      ptx::mbarrier_wait(shared.issued[slot], parity);
       const ShortItem& item = shared.items[slot];
       const bool more = item.units >= 0;
-      if (more) {
-        zero_short_rows(shared, item.v, item.keys.len, lane);
-        ptx::fence_proxy_async();
+      uint64_t& full = shared.full[slot];
+      if (more && warp == 1) {
+        copy_short_rows(shared, params.q, item.q, item.queries, item.head, full, lane);
+      } else if (more && warp == 2) {
+        copy_short_rows(shared, params.v, item.v, item.keys, item.head / group, full, lane);
+      } else if (warp == 3) {
+        if (more) {
+          ptx::mbarrier_wait(full, parity);
+          zero_short_rows(shared, item.v, item.keys.len, lane);
+          ptx::fence_proxy_async();
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
       if (!more) return;
     }
   }
@@ -122,7 +126,6 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
   const auto step = [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
     Accumulator<1, kBlocks> s = {};
-    const auto values = v_rows.rows_on(key);
     mma_rows_by_rows(s, q, k_rows.rows_on(key));
     if (scale < 0.0f) {  // the maximum of scale * S lies where -S is largest
 #pragma unroll
@@ -134,6 +137,7 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
     float rescale[1][2];
     const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
     if (moved && key > first) rescale_rows(o, rescale);
+    const auto values = v_rows.rows_on(key);
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 2) {
 #pragma unroll
@@ -203,18 +207,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
 template <typename Element>
 cudaError_t launch_forward_short(const AttentionParams& attention, cudaStream_t stream) {
   using Config = ShortForwardConfig<Element>;
-  using Box = typename Config::Box;
   ShortForwardParams params;
   params.attention = attention;
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int device = 0, num_sms = 0;
   const cudaError_t errors[] = {
-      encode_heads<Box>(params.q, attention, attention.q, queries, attention.heads,
-                        attention.dim_qk),
-      encode_heads<Box>(params.k, attention, attention.k, keys, attention.kv_heads,
-                        attention.dim_qk),
-      encode_heads<Box>(params.v, attention, attention.v, keys, attention.kv_heads,
-                        attention.dim_v),
+      params.q.encode<Element>(attention, attention.q, queries, attention.heads, attention.dim_qk),
+      params.k.encode<Element>(attention, attention.k, keys, attention.kv_heads, attention.dim_qk),
+      params.v.encode<Element>(attention, attention.v, keys, attention.kv_heads, attention.dim_v),
       cudaGetDevice(&device),
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};
   for (cudaError_t error : errors) {

@@ -1,11 +1,12 @@
 // Work on short sequences, of up to kShortRows queries and keys, that are not tiny. One persistent CTA
-// per SM takes items (sequence, head): a warp copies their operands into a ring in shared memory, as
-// far ahead as there is room; other warps each take one unit of an item (some of its queries) after
+// per SM takes items (sequence, head): warps copy their operands into a ring in shared memory, as far
+// ahead as there is room; other warps each take one unit of an item (some of its queries) after
 // another and wait for nothing but the item's copies.
 //
 // Barriers, for each item:     arrives                              waits
-//     full      copying warp, with the bytes of the item            helping warp
-//     ready     helping warp, when rows past the end are zeros      computing warps
+//     issued    copying warp, when the item is described            helping warps
+//     full      copying warp, with the bytes of the item            helping warps
+//     ready     last helping warp, when rows past the end are zeros computing warps
 //     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
 //               its operands                                        room
 //
@@ -20,6 +21,7 @@
 
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/tiny_tile.cuh"
+#include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/prim/wgmma.cuh"
 
@@ -50,7 +52,7 @@ struct ShortSequence {
 struct ShortLayout {
   static constexpr int kColumns = 64;  // more than D or Dv become zeros
   static constexpr int kRowBytes = kColumns * 2;
-  static constexpr int kBoxRows = 16;  // of a copy
+  static constexpr int kBoxRows = 16, kWideBoxRows = 64;  // of copies
   static constexpr int kAhead = 8;
   static constexpr int kDescribed = 32;
   static constexpr int kList = 256;
@@ -64,7 +66,7 @@ struct ShortStorage : ShortLayout {
   static constexpr int kRingBytes = kRingBytes_;
   alignas(1024) char ring[kRingBytes];
   ShortItem items[kDescribed];
-  uint64_t full[kDescribed], ready[kDescribed], empty[kDescribed];
+  uint64_t issued[kDescribed], full[kDescribed], ready[kDescribed], empty[kDescribed];
   ShortSequence list[kList];
   int num_listed;
   int warp_costs[4];
@@ -73,6 +75,7 @@ struct ShortStorage : ShortLayout {
   // One thread.
   __device__ __forceinline__ void init(int max_units, int computing_warps) {
     for (int i = 0; i < kDescribed; ++i) {
+      ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
       ptx::mbarrier_init(ready[i], 1);
       ptx::mbarrier_init(empty[i], max_units);
@@ -195,19 +198,8 @@ struct ShortProducer {
     if (released == pushed) oldest = tail;
   }
 
-  // Boxes of one tensor's rows; lane 0.
-  __device__ __forceinline__ void copy_rows(const CUtensorMap& map, int to, const TinyRows& rows,
-                                            unsigned head, uint64_t& full) {
-    for (int row = 0; row < rows.len; row += Storage::kBoxRows) {
-      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
-                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
-                                   full);
-    }
-  }
-
-  // Describes an item whose parts are allocated, and calls copy(full barrier) in lane 0.
-  template <typename Copy>
-  __device__ __forceinline__ void push(ShortItem& item, int bytes, Copy copy) {
+  // Describes an item whose parts are allocated, of so many bytes; returns its full barrier.
+  __device__ __forceinline__ uint64_t& push(ShortItem& item, int bytes) {
     const int slot = pushed++ % kDescribed;
     item.first_unit = units;
     units += item.units;
@@ -216,15 +208,17 @@ struct ShortProducer {
       if (item.units < max_units)
         ptx::mbarrier_arrive_count(shared.empty[slot], max_units - item.units);
       ptx::mbarrier_arrive_expect_tx(shared.full[slot], bytes);
-      copy(shared.full[slot]);
+      ptx::mbarrier_arrive(shared.issued[slot]);
     }
     __syncwarp();
+    return shared.full[slot];
   }
   __device__ __forceinline__ void finish() {
     begin_item();
     const int slot = pushed % kDescribed;
     if (lane == 0) {
       shared.items[slot].units = -1;
+      ptx::mbarrier_arrive(shared.issued[slot]);
       ptx::mbarrier_arrive(shared.full[slot]);
     }
   }
@@ -269,6 +263,43 @@ struct ShortProducer {
     finish();
   }
 };
+
+// A tensor in boxes of kBoxRows and of kWideBoxRows rows of one head: few copies, since each takes
+// its thread some time, and no more than a box of rows past the end.
+struct ShortMaps {
+  CUtensorMap narrow;
+  CUtensorMap wide;
+
+  template <typename Element>
+  cudaError_t encode(const AttentionParams& params, const HeadsView& view, int64_t rows,
+                     int64_t heads, int64_t dim) {
+    using Narrow = WarpgroupTile<Element, ShortLayout::kBoxRows, ShortLayout::kColumns>;
+    using Wide = WarpgroupTile<Element, ShortLayout::kWideBoxRows, ShortLayout::kColumns>;
+    const cudaError_t error = encode_heads<Narrow>(narrow, params, view, rows, heads, dim);
+    return error == cudaSuccess ? encode_heads<Wide>(wide, params, view, rows, heads, dim) : error;
+  }
+};
+
+// Starts the copies of one tensor's rows; one warp.
+template <typename Storage>
+__device__ __forceinline__ void copy_short_rows(Storage& shared, const ShortMaps& maps, int to,
+                                                const TinyRows& rows, unsigned head, uint64_t& full,
+                                                int lane) {
+  if (lane == 0) {
+    const int last = round_up(rows.len, Storage::kBoxRows);
+    const auto copy = [&](const CUtensorMap& map, int row) {
+      ptx::cp_async_bulk_tensor_3d(shared.ring + to + row * Storage::kRowBytes, map, 0,
+                                   static_cast<int>(head), static_cast<int>(rows.begin) + row,
+                                   full);
+    };
+    int row = 0;
+#pragma unroll 1
+    for (; row + Storage::kWideBoxRows <= last; row += Storage::kWideBoxRows) copy(maps.wide, row);
+#pragma unroll 1
+    for (; row < last; row += Storage::kBoxRows) copy(maps.narrow, row);
+  }
+  __syncwarp();
+}
 
 // Hands a computing warp one unit after another.
 template <typename Storage>

@@ -26,6 +26,13 @@ struct KeyRange {
         last(window.last_column(tile.row, tile.rows, tile.num_keys)) {}
 };
 
+// The end of those that a warpgroup's 64 rows from `row` of the tile on see, at least one.
+__device__ __forceinline__ int own_last_key(const QueryTile& tile, const WindowOf<int>& window,
+                                            const KeyRange& keys, int row) {
+  const int last = window.last_column(tile.row + row, min(64, tile.rows - row), tile.num_keys);
+  return max(keys.first + 1, last);
+}
+
 __device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params,
                                                    const QueryTile& tile) {
   return {tile.num_keys - tile.num_queries, window_rows32(params.window_left),

@@ -13,14 +13,17 @@ struct CountsView {
 
 #ifdef __CUDACC__
 
-// That of sequence `seq`, which has `len` rows: from 0 to len, whatever is given.
+// That of sequence `seq`, whatever is given.
+__device__ __forceinline__ int64_t count_of(const CountsView& counts, int64_t seq) {
+  if (counts.data == nullptr) return counts.same;
+  return counts.wide ? __ldg(static_cast<const long long*>(counts.data) + seq)
+                     : static_cast<int64_t>(__ldg(static_cast<const int*>(counts.data) + seq));
+}
+
+// The same of a sequence that has `len` rows: from 0 to len.
 __device__ __forceinline__ int64_t clamped_count(const CountsView& counts, int64_t seq,
                                                  int64_t len) {
-  int64_t count = counts.same;
-  if (counts.data != nullptr) {
-    count = counts.wide ? __ldg(static_cast<const long long*>(counts.data) + seq)
-                        : static_cast<int64_t>(__ldg(static_cast<const int*>(counts.data) + seq));
-  }
+  const int64_t count = count_of(counts, seq);
   return count < 0 ? 0 : (count > len ? len : count);
 }
 

@@ -101,21 +101,33 @@ struct Wgmma;
 #define JAGGED_CUDA_C4(block) \
   JAGGED_CUDA_C(block), JAGGED_CUDA_C(block + 1), JAGGED_CUDA_C(block + 2), JAGGED_CUDA_C(block + 3)
 #define JAGGED_CUDA_C8(block) JAGGED_CUDA_C4(block), JAGGED_CUDA_C4(block + 4)
+#define JAGGED_CUDA_C10(block) \
+  JAGGED_CUDA_C8(block), JAGGED_CUDA_C(block + 8), JAGGED_CUDA_C(block + 9)
+#define JAGGED_CUDA_C14(block) JAGGED_CUDA_C10(block), JAGGED_CUDA_C4(block + 10)
 #define JAGGED_CUDA_C16(block) JAGGED_CUDA_C8(block), JAGGED_CUDA_C8(block + 8)
+#define JAGGED_CUDA_C24(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C8(block + 16)
 #define JAGGED_CUDA_C32(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C16(block + 16)
 #define JAGGED_CUDA_REGISTERS_4 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAGGED_CUDA_REGISTERS_8 \
   JAGGED_CUDA_REGISTERS_4       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAGGED_CUDA_REGISTERS_10 \
+  JAGGED_CUDA_REGISTERS_8        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define JAGGED_CUDA_REGISTERS_14 \
+  JAGGED_CUDA_REGISTERS_10       \
+  ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
 #define JAGGED_CUDA_REGISTERS_16                                                     \
   JAGGED_CUDA_REGISTERS_8                                                            \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAGGED_CUDA_REGISTERS_24                                                     \
+  JAGGED_CUDA_REGISTERS_16                                                           \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAGGED_CUDA_REGISTERS_32                                                                 \
-  JAGGED_CUDA_REGISTERS_16                                                                       \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  JAGGED_CUDA_REGISTERS_24                                                                       \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
   "%127"
@@ -145,10 +157,13 @@ struct Wgmma;
                       "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                             \
                       "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0));              \
   }
-#define JAGGED_CUDA_WGMMA_SHAPES(type)                               \
-  JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)   \
-  JAGGED_CUDA_WGMMA_FORMS(type, 64, 8, 32, 33, 34, 35, 36, 37, 38)   \
-  JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70) \
+#define JAGGED_CUDA_WGMMA_SHAPES(type)                                  \
+  JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)      \
+  JAGGED_CUDA_WGMMA_FORMS(type, 64, 8, 32, 33, 34, 35, 36, 37, 38)      \
+  JAGGED_CUDA_WGMMA_FORMS(type, 80, 10, 40, 41, 42, 43, 44, 45, 46)     \
+  JAGGED_CUDA_WGMMA_FORMS(type, 112, 14, 56, 57, 58, 59, 60, 61, 62)    \
+  JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70)    \
+  JAGGED_CUDA_WGMMA_FORMS(type, 192, 24, 96, 97, 98, 99, 100, 101, 102) \
   JAGGED_CUDA_WGMMA_FORMS(type, 256, 32, 128, 129, 130, 131, 132, 133, 134)
 
 template <bool kTransposed, bool kTransposedA>
@@ -164,12 +179,18 @@ struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
 #undef JAGGED_CUDA_WGMMA_FORMS
 #undef JAGGED_CUDA_REGISTERS_4
 #undef JAGGED_CUDA_REGISTERS_8
+#undef JAGGED_CUDA_REGISTERS_10
+#undef JAGGED_CUDA_REGISTERS_14
 #undef JAGGED_CUDA_REGISTERS_16
+#undef JAGGED_CUDA_REGISTERS_24
 #undef JAGGED_CUDA_REGISTERS_32
 #undef JAGGED_CUDA_C
 #undef JAGGED_CUDA_C4
 #undef JAGGED_CUDA_C8
+#undef JAGGED_CUDA_C10
+#undef JAGGED_CUDA_C14
 #undef JAGGED_CUDA_C16
+#undef JAGGED_CUDA_C24
 #undef JAGGED_CUDA_C32
 #undef JAGGED_CUDA_WGMMA
 

@@ -1,5 +1,4 @@
-// What both kernels of jagged2_softmax share: one line of a softmax, in pieces that a thread keeps,
-// forward and backward.
+// One line of a softmax, forward and backward, and the operands of both passes.
 //
 //   p_i  = exp(scale x_i - m) / sum_j exp(scale x_j - m)    with m = max_j scale x_j
 //   dx_i = scale p_i (dp_i - sum_j dp_j p_j)
@@ -20,6 +19,11 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float largest(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double largest(double a, double b) { return fmax(a, b); }
 
+__device__ __forceinline__ float reciprocal(float x) { return ptx::rcp_approx(x); }
+__device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
 template <typename S>
 __device__ __forceinline__ S minus_infinity() {
   return -INFINITY;
@@ -39,7 +43,27 @@ struct Statistics {
   S sum = S(0);
 };
 
-// The tile of elements that belongs to no matrix that fits.
+// |scale|, in the exponent of the function at hand; x is negated for a scale below 0.
+template <typename S>
+struct Scale {
+  S exponent;
+  // The maximum is taken off before the scale is multiplied: the difference is exact where it
+  // matters, so that parts of a line fit together however large its logits are.
+  __device__ __forceinline__ S exponential(S x, S maximum) const {
+    const S power = (x - maximum) * exponent;
+    if constexpr (std::is_same_v<S, float>) {
+      return ptx::ex2_approx(power);
+    } else {
+      return exp(power);
+    }
+  }
+  // `sum` of exponentials below `maximum`, now below `new_maximum`, which must be finite.
+  __device__ __forceinline__ S rescaled(S sum, S maximum, S new_maximum) const {
+    return maximum == minus_infinity<S>() ? sum : sum * exponential(maximum, new_maximum);
+  }
+};
+
+// The elements that belong to no matrix that fits.
 template <typename Element>
 __device__ __forceinline__ void store_zeros(Element* global, int64_t count, int thread,
                                             int threads) {

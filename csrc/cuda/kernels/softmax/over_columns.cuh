@@ -3,7 +3,6 @@
 // Grid: x, a warp for each virtual tile of kColumnTile elements of the vector (prim/jagged.cuh, of
 // which a matrix is a segment): so many rows begin in it, whatever their length. The warp takes the
 // rows that begin in its tile:
-//   - 16-bit elements, forward, up to 249 columns, aligned vectors: by granules (granules.cuh)
 //   - up to 32 columns: several rows at once, each by a power of two of lanes
 //   - up to 32 kColumnItems: kRowsAtOnce rows at once, kept in registers: one pass
 //   - longer: one row at a time, read twice, with a running maximum and sum the first time
@@ -15,7 +14,7 @@
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
-#include "cuda/kernels/softmax/granules.cuh"
+#include "cuda/kernels/softmax/lines.cuh"
 
 namespace jagged_cuda::softmax {
 
@@ -26,9 +25,7 @@ constexpr int kColumnItems = 8;
 constexpr int kRowsAtOnce = 2;  // forward; backward one, of which there are two operands
 // CTAs per SM, as registers allow
 template <typename Params, typename Element>
-constexpr int kColumnCtas = sizeof(Element) == 8                                   ? 5
-                            : sizeof(Element) == 2 && !Operands<Params>::kBackward ? 7
-                                                                                   : 10;
+constexpr int kColumnCtas = sizeof(Element) == 8 ? 5 : 10;
 
 template <typename Params>
 struct ColumnsLaunch {
@@ -240,15 +237,6 @@ __global__ __launch_bounds__(kColumnThreads, kColumnCtas<Params, Element>) void 
   const Element* gX = static_cast<const Element*>(Operand::x(params)) + begin;
   const Element* gGrad = static_cast<const Element*>(Operand::grad(params)) + begin;
   const auto scale = static_cast<Sum<Element>>(params.scale);
-  if constexpr (sizeof(Element) == 2 && !Operand::kBackward) {
-    // Not with a scale of 0 or NaN, which the masks there would not survive.
-    if (columns <= kMaxGranuleColumns && scale * scale > 0.0f && is_granule_aligned(params.a) &&
-        is_granule_aligned(gOut)) {
-      softmax_by_granules(static_cast<const Element*>(params.a), gOut, params.matrices.capacity,
-                          begin, rows, static_cast<int>(columns), scale);
-      return;
-    }
-  }
   gOut += begin;
 
   if (columns > 32 * kColumnItems) {

@@ -1,0 +1,123 @@
+// What the CUDA entries of attention between jagged tensors share: their arguments as Params.
+#pragma once
+
+#include "contract/biases.h"
+#include "cuda/glue.h"
+#include "cuda/kernels/attention/launch.h"
+#include "cuda/kernels/jagged_flash_attention.h"
+
+#include <optional>
+
+namespace jagged_cuda {
+
+// Contiguous, and at an address that a range can be read from at once.
+inline std::optional<Tensor> aligned_ranges(const char* op, const std::optional<Tensor>& given) {
+  if (!given) return std::nullopt;
+  const Tensor ranges = as_contiguous(op, *given);
+  const auto address = reinterpret_cast<uintptr_t>(ranges.const_data_ptr());
+  if (address % alignof(KeyInterval) == 0) return ranges;
+  const Tensor copy = allocate(op, ranges, ranges.sizes());
+  torch::stable::copy_(const_cast<Tensor&>(copy), ranges);
+  return copy;
+}
+
+inline int64_t window_rows(int64_t window) {
+  return window < 0 ? AttentionParams::kUnbounded : window;
+}
+
+// What the operators share: all but results, their gradients and the score function.
+inline void fill_common(const char* op, AttentionParams& params, const Sizes& sizes,
+                        const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets,
+                        const Tensor& kv_offsets, int64_t window_left, int64_t window_right,
+                        double scale, std::optional<int64_t> max_len,
+                        const std::optional<Tensor>& key_ranges, const Biases& biases) {
+  params.type = element_type(q.scalar_type());
+  params.q_offsets = view_offsets(offsets, sizes.Tq);
+  params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
+  params.q = view_heads(q);
+  params.k = view_heads(k);
+  params.v = view_heads(v);
+  params.heads = static_cast<int>(sizes.H);
+  params.kv_heads = static_cast<int>(sizes.G);
+  params.dim_qk = static_cast<int>(sizes.D);
+  params.dim_v = static_cast<int>(sizes.Dv);
+  params.window_left = window_rows(window_left);
+  params.window_right = window_rows(window_right);
+  params.scale = scale;
+  params.key_ranges =
+      key_ranges ? static_cast<const KeyInterval*>(key_ranges->const_data_ptr()) : nullptr;
+  params.num_key_ranges = static_cast<int>(sizes.R);
+  if (biases.kv_lengths) {
+    maybe_validate_counts(op, "kv_lengths", *biases.kv_lengths);
+    params.kv_lengths = view_counts(biases.kv_lengths, 0);
+  }
+  params.bias = biases.view();
+  params.max_len = max_len.value_or(0);
+  params.mma_sync_only = mma_sync_only(op);
+  params.aligned =
+      has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) && has_aligned_lines(v, {0, 1});
+}
+
+inline void set_out(AttentionParams& params, const Tensor& out) {
+  params.out = view_heads(out);
+  params.aligned = params.aligned && has_aligned_lines(out, {0, 1});
+}
+
+inline void set_grad_out(AttentionBackwardParams& params, const Tensor& grad_out) {
+  params.grad_out = view_heads(grad_out);
+  params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
+}
+
+// The gradients of biases that are wanted: the kernels of the backward pass leave sums in workspaces,
+// which finish() adds up behind them.
+class BiasSums {
+ public:
+  BiasSums(const char* op, AttentionBackwardParams& params, const Tensor& like, const Sizes& sizes,
+           const Biases& biases, bool kv_bias_gradient, bool table_gradients)
+      : op_(op), gradients(op, like, sizes, biases) {
+    const auto zeros = [&](std::optional<Tensor>& made, Shape shape) {
+      made = allocate(op, like, shape, sum_dtype(like.scalar_type()));
+      torch::stable::zero_(*made);
+      return made->mutable_data_ptr();
+    };
+    if (kv_bias_gradient && biases.kv_bias) params.key_sums = zeros(key_sums_, {sizes.Tk, sizes.H});
+    if (!table_gradients || !params.bias.has_tables()) return;
+    params.table_ctas = static_cast<int>(table_ctas(params));
+    warps_ = params.table_ctas * table_warps(params.type);
+    if (biases.time_table) params.time_sums = zeros(time_sums_, {warps_, sizes.H, sizes.Rt + 1});
+    if (biases.position_table)
+      params.position_sums = zeros(position_sums_, {warps_, sizes.H, sizes.Rp});
+  }
+
+  void finish(const AttentionBackwardParams& params, const Sizes& sizes, cudaStream_t stream) {
+    const auto add_up = [&](const std::optional<Tensor>& sums, Tensor& out, int64_t parts,
+                            int64_t outer, int64_t heads, int64_t inner) {
+      if (!sums) return;
+      check_cuda(op_, attention::launch_bias_sums(
+                          {params.type, sums->const_data_ptr(), out.mutable_data_ptr(), parts,
+                           outer, params.heads, static_cast<int>(heads), inner},
+                          stream));
+    };
+    add_up(key_sums_, gradients.kv_bias, 1, sizes.Tk, sizes.Hb, 1);
+    add_up(time_sums_, gradients.time_table, warps_, 1, sizes.Ht, sizes.Rt + 1);
+    add_up(position_sums_, gradients.position_table, warps_, 1, sizes.Hp, sizes.Rp);
+  }
+
+ private:
+  const char* op_;
+  std::optional<Tensor> key_sums_, time_sums_, position_sums_;
+  int64_t warps_ = 0;
+
+ public:
+  BiasGradients gradients;
+};
+
+inline void validate(const char* op, const Sizes& sizes, const Tensor& offsets,
+                     const std::optional<Tensor>& kv_offsets, std::optional<int64_t> max_len) {
+  maybe_validate_offsets(op, "offsets", offsets, sizes.Tq, max_len);
+  if (kv_offsets) {
+    maybe_validate_offsets(op, "kv_offsets", *kv_offsets, sizes.Tk, max_len, /*is_first=*/false);
+  }
+}
+
+}  // namespace jagged_cuda

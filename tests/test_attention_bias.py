@@ -1,0 +1,263 @@
+"""Biases and kv_lengths of the attention operators, beside what the table's cases of them show."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain import sentence
+
+from jagged_cuda import (
+    PositionBias,
+    TimeBias,
+    jagged_flash_attention,
+    jagged_hstu_attention,
+    jagged_target_attention,
+    log_boundaries,
+    sqrt_boundaries,
+)
+
+
+def drawn(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device)
+
+
+# --- boundaries
+
+
+@pytest.mark.parametrize(
+    ("make", "bucket_of"),
+    [
+        (log_boundaries, lambda x, divisor: math.floor(math.log(max(x, 1.0)) / divisor)),
+        (sqrt_boundaries, lambda x, divisor: math.floor(math.sqrt(x) / divisor)),
+    ],
+)
+def test_boundaries_are_those_of_the_formula(
+    make: Callable[..., torch.Tensor], bucket_of: Callable[[float, float], int]
+) -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        buckets = rng.randint(1, 200)
+        divisor, unit = (
+            rng.uniform(0.05, 3),
+            rng.choice((0.5, 1.0, 60.0, 3600.0, rng.random() + 0.1)),
+        )
+        boundaries = make(buckets, divisor, unit)
+        assert boundaries.dtype is torch.int64
+        assert boundaries.shape == (buckets - 1,)
+        assert (boundaries.diff() >= 0).all()
+        near = [int(b) + step for b in boundaries.tolist() for step in (-1, 0, 1)]
+        distances = [d for d in near if 0 <= d < 2**52] + [rng.randint(0, 10**9) for _ in range(20)]
+        found = torch.searchsorted(boundaries, torch.tensor(distances), right=True)
+        expected = [min(bucket_of(d / unit, divisor), buckets - 1) for d in distances]
+        assert found.tolist() == expected
+
+
+def test_boundaries_beyond_int64_are_its_largest() -> None:
+    assert log_boundaries(100, 1.0)[-1] == 2**63 - 1
+    assert log_boundaries(1, 1.0).shape == (0,)
+
+
+# --- what they mean
+
+
+def test_times_are_compared_exactly(device: torch.device) -> None:
+    """Nanoseconds since 1970 that differ by one: no float holds them."""
+    now = 1_700_000_000_000_000_000
+    time = torch.tensor([now, now + 1, now + 2], device=device)
+    offsets = torch.tensor([0, 3], device=device)
+    zeros = torch.zeros(3, 1, 8, device=device)
+    v = torch.eye(3, device=device)[:, None]
+    table = torch.tensor([0.0, -math.log(2), -math.log(4)], device=device)
+    boundaries = torch.tensor([1, 2], device=device)
+    for symmetric, expected in (
+        (True, [[1, 1 / 2, 1 / 4], [1 / 2, 1, 1 / 2], [1 / 4, 1 / 2, 1]]),
+        (False, [[1, 1, 1], [1 / 2, 1, 1], [1 / 4, 1 / 2, 1]]),
+    ):
+        bias = TimeBias(table, time, time, boundaries, symmetric)
+        out = jagged_flash_attention(zeros, zeros, v, offsets, time_bias=bias)
+        weights = torch.tensor(expected, device=device)
+        torch.testing.assert_close(out[:, 0], weights / weights.sum(1, keepdim=True))
+
+
+def test_extreme_times_do_not_overflow(device: torch.device) -> None:
+    ends = torch.tensor([-(2**63), 2**63 - 1], device=device)
+    offsets, zeros = torch.tensor([0, 2], device=device), torch.zeros(2, 1, 8, device=device)
+    bias = TimeBias(
+        torch.tensor([0.0, -math.inf], device=device), ends, ends, torch.tensor([5], device=device)
+    )
+    v = torch.tensor([[[1.0]], [[3.0]]], device=device)
+    out = jagged_flash_attention(zeros, zeros, v, offsets, time_bias=bias)
+    assert torch.equal(out, v)
+
+
+def test_positions_are_those_of_key_ranges(device: torch.device) -> None:
+    """New rows against a history, whose used part counts."""
+    offsets, kv_offsets = (torch.tensor(o, device=device) for o in ([0, 2], [0, 7]))
+    zeros, v = torch.zeros(2, 1, 8, device=device), torch.eye(7, device=device)[:, None]
+    table = torch.full((4,), -math.inf, device=device)
+    table[2] = 0.0
+    out = jagged_flash_attention(
+        *(zeros, torch.zeros(7, 1, 8, device=device), v, offsets),
+        kv_offsets=kv_offsets,
+        kv_lengths=torch.tensor([6], device=device),
+        position_bias=PositionBias(table, -1),
+    )
+    # Row i is at i + 6 - 2; bucket 2 is distance 1.
+    assert out[:, 0].argmax(1).tolist() == [3, 4]
+    assert (out.sum(2) == 1).all()
+
+
+def test_hidden_keys_are_not_seen(device: torch.device) -> None:
+    """-inf in kv_bias: for all keys of a sequence, output 0, LSE -inf, gradient 0."""
+    offsets = torch.tensor([0, 3, 70], device=device)
+    q, k, v = (drawn(70, 2, 16, device=device, seed=s).requires_grad_() for s in range(3))
+    kv_bias = torch.zeros(70, device=device)
+    kv_bias[:3] = kv_bias[5] = -math.inf
+    kv_bias.requires_grad_()
+    out, lse = jagged_flash_attention(q, k, v, offsets, kv_bias=kv_bias, return_lse=True)
+    assert (out[:3] == 0).all()
+    assert (lse[:3] == -math.inf).all()
+    assert lse[3:].isfinite().all()
+    grads = torch.autograd.grad(out.sum() + lse[3:].sum(), (q, k, v, kv_bias))
+    assert all(g.isfinite().all() for g in grads)
+    assert all((g[:3] == 0).all() for g in grads)
+    for g in grads[1:]:
+        assert (g[5] == 0).all()
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_unused_keys_are_not_read(silu: bool, device: torch.device) -> None:
+    """The same as without them, whatever they hold."""
+    attend: Any = jagged_hstu_attention if silu else jagged_flash_attention
+    more = {"divisor": "length"} if silu else {}
+    offsets = torch.tensor([0, 90, 100, 130], device=device)
+    used = torch.tensor([70, 0, 30], device=device)
+    kept = torch.cat([torch.arange(70), torch.arange(100, 130)]).to(device)
+    few = torch.tensor([0, 70, 70, 100], device=device)
+    q = drawn(130, 2, 16, device=device)
+    k, v = (drawn(130, 1, 16, device=device, seed=s) for s in (1, 2))
+    for t in (k, v):
+        t[70:100] = math.nan
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves, offsets, kv_lengths=used, causal=True, **more)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    dense = [t.clone().requires_grad_() for t in (q, k[kept], v[kept])]
+    expected = attend(*dense, offsets, kv_offsets=few, causal=True, **more)
+    wanted = torch.autograd.grad(expected.square().sum(), dense)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads[0], wanted[0])
+    for got, want in zip(grads[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(got[kept], want)
+        assert (got[70:100] == 0).all()
+
+
+def test_target_attention_takes_them(device: torch.device) -> None:
+    """Items against histories, of which the recent part is used and boosted."""
+    offsets = torch.tensor([0, 40, 45], device=device)
+    q = drawn(2, 3, 2, 8, device=device).requires_grad_()
+    k, v = (drawn(45, 2, 8, device=device, seed=s).requires_grad_() for s in (1, 2))
+    kv_bias = drawn(45, device=device, seed=3).requires_grad_()
+    used = torch.tensor([33, 5], device=device)
+    out = jagged_target_attention(q, k, v, offsets, kv_bias=kv_bias, kv_lengths=used)
+    expected = []
+    for b, (begin, length) in enumerate(((0, 33), (40, 5))):
+        keys, values = k[begin : begin + length], v[begin : begin + length]
+        scores = torch.einsum("nhd,jhd->hnj", q[b], keys) / 8**0.5
+        weights = (scores + kv_bias[begin : begin + length]).softmax(2)
+        expected.append(torch.einsum("hnj,jhd->nhd", weights, values))
+    wanted = torch.stack(expected)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+    leaves = (q, k, v, kv_bias)
+    found, right = (torch.autograd.grad(z.square().sum(), leaves) for z in (out, wanted))
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_have_the_same_bits(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    lengths = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+    total = int(offsets[-1])
+    q, k, v = (drawn(total, 4, 64, device=device, seed=s).to(dtype) for s in range(3))
+    time = torch.randint(0, 10**9, (total,), device=device).sort()[0]
+    leaves = [
+        drawn(total, 4, device=device, seed=4),
+        drawn(4, 65, device=device, seed=5),
+        drawn(1000, device=device, seed=6),
+    ]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = jagged_flash_attention(
+            *(q, k, v, offsets),
+            causal=True,
+            kv_bias=leaves[0],
+            time_bias=TimeBias(leaves[1], time, time, log_boundaries(65, 0.3).to(device)),
+            position_bias=PositionBias(leaves[2]),
+        )
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    first = gradients()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+
+
+# --- misuse
+
+
+def test_misuse_gets_a_sentence(device: torch.device) -> None:
+    offsets = torch.tensor([0, 2, 6], device=device)
+    x, time = torch.zeros(6, 2, 8, device=device), torch.zeros(6, dtype=torch.int64, device=device)
+    table, boundaries = torch.zeros(3, device=device), torch.tensor([1, 2], device=device)
+    right = TimeBias(table, time, time, boundaries)
+    for options, text in (
+        ({"kv_bias": table}, "kv_bias must be [6, Hb], got [3, 1]"),
+        (
+            {"kv_bias": torch.zeros(6, device=device).double()},
+            "kv_bias must be float32, got float64",
+        ),
+        (
+            {"kv_lengths": torch.zeros(2, dtype=torch.int32, device=device)},
+            "kv_lengths must be int64, got int32",
+        ),
+        ({"time_bias": table}, "time_bias must be a TimeBias, got Tensor"),
+        (
+            {"time_bias": right._replace(kv_time=None)},
+            "time_bias.kv_time must be a tensor, got NoneType",
+        ),
+        ({"time_bias": right._replace(q_time=time.int())}, "q_time must be int64, got int32"),
+        (
+            {"time_bias": right._replace(boundaries=boundaries[:1])},
+            "boundaries must be [2], got [1]",
+        ),
+        ({"position_bias": table}, "position_bias must be a PositionBias, got Tensor"),
+        (
+            {"position_bias": PositionBias(torch.zeros(2049, device=device))},
+            "position_table must be [Hp, Rp] with Rp from 1 to 2048, got [1, 2049]",
+        ),
+        (
+            {"position_bias": PositionBias(table, 0.5)},
+            "position_bias.first must be an int, got float",
+        ),
+    ):
+        found = sentence(jagged_flash_attention, x, x, x, offsets, **options)  # type: ignore[arg-type]
+        assert found == f"jagged_flash_attention: {text}"
+    op = "jagged_target_attention"
+    dense = torch.zeros(2, 3, 2, 8, device=device)
+    for options, text in (
+        ({"kv_bias": table}, "kv_bias must be [6] or [6, 2], got [3]"),
+        ({"kv_lengths": time[:1]}, "kv_lengths must be [2], got [1]"),
+    ):
+        found = sentence(jagged_target_attention, dense, x, x, offsets, **options)
+        assert found == f"{op}: {text}"
+    for make in (log_boundaries, sqrt_boundaries):
+        name = make.__name__
+        assert sentence(make, 0, 1.0) == f"{name}: num_buckets must be from 1 to 2048, got 0"
+        assert sentence(make, 4, 0.0) == f"{name}: divisor must be more than 0, got 0.0"

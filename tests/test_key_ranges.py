@@ -1,0 +1,157 @@
+"""key_ranges of jagged_flash_attention, beside what the table's case of them shows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from plain import DTYPE, assert_same_bits, sentence, spec_of
+
+import jagged_cuda
+from jagged_cuda import hstu_key_ranges, jagged_flash_attention
+from jagged_cuda.testing import last_kernel
+from jagged_cuda.testing.cases import EVERY
+from jagged_cuda.testing.judge import judge
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops.jagged_flash_attention import RANGES
+
+CASE = EVERY["jagged_flash_attention_ranges"]
+
+
+def operands(
+    rows: int, keys: int, dtype: torch.dtype, device: torch.device, heads: int = 2, dim: int = 16
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = (rows, keys, keys)
+    drawn = (torch.randn(n, heads, dim, generator=generator) for n in sizes)
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def everything(qkv: list[torch.Tensor], offsets: torch.Tensor, **options: Any) -> Any:
+    out, lse = jagged_flash_attention(*qkv, offsets, return_lse=True, **options)
+    gradients = torch.autograd.grad(out.float().square().sum(), qkv)
+    names = ("grad_q", "grad_k", "grad_v")
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+@DTYPE
+def test_keys_that_nobody_sees_are_not_read(dtype: torch.dtype, device: torch.device) -> None:
+    """Late queries of a long sequence, which see its first keys and their own: NaN in between."""
+    q, k, v = operands(80, 1000, dtype, device)
+    offsets, kv_offsets = (torch.tensor([0, n], device=device) for n in (80, 1000))
+    position = torch.arange(920, 1000, device=device)
+    near = torch.stack((position - 60, position + 1), -1)
+    first = torch.tensor([0, 5], device=device).expand(80, 2)
+    ranges = torch.stack((first, near), 1).int()
+    options = {"kv_offsets": kv_offsets, "key_ranges": ranges}
+    clean = everything([q, k, v], offsets, **options)
+    with torch.no_grad():
+        k[256:768], v[256:768] = math.nan, math.nan
+    found = everything([q, k, v], offsets, **options)
+    assert found["out"].isfinite().all()
+    assert_same_bits(found, clean)
+    assert not found["grad_k"][5:860].any() and not found["grad_v"][5:860].any()
+
+
+@DTYPE
+def test_a_window_as_ranges(dtype: torch.dtype, device: torch.device) -> None:
+    """The same result as causal has, on the CPU to the last bit."""
+    offsets = torch.tensor([0, 3, 3, 73, 101], device=device)
+    qkv = operands(101, 101, dtype, device)
+    causal = everything(qkv, offsets, causal=True)
+    ranges = hstu_key_ranges(offsets)
+    found = everything(qkv, offsets, key_ranges=ranges[:, 0])
+    both = everything(qkv, offsets, key_ranges=ranges, causal=True)
+    assert_same_bits(both, found)
+    if device.type == "cpu":
+        assert_same_bits(found, causal)
+
+
+def test_any_layout_of_ranges(device: torch.device) -> None:
+    """Strided, expanded, at an odd address: the same bits."""
+    offsets = torch.tensor([1, 6, 40], device=device)
+    qkv = operands(41, 41, torch.float32, device)
+    ranges = hstu_key_ranges(offsets, max_attn_len=3, total=41)
+    expected = everything(qkv, offsets, key_ranges=ranges)
+    buffer = torch.zeros(41 * 4 + 1, dtype=torch.int32, device=device)
+    shifted = buffer[1:].view(41, 2, 2).copy_(ranges)
+    strided = ranges.repeat_interleave(2, 0)[::2]
+    transposed = ranges.transpose(0, 2).contiguous().transpose(0, 2)
+    swapped = ranges.flip(1)
+    for given in (shifted, strided, transposed, swapped):
+        assert_same_bits(everything(qkv, offsets, key_ranges=given), expected)
+
+
+def test_ranges_may_say_anything(device: torch.device) -> None:
+    """Whatever they hold, they only take away from the sequence's own keys."""
+    offsets = torch.tensor([0, 30, 41], device=device)
+    qkv = operands(41, 41, torch.float32, device)
+    low, high = -(2**31), 2**31 - 1
+    rows = [(low, high, 0, 0), (high, low, 7, 3), (-5, 2, 28, high), (0, 0, 0, 0), (3, 9, 5, 12)]
+    ranges = torch.tensor(rows, dtype=torch.int32, device=device).view(5, 2, 2).repeat(9, 1, 1)[:41]
+    found = everything(qkv, offsets, key_ranges=ranges)
+    key = torch.arange(41, device=device)
+    row = torch.arange(41, device=device)
+    begin = torch.where(row < 30, 0, 30)[:, None]
+    len_k = torch.where(row < 30, 30, 11)[:, None]
+    local = key - begin
+    within = (local[:, None] >= ranges[..., :1]) & (local[:, None] < ranges[..., 1:])
+    sees = within.any(1) & (local >= 0) & (local < len_k)
+    q, k, v = (x.detach().double().transpose(0, 1) for x in qkv)
+    scores = (q @ k.transpose(1, 2) / 4).masked_fill(~sees, -math.inf)
+    expected = scores.softmax(-1).nan_to_num(0.0) @ v
+    torch.testing.assert_close(found["out"].double().transpose(0, 1), expected, atol=1e-5, rtol=0)
+    assert all(found[name].isfinite().all() for name in ("out", "grad_q", "grad_k", "grad_v"))
+
+
+def test_misuse_gets_a_sentence(device: torch.device) -> None:
+    offsets = torch.tensor([0, 2, 6], device=device)
+    x = torch.zeros(6, 2, 8, device=device)
+    ranges = hstu_key_ranges(offsets)
+    for given, text in (
+        (ranges.long(), "key_ranges must be int32, got int64"),
+        (ranges[:5], "key_ranges must be [6, R, 2], got [5, 2, 2]"),
+        (ranges[:, :, :1], "key_ranges must be [6, 2, 2], got [6, 2, 1]"),
+        (ranges.repeat(1, 2, 1), "key_ranges must be [Tq, R, 2] with R from 1 to 2, got [6, 4, 2]"),
+        ([0, 1], "key_ranges must be a tensor or None, got a list: pass torch.tensor(...) of it"),
+    ):
+        found = sentence(jagged_flash_attention, x, x, x, offsets, key_ranges=given)
+        assert found == f"jagged_flash_attention: {text}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", RANGES)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+def test_path_with_ranges(dtype: torch.dtype, dim: int, kind: str) -> None:
+    """On mma.sync, forward and backward, short sequences and long ones, tiles left out or not."""
+    for lengths, heads in (((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))):
+        layout = Layout(lengths, base=5, tail=9)
+        spec = spec_of(layout, dims=(dim, dim), heads=heads, ranges=kind)
+        CASE.call(jagged_cuda, CASE.sample(spec, dtype, "cuda"))
+        assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.general"
+        judge(CASE, spec, dtype, "cuda")
+        assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.general"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", RANGES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fma_with_ranges(dim: int, kind: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        layout, keys = Layout((300, 0, 129, 5), base=5), Layout((40, 3, 400, 5), tail=3)
+        for kv_layout in (None, keys):
+            spec = spec_of(layout, kv_layout=kv_layout, dims=(dim, dim), ranges=kind)
+            judge(CASE, spec, dtype, "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_mma_sync_with_ranges_and_windows(dim: int) -> None:
+    layout, keys = Layout((300, 0, 129, 5), base=5), Layout((40, 3, 800, 5), tail=3)
+    for kind in RANGES:
+        for mask in ({"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+            spec = spec_of(layout, kv_layout=keys, dims=(dim, dim), ranges=kind, **mask)
+            judge(CASE, spec, torch.bfloat16, "cuda")

@@ -1,0 +1,140 @@
+"""What the compiler made of the kernels for long sequences: the order that their speed depends on.
+
+Read from the machine code for compute capability 9.0 (SASS). No timing is needed, so a change of
+compiler or of source that undoes the overlap of products and exponentials fails here, on any
+machine that has the library or can compile it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jagged_cuda import _build, _load
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+SOURCE = CSRC / "cuda" / "kernels" / "attention" / "long_bf16.cu"
+BF16 = "13__nv_bfloat16"
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?(\S+)([^;]*);")
+
+
+def _cuobjdump() -> str:
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    return str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def _built_library() -> Path | None:
+    """The library for 9.0a of exactly these sources, if one has been built."""
+    loaded = _load.loaded.get("_C_cuda")
+    if loaded is not None and "9.0a" in loaded.archs and loaded.path is not None:
+        return Path(loaded.path)
+    for folder in (ROOT / "jagged_cuda", *ROOT.glob("build/lib*/jagged_cuda")):
+        record, library = folder / "_prebuilt.json", folder / "_C_cuda.abi3.so"
+        if record.is_file() and library.is_file():
+            found = json.loads(record.read_text())
+            is_same = found["source_hash"] == _build.source_hash(CSRC)
+            if is_same and "9.0a" in found["archs"].split(";"):
+                return library
+    return None
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = _built_library()
+    if found is not None:
+        return found
+    cuda_home = _build.find_cuda_home("13.0")
+    if cuda_home is None:
+        pytest.skip("no library for 9.0a, and no nvcc to compile one")
+    target = tmp_path_factory.mktemp("sass") / "long_bf16.cubin"
+    command = [cuda_home / "bin" / "nvcc", "-cubin", "-O3", "-std=c++17", "-I", CSRC, SOURCE]
+    subprocess.run([*command, "-arch=sm_90a", "-o", target], check=True, capture_output=True)
+    return target
+
+
+def _instructions(library: Path, function: str) -> list[tuple[int, str, str]]:
+    command = [_cuobjdump(), "-arch", "sm_90a", "-sass", "-fun", function, str(library)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = [(int(m[1], 16), m[2], m[3].strip()) for m in INSTRUCTION.finditer(text)]
+    assert len(found) > 1000, f"{function} is not in {library}: {text[:200]}"
+    return found
+
+
+def _loops(code: list[tuple[int, str, str]]) -> list[list[tuple[int, str, str]]]:
+    """What lies between the target of each backward branch and the branch."""
+    found = []
+    for address, opcode, operands in code:
+        target = re.search(r"0x([0-9a-f]+)$", operands)
+        if opcode == "BRA" and target and int(target[1], 16) < address:
+            begin = int(target[1], 16)
+            found.append([line for line in code if begin <= line[0] <= address])
+    return found
+
+
+def _products(code: list[tuple[int, str, str]]) -> int:
+    return sum(opcode.startswith("HGMMA") for _, opcode, _ in code)
+
+
+def _key_loop(code: list[tuple[int, str, str]], products: int) -> list[tuple[int, str, str]]:
+    """The shortest loop with at least so many products."""
+    return min((loop for loop in _loops(code) if _products(loop) >= products), key=len)
+
+
+def _places(code: list[tuple[int, str, str]], prefix: str) -> list[int]:
+    return [i for i, (_, opcode, _) in enumerate(code) if opcode.startswith(prefix)]
+
+
+def _spills(code: list[tuple[int, str, str]]) -> int:
+    return len(_places(code, "STL")) + len(_places(code, "LDL"))
+
+
+def _name(kernel: str, config: str, params: str, dim: int) -> str:
+    parts = (f"{len(name)}{name}" for name in (kernel, config, params))
+    kernel_part, config_part, params_part = parts
+    return (
+        f"_ZN11jagged_cuda9attention{kernel_part}INS0_{config_part}I{BF16}Li{dim}EEEEE"
+        f"vNS0_{params_part}E"
+    )
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_turn_of_the_long_forward_is_products_and_nothing_else(library: Path, dim: int) -> None:
+    """While one warpgroup's products run, the others are at their exponentials.
+
+    So a turn, from its barrier to the next warpgroup's, starts both products of a key tile without
+    a wait between them, and no exponential lies in it.
+    """
+    name = _name("long_forward", "LongForwardConfig", "LongForwardParams", dim)
+    loop = _key_loop(_instructions(library, name), products=dim // 16 + 8)
+    products = _places(loop, "HGMMA")
+    assert len(products) == dim // 16 + 128 // 16  # S over D, O over 128 keys
+    waits, passes = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "BAR.ARV")
+    exponentials = _places(loop, "MUFU.EX2")
+    (turn,) = [i for i in _places(loop, "BAR.SYNC") if i < products[0]][-1:]
+    (passed,) = passes
+    assert turn < products[0] < products[-1] < passed
+    assert not [i for i in waits if turn < i < passed], "a product is waited for within a turn"
+    assert not [i for i in exponentials if turn < i < passed]
+    # S is waited for alone (the product with P goes on), after the turn, before its exponentials.
+    after = [i for i in waits if i > passed]
+    assert loop[after[0]][2].endswith("0x1") and after[0] < min(exponentials)
+    assert len(exponentials) >= 64
+    assert _spills(loop) == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_products_of_the_long_backward_are_not_serialised(library: Path, dim: int) -> None:
+    """Where ptxas cannot follow the registers of a product it waits for each one by itself."""
+    name = _name("long_backward", "LongBackwardConfig", "LongBackwardParams", dim)
+    code = _instructions(library, name)
+    loop = max(_loops(code), key=lambda loop: _products(loop) / len(loop))
+    products, waits = _products(loop), len(_places(loop, "WARPGROUP.DEPBAR"))
+    assert products >= 5 * 4 and waits * 4 <= products, (products, waits)
+    assert _spills(loop) <= 16, "more than the state of a few barriers is kept in memory"
