@@ -77,7 +77,7 @@ mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
 	$(PY) tests/mutations.py
 	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/mutations.py --device cuda; fi
 
-RESULTS = benchmarks/results/h100
+RESULTS = benchmarks/results/h200
 
 readme: $(READY) ## Make README's tables and figures anew from benchmarks/results
 	$(PY) -m benchmarks table $(RESULTS).json --update README.md

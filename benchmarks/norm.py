@@ -79,6 +79,7 @@ def _candidate(
         return Candidate(functools.partial(_ours, p, seed), operands, grad_out)
     if name == "compiled":
         peers.need_cuda(name, grad_out.device)
+        torch.compiler.reset()  # else it would give up after a few shapes, and run uncompiled
         function = torch.compile(function, dynamic=False)
     return Candidate(function, operands, grad_out, None)
 

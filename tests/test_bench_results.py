@@ -15,7 +15,7 @@ from benchmarks import plot, report, results, stamp, sweep, table
 from benchmarks.session import HINTED, OURS, UNFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMITTED = ROOT / "benchmarks" / "results" / "h100.json"
+COMMITTED = ROOT / "benchmarks" / "results" / "h200.json"
 
 
 def _row(command: str, case: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_readme_is_what_the_command_makes_of_the_committed_results(tmp_path: Pat
     assert command_line.main(["table", str(COMMITTED), "--update", str(copy)]) == 0
     assert copy.read_text() == readme, "make readme"
     digest = results.digest(results.load(COMMITTED)).encode()
-    for name in ("h100.png", "h100_roofline.png"):
+    for name in ("h200.png", "h200_roofline.png"):
         assert f"benchmarks/results/{name}" in readme
         figure = (COMMITTED.parent / name).read_bytes()
         assert digest in figure and len(figure) < 200_000, "make readme"

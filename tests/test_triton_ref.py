@@ -307,6 +307,9 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
         "time_bias": (table[0], *biases["time_bias"][1:]),
     }
     results.append(triton_ref.jagged_flash_attention(q, k, v, offsets, **shared))
+    seed = torch.empty(1, dtype=torch.int64, device="meta")
+    for drop in ({}, {"p": 0.3, "seed": seed}):
+        results.append(triton_ref.layer_norm_mul_dropout(x, x, values(16), values(16), **drop))
     torch.autograd.backward(results, [torch.empty_like(z) for z in results])
     for activation in ("relu", "gelu", "silu", "sigmoid", "tanh"):
         operands = (x, values(2, 16, 8), offsets)
@@ -314,6 +317,7 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
     triton_ref.jagged_positions(offsets, total=100, targets=1)
     triton_ref.jagged_topk(values(100), offsets, 5)
     triton_ref.jagged_sessionize(values(100), offsets, 0.5, sessions=100)
+    triton_ref.matrix_offsets(offsets)
     modules = [module for name, module in sys.modules.items() if name.startswith("triton_ref.")]
     expected = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == expected, compiled

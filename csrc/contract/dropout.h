@@ -14,14 +14,14 @@ namespace jagged_cuda {
 struct Dropout {
   bool drops;           // false: nothing
   uint32_t drop_up_to;  // what dropout_half gives, up to this, drops its element
-  double kept_scale;    // of the others
+  double kept_scale;    // of the others; 0 where there are none, so that nothing becomes NaN
 };
 
 // For 0 <= p <= 1.
 inline Dropout dropout_of(double p) {
   const uint64_t dropped = static_cast<uint64_t>(p * 65536.0 + 0.5);
   return {dropped > 0, static_cast<uint32_t>((dropped << 16) - 1),
-          65536.0 / static_cast<double>(65536 - dropped)};
+          dropped < 65536 ? 65536.0 / static_cast<double>(65536 - dropped) : 0.0};
 }
 
 }  // namespace jagged_cuda

@@ -115,6 +115,7 @@ def log_boundaries(num_buckets: int, divisor: float, unit: float = 1.0) -> Tenso
         `[R - 1]` int64 on the CPU.
 
     Example:
+        >>> import math
         >>> log_boundaries(5, math.log(2))
         tensor([ 2,  4,  8, 16])
     """

@@ -122,8 +122,11 @@ def _hide(spec: Spec, kv_bias: Tensor, places: Tensor) -> Tensor:
 def bias_options(
     spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
 ) -> dict[str, Any]:
-    """The options of attention's public functions; nothing for cases without biases."""
-    if "kv_bias" not in tensors:
+    """The options of attention's public functions; nothing for cases without biases.
+
+    Only the spec decides, so that torch.fx can trace it.
+    """
+    if "buckets" not in spec.choices:
         return {}
     given = tensors["kv_bias"]
     sums = torch.float64 if given.dtype is torch.float64 else torch.float32
@@ -134,7 +137,7 @@ def bias_options(
     places = jagged_cuda.jagged_positions(offsets, total=tensors["q"].shape[0])
     key_places = jagged_cuda.jagged_positions(keys, total=given.shape[0])
     kv_bias = _hide(spec, kv_bias, key_places)
-    if given.shape[1] == 1:
+    if bias_shapes(spec)["kv_bias"][1] == 1:
         kv_bias, time_table, position_table = (
             t.squeeze(1) for t in (kv_bias, time_table, position_table)
         )
