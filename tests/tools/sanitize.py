@@ -100,8 +100,12 @@ def run_check(sanitizer: str, check: Check, limit: float) -> Verdict:
 
 def _run_draws(path: Path) -> None:
     for line in path.read_text().splitlines():
-        run_draw(Draw.from_json(line))
-    torch.cuda.synchronize()
+        try:
+            run_draw(Draw.from_json(line))
+            torch.cuda.synchronize()  # so that what a kernel did is laid to its draw
+        except Exception:
+            print(f"failed in the draw {line}", flush=True)
+            raise
 
 
 def main() -> int:
@@ -146,7 +150,9 @@ def main() -> int:
 def print_table(checks: list[Check], verdicts: list[Verdict], missed: list[str]) -> int:
     failed = [verdict for verdict in verdicts if verdict.status != 0]
     for verdict in failed:
-        print(verdict.output[-6000:])
+        output = verdict.output
+        # The first report says most; the last lines hold the summary.
+        print(output if len(output) < 12_000 else f"{output[:8000]}\n[...]\n{output[-4000:]}")
     print(f"\n{'tool':<10} {'on':<16} {'seconds':>7}  result")
     for check, verdict in zip(checks, verdicts, strict=True):
         word = "clean" if verdict.status == 0 else f"FAILED ({verdict.status})"

@@ -535,6 +535,7 @@ struct WideDkdvConsumer {
         own_row(static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4) {}
 
   __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    __syncwarp();  // all lanes have read what the others may now overwrite
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
   // S^T = K Q^T, or dP^T = V dO^T

@@ -34,27 +34,19 @@ struct Pieces {
       for_each_element([&](unsigned i, int64_t element) { sX[i] = gX[element]; });
       return;
     }
-    // The vector's last chunk may be cut; what is read of other matrices is not used.
+    // What is read of other matrices is not used.
     if (count == 1) {
       const unsigned begin = first(), chunks = (begin + elems + kChunk - 1) / kChunk;
       const Element* gChunks = gX + (global - begin);
       const int64_t left = capacity - (global - begin) - static_cast<int64_t>(chunks - 1) * kChunk;
-      const int last_bytes = left < static_cast<int>(kChunk)
-                                 ? static_cast<int>(left) * static_cast<int>(sizeof(Element))
-                                 : 16;
-      const ptx::SharedAddress shared(sX);
 #pragma unroll 4
       for (unsigned i = threadIdx.x; i < chunks; i += kThreads) {
-        ptx::cp_async_16(shared.value + 16 * i, gChunks + i * kChunk,
-                         i == chunks - 1 ? last_bytes : 16);
+        copy_chunk(sX + i * kChunk, gChunks + i * kChunk, i == chunks - 1 ? left : kChunk);
       }
       return;
     }
     for_each_chunk([&](unsigned chunk, int64_t element, unsigned, unsigned) {
-      const int64_t left = capacity - element;
-      const int bytes =
-          left < static_cast<int>(kChunk) ? static_cast<int>(left * sizeof(Element)) : 16;
-      ptx::cp_async_16(sX + chunk, gX + element, bytes);
+      copy_chunk(sX + chunk, gX + element, capacity - element);
     });
   }
 
@@ -93,6 +85,18 @@ struct Pieces {
   }
 
  private:
+  // Starts the copy of a chunk, of which `left` elements exist: the vector's last one may be cut.
+  // That one comes by single elements: a copy of fewer bytes would address what lies behind it.
+  static __device__ __forceinline__ void copy_chunk(Element* sChunk, const Element* gChunk,
+                                                    int64_t left) {
+    if (left >= static_cast<int>(kChunk)) {
+      ptx::cp_async_16(sChunk, gChunk, 16);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < static_cast<int>(left); ++e) sChunk[e] = gChunk[e];
+    }
+  }
+
   // Calls visit(chunk, element, begin, end) for each chunk that holds elements of a piece: where it
   // begins in shared memory and in the vector, and where in shared memory the piece begins and ends.
   template <typename Visit>
