@@ -58,5 +58,7 @@ def hash_of(repository: Path, commit: str) -> str:
     archive = report.git(repository, "archive", commit, *report.SOURCES)
     with tempfile.TemporaryDirectory(prefix="jagged_cuda_stamp_") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
+            if hasattr(tarfile, "data_filter"):  # not in early releases of Python 3.10 and 3.11
+                files.extraction_filter = staticmethod(tarfile.data_filter)
+            files.extractall(folder)
         return report.source_hash(Path(folder))

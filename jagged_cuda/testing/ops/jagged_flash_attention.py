@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -122,11 +122,10 @@ def _hide(spec: Spec, kv_bias: Tensor, places: Tensor) -> Tensor:
 def bias_options(
     spec: Spec, tensors: Tensors, offsets: Tensor, kv_offsets: Tensor | None
 ) -> dict[str, Any]:
-    """The options of attention's public functions; nothing for cases without biases.
-
-    Only the spec decides, so that torch.fx can trace it.
-    """
-    if "buckets" not in spec.choices:
+    """The options of attention's public functions; nothing for cases without biases."""
+    # A proxy of torch.fx has no names yet; the spec of a case that it traces names no more than it.
+    is_traced = not isinstance(tensors, Mapping)
+    if ("buckets" not in spec.choices) if is_traced else ("kv_bias" not in tensors):
         return {}
     given = tensors["kv_bias"]
     sums = torch.float64 if given.dtype is torch.float64 else torch.float32
