@@ -88,8 +88,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
           zero_short_rows(shared, item.v, item.keys.len, lane);
           ptx::fence_proxy_async();
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
+        ptx::mbarrier_arrive(shared.ready[slot]);  // every lane, for its zeros
       }
       if (!more) return;
     }

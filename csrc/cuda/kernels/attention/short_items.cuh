@@ -77,7 +77,7 @@ struct ShortStorage : ShortLayout {
     for (int i = 0; i < kDescribed; ++i) {
       ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], 1);
+      ptx::mbarrier_init(ready[i], 32);
       ptx::mbarrier_init(empty[i], max_units);
     }
     num_listed = 0;
