@@ -34,7 +34,7 @@
 //     tile_full[w]        copier, with K (w = 0), V (w = 1)      warpgroup w
 //     tile_empty[w]       warpgroup w, after its last S or dP    copier
 //     ring.full           copier, with Q and dO; statistics      both warpgroups
-//     ring.empty          both warpgroups, after their products  copier, statistics
+//     ring.empty          threads of both, after their products  copier, statistics
 //     probs.full          threads of the first, P is written     the second
 //     probs.empty         threads of the second, P is read       the first
 //     kZeroed + w         warpgroup w                            the same, after it wrote zeros
@@ -505,7 +505,7 @@ __device__ __forceinline__ void copy_statistics(const AttentionBackwardParams& a
           shared.sStatistics[stage][0][row] = lse_log2;
           shared.sStatistics[stage][1][row] = delta;
         }
-        shared.ring.publish(stage);  // every lane, for its rows
+        shared.ring.publish(stage);
       });
 }
 
@@ -612,7 +612,7 @@ struct WideDkdvConsumer {
         start_scores(s, stage);
         ptx::wgmma_wait_group<1>();
         ptx::fence_operands(grad[0]);
-        if (last >= 0) arrive(shared.ring.empty[last]);
+        if (last >= 0) shared.ring.release(last);
         last = stage;
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s[0]);
@@ -633,7 +633,7 @@ struct WideDkdvConsumer {
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(grad[0]);
-    arrive(shared.ring.empty[last]);
+    shared.ring.release(last);
   }
 
   __device__ __forceinline__ void run() {
@@ -666,7 +666,8 @@ __global__ __launch_bounds__(Config::kThreads,
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     shared.items.init(kConsumerWarps + 2);
-    shared.ring.init(kConsumerWarps, 1 + 32);
+    // Every lane arrives for what it reads and writes itself.
+    shared.ring.init(kConsumerWarps * 32, 1 + 32);
     shared.probs.init(128, 128);
     for (uint64_t& barrier : shared.tile_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.tile_empty) ptx::mbarrier_init(barrier, 4);
