@@ -251,7 +251,8 @@ class _Rounded(torch.autograd.Function):
     and dS.
 
     P is stored after its division by the sum, as softmax and a product do, or before it
-    (`divide_last`), as an online softmax must.
+    (`divide_last`), as an online softmax must; relative to the row's maximum or, where `parts`
+    share the keys, 16 at a time in turn, each to its own.
     """
 
     @staticmethod
@@ -265,15 +266,22 @@ class _Rounded(torch.autograd.Function):
         scale: float,
         storage: torch.dtype,
         divide_last: bool,
+        parts: int,
     ) -> tuple[Tensor, Tensor]:
         logits = scale * (q @ k.transpose(2, 3))
         if bias is not None:
             logits = (logits + bias).where(visible, -math.inf)
         probs = masked_softmax(logits, visible, dim=3)
-        # The largest probability of a row is 1 before the division.
-        divisor = probs.amax(3, keepdim=True) if divide_last and probs.numel() > 0 else 1.0
-        stored = (probs / divisor).nan_to_num().to(storage).to(q.dtype)
-        out = ((stored @ v) * divisor).to(storage).to(q.dtype)
+        part_of_key = torch.arange(k.shape[2], device=k.device) // 16 % parts
+        out = v.new_zeros(*q.shape[:3], v.shape[3])
+        for part in range(parts):
+            keys = part_of_key == part
+            # The largest probability of a part of a row is 1 before the division.
+            own = probs[..., keys]
+            divisor = own.amax(3, keepdim=True) if divide_last and own.numel() > 0 else 1.0
+            stored = (own / divisor).nan_to_num().to(storage).to(q.dtype)
+            out = out + (stored @ v[:, :, keys]) * divisor
+        out = out.to(storage).to(q.dtype)
         ctx.save_for_backward(q, k, v, probs, out)
         ctx.scale, ctx.storage = scale, storage
         return out, _lse(logits, visible)
@@ -291,7 +299,7 @@ class _Rounded(torch.autograd.Function):
             ctx.scale * (grad_logits.transpose(2, 3) @ q),
             stored_probs.transpose(2, 3) @ grad_out,
             grad_bias,
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -336,13 +344,13 @@ def reference(spec: Spec, tensors: Tensors) -> Tensors:
     return without_heads(spec, definition(spec, with_heads(spec, tensors)))
 
 
-def rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+def rounded(divide_last: bool, parts: int = 1) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
     def way(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
         tensors = with_heads(spec, tensors)
         padded = pad_heads(tensors["q"], tensors["k"], tensors["v"], spec.layout, spec.kv)
         bias, visible = padded_bias(spec, tensors), visible_keys(spec, tensors)
         scale = attention_scale(spec)
-        out, lse = _Rounded.apply(*padded, bias, visible, scale, storage, divide_last)
+        out, lse = _Rounded.apply(*padded, bias, visible, scale, storage, divide_last, parts)
         return without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
 
     return way
