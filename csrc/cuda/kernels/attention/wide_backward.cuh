@@ -34,7 +34,7 @@
 //     tile_full[w]        copier, with K (w = 0), V (w = 1)      warpgroup w
 //     tile_empty[w]       warpgroup w, after its last S or dP    copier
 //     ring.full           copier, with Q and dO; statistics      both warpgroups
-//     ring.empty          threads of both, after their products  copier, statistics
+//     ring.empty          both warpgroups, after their products  copier, statistics
 //     probs.full          threads of the first, P is written     the second
 //     probs.empty         threads of the second, P is read       the first
 //     kZeroed + w         warpgroup w                            the same, after it wrote zeros
@@ -538,6 +538,15 @@ struct WideDkdvConsumer {
     __syncwarp();  // all lanes have read what the others may now overwrite
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
+  // A step's operands. Every lane that has read a delta arrives for itself, as racecheck follows it;
+  // what is read of lse is behind the barriers of P^T.
+  __device__ __forceinline__ void release(int stage) {
+    if constexpr (kOfValues) {
+      arrive(shared.ring.empty[stage]);
+    } else {
+      shared.ring.release(stage);
+    }
+  }
   // S^T = K Q^T, or dP^T = V dO^T
   __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s, int stage) {
     ptx::wgmma_fence();
@@ -612,7 +621,7 @@ struct WideDkdvConsumer {
         start_scores(s, stage);
         ptx::wgmma_wait_group<1>();
         ptx::fence_operands(grad[0]);
-        if (last >= 0) shared.ring.release(last);
+        if (last >= 0) release(last);
         last = stage;
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s[0]);
@@ -633,7 +642,7 @@ struct WideDkdvConsumer {
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(grad[0]);
-    shared.ring.release(last);
+    release(last);
   }
 
   __device__ __forceinline__ void run() {
@@ -666,8 +675,7 @@ __global__ __launch_bounds__(Config::kThreads,
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     shared.items.init(kConsumerWarps + 2);
-    // Every lane arrives for what it reads and writes itself.
-    shared.ring.init(kConsumerWarps * 32, 1 + 32);
+    shared.ring.init(kConsumerWarps / 2 + 128, 1 + 32);
     shared.probs.init(128, 128);
     for (uint64_t& barrier : shared.tile_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.tile_empty) ptx::mbarrier_init(barrier, 4);
