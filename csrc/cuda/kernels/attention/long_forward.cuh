@@ -52,6 +52,7 @@
 // rows outside all sequences, where the plan has them.
 #pragma once
 
+#include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/long_plan.cuh"
 #include "cuda/kernels/attention/mask.cuh"
@@ -60,6 +61,91 @@
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
 namespace jagged_cuda::attention {
+
+// What a window and the lengths hide of an item: nothing is to be prepared.
+template <int kTileM, int kTileN>
+struct WindowMask {
+  struct Shared {};
+  static constexpr bool kPrepared = false;  // Shared, by a warp of producers
+  static constexpr bool kEndsEarly = false;  // for a warpgroup whose rows see no key of the last steps
+
+  __device__ __forceinline__ static KeyRange steps(const AttentionParams& params,
+                                                   const QueryTile& tile, const Shared&) {
+    return {tile, window_of(params, tile), kTileN};
+  }
+  __device__ __forceinline__ static int own_last(const AttentionParams& params,
+                                                 const QueryTile& tile, const Shared&,
+                                                 const KeyRange& keys, int warpgroup) {
+    return own_last_key(tile, window_of(params, tile), keys, warpgroup * 64);
+  }
+  // Nothing is known of a step before its scores are there.
+  __device__ __forceinline__ static int kind_of(const Shared&, int, int) { return 0; }
+  // Scores of keys from `key` on that this lane's rows, of which own_row is the first, do not see
+  // become `value`.
+  template <int kBlocks>
+  __device__ __forceinline__ static void hide(Accumulator<1, kBlocks>& s, float value,
+                                              const AttentionParams& params, const QueryTile& tile,
+                                              const Shared&, int, int key, int warpgroup,
+                                              int own_row, int lane) {
+    const WindowOf<int> window = window_of(params, tile);
+    const int first_row = tile.row + warpgroup * 64, row = tile.row + own_row;
+    if (window.cuts_tile(first_row, 64, key, kTileN, tile.num_keys)) {
+      if (window.first_column(first_row + 63) > key) {
+        replace_unseen(s, value, window, row, key, tile.num_keys, lane);
+      } else {
+        replace_behind(s, value, window, row, key, tile.num_keys, lane);
+      }
+    }
+  }
+};
+
+// Scores of a warp's 16 rows as softmax has them.
+struct SoftmaxScore {
+  static constexpr float kHidden = -INFINITY;
+  const float scale, scale_log2;
+  LazySoftmax softmax;
+  float rescale[1][2];
+
+  // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
+  // one, -inf, must stay so.
+  __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
+      : scale(static_cast<float>(params.scale)), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+
+  __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
+  // Before what is hidden is replaced.
+  template <int kBlocks>
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s) const {
+    if (scale < 0.0f) {
+      // The maximum of scale * S lies where -S is largest.
+#pragma unroll
+      for (int e = 0; e < kBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
+    }
+  }
+  // Scores become the operand of the product with V, written after finish_output(). True where what
+  // was summed so far is to be multiplied by `rescale`.
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+                                         FinishOutput finish_output) {
+    return softmax.update(s, p, rescale, scale_log2, finish_output);
+  }
+  // The factors of the rows' sums, of which this lane has two: row global_row of q, `rows` of which
+  // exist from there on, and the eighth behind it.
+  __device__ __forceinline__ void finish(float (&factor)[2], const AttentionParams& params,
+                                         int64_t global_row, int rows, int head, int, int lane) {
+    softmax.finish();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.row_sum[half];
+      factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+      if (lane % 4 == 0 && half * 8 < rows) {
+        static_cast<float*>(params.lse)[(global_row + half * 8) * params.heads + head] =
+            sum == 0.0f
+                ? -INFINITY
+                : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
+      }
+    }
+  }
+};
 
 template <typename Element_, int kDim_>
 struct LongForwardConfig {
@@ -77,6 +163,8 @@ struct LongForwardConfig {
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  using Mask = WindowMask<kTileM, kTileN>;
+  using Score = SoftmaxScore;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
 };
@@ -108,37 +196,44 @@ struct LongForwardStorage {
   uint64_t q_full[kQueryTiles], q_empty[kQueryTiles];
   Ring<Config::kSlots> ring;  // of slots
   WorkItem item[kItems];
+  // Where masks are to be prepared, items wait for it.
+  Ring<kItems> planned;
+  WorkItem planned_item[kItems];
+  typename Config::Mask::Shared keys[kItems];
 };
 
-// Takes items from the plan, one ahead; one warp.
-template <typename Config, typename Storage>
-__device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
-  RingPosition<Storage::kItems> place;
+// Takes items of kTileM queries from the plan, one ahead; one warp. Where late queries see more keys
+// (`descending`), they come first, those of all heads. With kUsed only the used keys count
+// (AttentionParams::kv_lengths).
+template <int kTileM, bool kUsed, int kItems>
+__device__ __forceinline__ void schedule_items(const AttentionParams& attention,
+                                               Ring<kItems>& ring,
+                                               WorkItem (&published)[kItems], bool descending) {
+  RingPosition<kItems> place;
   const auto publish = [&](const WorkItem& item) {
-    shared.items.acquire(place);
+    ring.acquire(place);
     if (threadIdx.x % 32 == 0) {
-      shared.item[place.stage] = item;
-      ptx::mbarrier_arrive(shared.items.full[place.stage]);
+      published[place.stage] = item;
+      ptx::mbarrier_arrive(ring.full[place.stage]);
     }
     __syncwarp();
     place.advance();
   };
-  // Where late queries see more keys, they come first, those of all heads.
-  const bool descending = attention.window_right < AttentionParams::kUnbounded;
   ptx::griddepcontrol_wait();
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
   PlannedSequence sequence;
   int64_t index;
   while (items.next(sequence, index)) {
-    const int tiles = (sequence.num_queries + Config::kTileM - 1) / Config::kTileM;
+    const int tiles = (sequence.num_queries + kTileM - 1) / kTileM;
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
-    const RowRange kv = planned_keys(attention, sequence);
+    RowRange kv = planned_keys(attention, sequence);
+    if (kUsed && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
     WorkItem item = {};
     const int fastest = descending ? attention.heads : tiles;
     const int slow = static_cast<int>(index / fastest), fast = static_cast<int>(index % fastest);
-    item.tile.row = (descending ? tiles - 1 - slow : fast) * Config::kTileM;
-    item.tile.rows = min(Config::kTileM, sequence.num_queries - item.tile.row);
+    item.tile.row = (descending ? tiles - 1 - slow : fast) * kTileM;
+    item.tile.rows = min(kTileM, sequence.num_queries - item.tile.row);
     item.tile.num_queries = sequence.num_queries;
     item.tile.num_keys = static_cast<int>(kv.len);
     item.tile.global_row = sequence.begin + item.tile.row;
@@ -149,6 +244,42 @@ __device__ __forceinline__ void schedule(const AttentionParams& attention, Stora
   WorkItem end = {};
   end.is_end = true;
   publish(end);
+}
+
+template <typename Config, typename Storage>
+__device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
+  schedule_items<Config::kTileM, false>(attention, shared.items, shared.item,
+                                 attention.window_right < AttentionParams::kUnbounded);
+}
+
+// The same where masks are to be prepared (prepare_masks): items go to another ring first.
+template <typename Config, typename Storage>
+__device__ __forceinline__ void schedule_planned(const AttentionParams& attention,
+                                                 Storage& shared) {
+  schedule_items<Config::kTileM, true>(attention, shared.planned, shared.planned_item, true);
+}
+
+// Finds what is to be known of the items' masks, behind the scheduler; one warp.
+template <typename Config, typename Storage>
+__device__ __forceinline__ void prepare_masks(const AttentionParams& attention, Storage& shared) {
+  RingPosition<Storage::kItems> from, to;
+  for (;;) {
+    shared.planned.wait(from);
+    const WorkItem item = shared.planned_item[from.stage];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.planned.release(from.stage);
+    from.advance();
+    shared.items.acquire(to);
+    if (!item.is_end) Config::Mask::prepare(shared.keys[to.stage], attention, item.tile);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      shared.item[to.stage] = item;
+      ptx::mbarrier_arrive(shared.items.full[to.stage]);
+    }
+    __syncwarp();
+    to.advance();
+    if (item.is_end) return;
+  }
 }
 
 // Copies Q, K and V of the items, in the order of their use; one thread.
@@ -163,10 +294,10 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   for (;;) {
     shared.items.wait(place);
     const WorkItem item = shared.item[place.stage];
+    const auto keys = Config::Mask::steps(attention, item.tile, shared.keys[place.stage]);
     const int stage = place.advance();
     shared.items.release(stage);
     if (item.is_end) return;
-    const KeyRange keys(item.tile, window_of(attention, item.tile), Config::kTileN);
     if (keys.first >= keys.last) continue;
     const auto copy = [&](const CUtensorMap& map, int key) {
       shared.ring.acquire(slot);
@@ -185,8 +316,9 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
                   shared.q_full[w]);
       }
     }
-    for (int key = keys.first; key < keys.last; key += Config::kTileN) {
-      if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
+    for (int key = keys.first, next; key < keys.last; key = next) {
+      next = keys.next(key, Config::kTileN);
+      if (next < keys.last) copy(params.k, next);
       copy(params.v, key);
     }
   }
@@ -201,22 +333,21 @@ struct LongForwardConsumer {
                        kOutBlocks = Config::kDim / 8;
   static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups;
   static constexpr int kTurnThreads = 256;  // of two warpgroups
+  using Mask = typename Config::Mask;
+  // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
+  static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
 
   const AttentionParams& attention;
   Storage& shared;
   const int warpgroup, lane, own_row;
-  const float scale, scale_log2;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = 0;  // one bit per tile of Q
-  LazySoftmax softmax;
+  typename Config::Score score;
   Accumulator<1, kScoreBlocks> s;
   Accumulator<1, kOutBlocks> o;
   PackedRows<Element, kScoreBlocks> p;
-  float rescale[1][2];
 
-  // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
-  // one, -inf, must stay so.
   __device__ __forceinline__ LongForwardConsumer(const AttentionParams& params, Storage& storage,
                                                  int own_warpgroup)
       : attention(params),
@@ -224,8 +355,7 @@ struct LongForwardConsumer {
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
         own_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
-        scale(static_cast<float>(params.scale)),
-        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+        score(params) {}
 
   __device__ __forceinline__ void take_turn() const {
     ptx::bar_sync(kTurnBarrier + warpgroup, kTurnThreads);
@@ -264,23 +394,17 @@ struct LongForwardConsumer {
                        Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
-  // Signs and masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const QueryTile& tile, const WindowOf<int>& window,
+  // What a step is for this warp's rows, asked before its scores are there.
+  __device__ __forceinline__ int kind_of(int item_stage, int key) const {
+    return Mask::kind_of(shared.keys[item_stage], own_row / 16, key);
+  }
+  // Masks of S, the scores of keys from `key` on, when their product is done.
+  __device__ __forceinline__ void finish_scores(const QueryTile& tile, int item_stage, int kind,
                                                 int key) {
     ptx::fence_operands(s[0]);
-    if (scale < 0.0f) {
-      // The maximum of scale * S lies where -S is largest.
-#pragma unroll
-      for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
-    }
-    const int first_row = tile.row + warpgroup * 64, row = tile.row + own_row;
-    if (window.cuts_tile(first_row, 64, key, kTileN, tile.num_keys)) {
-      if (window.first_column(first_row + 63) > key) {
-        replace_unseen(s, -INFINITY, window, row, key, tile.num_keys, lane);
-      } else {
-        replace_behind(s, -INFINITY, window, row, key, tile.num_keys, lane);
-      }
-    }
+    score.begin(s);
+    Mask::hide(s, Config::Score::kHidden, attention, tile, shared.keys[item_stage], kind, key,
+               warpgroup, own_row, lane);
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
@@ -307,27 +431,16 @@ struct LongForwardConsumer {
   }
 
   __device__ __forceinline__ void reset() {
-    softmax = LazySoftmax();
+    score.reset();
 #pragma unroll
     for (int e = 0; e < kOutBlocks * 4; ++e) o[0][e / 4][e % 4] = 0.0f;
   }
   __device__ __forceinline__ void store_item(const WorkItem& item) {
-    softmax.finish();
     const int rows = item.tile.rows - own_row;  // from this lane's first on
     const int64_t global_row = item.tile.global_row + own_row;
-    float inverse_sum[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.row_sum[half];
-      inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
-      if (lane % 4 == 0 && half * 8 < rows) {
-        static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + item.head] =
-            sum == 0.0f
-                ? -INFINITY
-                : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
-      }
-    }
-    store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, item.head),
+    float factor[2];
+    score.finish(factor, attention, global_row, rows, item.head, item.tile.num_keys, lane);
+    store_quads(o, factor, row_of<Element>(attention.out, global_row, item.head),
                 attention.out.row_stride, rows, attention.dim_v, lane);
   }
 
@@ -339,9 +452,10 @@ struct LongForwardConsumer {
   }
 
   // The other warpgroups' work on an item, after its first turn.
-  __device__ __forceinline__ void skip_item(int item_stage, const KeyRange& keys) {
+  template <typename Keys>
+  __device__ __forceinline__ void skip_item(int item_stage, const Keys& keys) {
     if constexpr (!Config::kOwnQueries) wait_for_queries(item_stage);
-    for (int key = keys.first; key < keys.last; key += kTileN) {
+    for (int key = keys.first; key < keys.last; key = keys.next(key, kTileN)) {
       if (key != keys.first) {
         take_turn();
         pass_turn();
@@ -359,8 +473,7 @@ struct LongForwardConsumer {
       const int stage = place.advance();
       const WorkItem& item = shared.item[stage];
       const QueryTile tile = item.tile;
-      const WindowOf<int> window = window_of(attention, tile);
-      const KeyRange keys(tile, window, kTileN);
+      const auto keys = Mask::steps(attention, tile, shared.keys[stage]);
       const bool is_end = item.is_end, has_keys = !is_end && keys.first < keys.last;
       int value_slot = 0;
       if (pending) {
@@ -412,14 +525,16 @@ struct LongForwardConsumer {
       release_slot(score_slot);
       // Behind the last key that this warpgroup sees.
       const int last =
-          Config::kOwnQueries ? own_last_key(tile, window, keys, warpgroup * 64) : keys.last;
-      if (keys.first + kTileN >= last) release_queries();
+          kEndsEarly ? Mask::own_last(attention, tile, shared.keys[stage], keys, warpgroup)
+                     : keys.last;
+      int key = keys.first, next = keys.next(key, kTileN);
+      if (next >= last) release_queries();
       reset();
-      finish_scores(tile, window, keys.first);
-      softmax.update(s, p, rescale, scale_log2, [] {});
+      finish_scores(tile, stage, kind_of(stage, key), key);
+      score.update(s, p, [] {});
       bool is_ready = shared.ring.test(slot);
-      int key = keys.first + kTileN;
-      for (; key < last; key += kTileN) {
+      for (; next < last; next = keys.next(key, kTileN)) {
+        key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
         take_turn();
@@ -427,30 +542,33 @@ struct LongForwardConsumer {
         value_slot = wait_for_slot();
         start_output(value_slot);
         pass_turn();
+        const int kind = kind_of(stage, key);
         ptx::wgmma_wait_group<1>();
         release_slot(score_slot);
-        if (key + kTileN >= last) release_queries();
-        finish_scores(tile, window, key);
-        const bool moved = softmax.update(s, p, rescale, scale_log2, [&] {
+        if (keys.next(key, kTileN) >= last) release_queries();
+        finish_scores(tile, stage, kind, key);
+        const bool moved = score.update(s, p, [&] {
           finish_output(value_slot);
           is_ready = shared.ring.test(slot);
         });
-        if (moved) rescale_rows(o, rescale);
+        if (moved) rescale_rows(o, score.rescale);
       }
-      pending_rows = tile.num_keys - (key - kTileN);
-      if constexpr (Config::kOwnQueries) {
-        // The next Q is not there yet, so the last product does not wait for it.
-        if (key < keys.last) skip_scores();
+      pending_rows = tile.num_keys - key;
+      if (Config::kOwnQueries || (kEndsEarly && next < keys.last)) {
+        // With its own Q, which is not there yet, the last product does not wait for the next item.
+        if (next < keys.last) skip_scores();
         value_slot = wait_for_slot();
         zero_values(value_slot, pending_rows);
         start_output(value_slot);
         finish_output(value_slot);
-        for (; key < keys.last; key += kTileN) {
-          if (key + kTileN < keys.last) skip_scores();
+        for (; next < keys.last; next = key) {
+          key = keys.next(next, kTileN);
+          if (key < keys.last) skip_scores();
           release_slot(wait_for_slot());
         }
         store_item(item);
         release_item(stage);
+        pending = false;
       } else {
         pending = true;
         pending_stage = stage;
@@ -471,6 +589,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.v);
     shared.items.init(kConsumerWarps + 1);
     shared.ring.init(kConsumerWarps);
+    if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.q_empty) ptx::mbarrier_init(barrier, 4);
     ptx::fence_mbarrier_init();
@@ -480,7 +599,12 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
+    if constexpr (Config::Mask::kPrepared) {
+      if (threadIdx.x < 32) schedule_planned<Config>(params.attention, shared);
+      if (threadIdx.x / 32 == 2) prepare_masks<Config>(params.attention, shared);
+    } else {
+      if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
+    }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

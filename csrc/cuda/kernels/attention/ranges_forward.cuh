@@ -1,0 +1,111 @@
+// The forward kernel for long sequences (long_forward.cuh) with ranges of keys or used parts, and
+// with silu in softmax's place.
+#pragma once
+
+#include "cuda/kernels/attention/long_forward.cuh"
+#include "cuda/kernels/attention/row_ranges.cuh"
+#include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/prim/tanh.cuh"
+
+namespace jagged_cuda::attention {
+
+// What window, lengths and ranges hide of an item (row_ranges.cuh).
+template <int kTileM, int kTileN>
+struct RangesMask {
+  using Shared = TileKeys<kTileM>;
+  static constexpr bool kPrepared = true;
+  static constexpr bool kEndsEarly = true;
+
+  __device__ __forceinline__ static void prepare(Shared& keys, const AttentionParams& params,
+                                                 const QueryTile& tile) {
+    keys.find(params, tile, kTileN);
+  }
+  __device__ __forceinline__ static KeySteps32 steps(const AttentionParams&, const QueryTile&,
+                                                     const Shared& keys) {
+    return keys.steps;
+  }
+  __device__ __forceinline__ static int own_last(const AttentionParams&, const QueryTile&,
+                                                 const Shared& keys, const KeySteps32&,
+                                                 int warpgroup) {
+    return keys.last[warpgroup];
+  }
+  __device__ __forceinline__ static int kind_of(const Shared& keys, int warp, int key) {
+    return static_cast<int>(keys.warps[warp].kind_of(key, kTileN));
+  }
+  template <int kBlocks>
+  __device__ __forceinline__ static void hide(Accumulator<1, kBlocks>& s, float value,
+                                              const AttentionParams&, const QueryTile&,
+                                              const Shared& keys, int kind, int key, int,
+                                              int own_row, int lane) {
+    if (kind != static_cast<int>(StepKind::kSeen))
+      replace_unseen(s, value, static_cast<StepKind>(kind), keys.rows + own_row, key, lane);
+  }
+};
+
+// Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.
+struct SiluScore {
+  static constexpr float kHidden = 0.0f;
+  const float half_scale;
+  float rescale[1][2];
+
+  __device__ __forceinline__ explicit SiluScore(const AttentionParams& params)
+      : half_scale(0.5f * static_cast<float>(params.scale)) {}
+
+  __device__ __forceinline__ void reset() {}
+  template <int kBlocks>
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>&) const {}
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+                                         FinishOutput finish_output) {
+    finish_output();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float silu[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float z = s[0][block][2 * half + i] * half_scale;
+          silu[i] = __fmaf_rn(z, ptx::tanh_approx(z), z);
+        }
+        p.set(block, half, silu);
+      }
+    }
+    return false;
+  }
+  __device__ __forceinline__ void finish(float (&factor)[2], const AttentionParams& params,
+                                         int64_t global_row, int rows, int, int num_keys, int) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Rows outside all sequences have no keys, and perhaps NaN as their scale.
+      factor[half] = num_keys > 0 && half * 8 < rows
+                         ? row_weight<float>(params, global_row + half * 8, num_keys)
+                         : 0.0f;
+    }
+  }
+};
+
+template <typename Element, int kDim>
+struct RangesForwardConfig : LongForwardConfig<Element, kDim> {
+  using Base = LongForwardConfig<Element, kDim>;
+  using Mask = RangesMask<Base::kTileM, Base::kTileN>;
+  static constexpr PathName kName = Base::kName + ".ranges";
+};
+
+template <typename Element, int kDim>
+struct SiluForwardConfig : RangesForwardConfig<Element, kDim> {
+  using Score = SiluScore;
+  static constexpr PathName kName = LongForwardConfig<Element, kDim>::kName + ".silu";
+};
+
+template <typename Element>
+cudaError_t launch_forward_ranges(const AttentionParams& params, cudaStream_t stream) {
+  const bool narrow = params.dim_qk <= 64 && params.dim_v <= 64;
+  if (params.silu)
+    return narrow ? launch_long_forward<SiluForwardConfig<Element, 64>>(params, stream)
+                  : launch_long_forward<SiluForwardConfig<Element, 128>>(params, stream);
+  return narrow ? launch_long_forward<RangesForwardConfig<Element, 64>>(params, stream)
+                : launch_long_forward<RangesForwardConfig<Element, 128>>(params, stream);
+}
+
+}  // namespace jagged_cuda::attention
