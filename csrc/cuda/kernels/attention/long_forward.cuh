@@ -62,41 +62,57 @@
 
 namespace jagged_cuda::attention {
 
-// What a window and the lengths hide of an item: nothing is to be prepared.
-template <int kTileM, int kTileN>
-struct WindowMask {
-  struct Shared {};
-  static constexpr bool kPrepared = false;  // Shared, by a warp of producers
-  static constexpr bool kEndsEarly = false;  // for a warpgroup whose rows see no key of the last steps
+// What a window and the lengths hide of an item, of which a warpgroup computes 64 rows. Where
+// registers are short, the window is found anew for each step.
+template <int kTileN, bool kHoldsWindow>
+class WindowMask {
+ public:
+  struct Shared {};                          // nothing is prepared
+  static constexpr bool kPrepared = false;   // Shared, by a warp of producers
+  static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
 
-  __device__ __forceinline__ static KeyRange steps(const AttentionParams& params,
-                                                   const QueryTile& tile, const Shared&) {
-    return {tile, window_of(params, tile), kTileN};
+  __device__ __forceinline__ WindowMask(const AttentionParams& params, const QueryTile& tile,
+                                        const Shared&)
+      : params_(params),
+        tile_(tile),
+        window_(window_of(params, tile)),
+        keys_(tile, window_, kTileN) {}
+
+  // The steps of keys: from first() on next(), before last().
+  __device__ __forceinline__ int first() const { return keys_.first; }
+  __device__ __forceinline__ int next(int key) const { return key + kTileN; }
+  __device__ __forceinline__ int last() const { return keys_.last; }
+  // Behind the last key that a warpgroup's rows see, at least first() + 1.
+  __device__ __forceinline__ int own_last(int warpgroup) const {
+    return own_last_key(tile_, window(), keys_, warpgroup * 64);
   }
-  __device__ __forceinline__ static int own_last(const AttentionParams& params,
-                                                 const QueryTile& tile, const Shared&,
-                                                 const KeyRange& keys, int warpgroup) {
-    return own_last_key(tile, window_of(params, tile), keys, warpgroup * 64);
-  }
-  // Nothing is known of a step before its scores are there.
-  __device__ __forceinline__ static int kind_of(const Shared&, int, int) { return 0; }
+  // What is known of a step before its scores are there: nothing.
+  __device__ __forceinline__ int kind_of(int, int) const { return 0; }
   // Scores of keys from `key` on that this lane's rows, of which own_row is the first, do not see
   // become `value`.
   template <int kBlocks>
-  __device__ __forceinline__ static void hide(Accumulator<1, kBlocks>& s, float value,
-                                              const AttentionParams& params, const QueryTile& tile,
-                                              const Shared&, int, int key, int warpgroup,
-                                              int own_row, int lane) {
-    const WindowOf<int> window = window_of(params, tile);
-    const int first_row = tile.row + warpgroup * 64, row = tile.row + own_row;
-    if (window.cuts_tile(first_row, 64, key, kTileN, tile.num_keys)) {
-      if (window.first_column(first_row + 63) > key) {
-        replace_unseen(s, value, window, row, key, tile.num_keys, lane);
+  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int, int key,
+                                       int warpgroup, int own_row, int lane) const {
+    const WindowOf<int> seen = window();
+    const int first_row = tile_.row + warpgroup * 64, row = tile_.row + own_row;
+    if (seen.cuts_tile(first_row, 64, key, kTileN, tile_.num_keys)) {
+      if (seen.first_column(first_row + 63) > key) {
+        replace_unseen(s, value, seen, row, key, tile_.num_keys, lane);
       } else {
-        replace_behind(s, value, window, row, key, tile.num_keys, lane);
+        replace_behind(s, value, seen, row, key, tile_.num_keys, lane);
       }
     }
   }
+
+ private:
+  __device__ __forceinline__ WindowOf<int> window() const {
+    return kHoldsWindow ? window_ : window_of(params_, tile_);
+  }
+
+  const AttentionParams& params_;
+  const QueryTile& tile_;
+  const WindowOf<int> window_;
+  const KeyRange keys_;
 };
 
 // Scores of a warp's 16 rows as softmax has them.
@@ -163,7 +179,7 @@ struct LongForwardConfig {
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
-  using Mask = WindowMask<kTileM, kTileN>;
+  using Mask = WindowMask<kTileN, !kOwnQueries>;
   using Score = SoftmaxScore;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
@@ -294,11 +310,11 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   for (;;) {
     shared.items.wait(place);
     const WorkItem item = shared.item[place.stage];
-    const auto keys = Config::Mask::steps(attention, item.tile, shared.keys[place.stage]);
+    const typename Config::Mask mask(attention, item.tile, shared.keys[place.stage]);
     const int stage = place.advance();
     shared.items.release(stage);
     if (item.is_end) return;
-    if (keys.first >= keys.last) continue;
+    if (mask.first() >= mask.last()) continue;
     const auto copy = [&](const CUtensorMap& map, int key) {
       shared.ring.acquire(slot);
       copy_tile(shared.slots[slot.stage], map, item.tile.key_begin + key, item.head / group,
@@ -307,7 +323,7 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
     };
     if constexpr (!Config::kOwnQueries)
       copy_tile(shared.sQ[stage], params.q, item.tile.global_row, item.head, shared.q_full[stage]);
-    copy(params.k, keys.first);
+    copy(params.k, mask.first());
     if constexpr (Config::kOwnQueries) {
       for (int w = 0; w < Config::kWarpgroups && w * 64 < item.tile.rows; ++w) {
         ptx::mbarrier_wait(shared.q_empty[w], q_parities >> w & 1);
@@ -316,9 +332,9 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
                   shared.q_full[w]);
       }
     }
-    for (int key = keys.first, next; key < keys.last; key = next) {
-      next = keys.next(key, Config::kTileN);
-      if (next < keys.last) copy(params.k, next);
+    for (int key = mask.first(), next; key < mask.last(); key = next) {
+      next = mask.next(key);
+      if (next < mask.last()) copy(params.k, next);
       copy(params.v, key);
     }
   }
@@ -394,17 +410,11 @@ struct LongForwardConsumer {
                        Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
-  // What a step is for this warp's rows, asked before its scores are there.
-  __device__ __forceinline__ int kind_of(int item_stage, int key) const {
-    return Mask::kind_of(shared.keys[item_stage], own_row / 16, key);
-  }
   // Masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const QueryTile& tile, int item_stage, int kind,
-                                                int key) {
+  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key) {
     ptx::fence_operands(s[0]);
     score.begin(s);
-    Mask::hide(s, Config::Score::kHidden, attention, tile, shared.keys[item_stage], kind, key,
-               warpgroup, own_row, lane);
+    mask.hide(s, Config::Score::kHidden, kind, key, warpgroup, own_row, lane);
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
@@ -452,11 +462,10 @@ struct LongForwardConsumer {
   }
 
   // The other warpgroups' work on an item, after its first turn.
-  template <typename Keys>
-  __device__ __forceinline__ void skip_item(int item_stage, const Keys& keys) {
+  __device__ __forceinline__ void skip_item(int item_stage, const Mask& mask) {
     if constexpr (!Config::kOwnQueries) wait_for_queries(item_stage);
-    for (int key = keys.first; key < keys.last; key = keys.next(key, kTileN)) {
-      if (key != keys.first) {
+    for (int key = mask.first(); key < mask.last(); key = mask.next(key)) {
+      if (key != mask.first()) {
         take_turn();
         pass_turn();
       }
@@ -473,8 +482,8 @@ struct LongForwardConsumer {
       const int stage = place.advance();
       const WorkItem& item = shared.item[stage];
       const QueryTile tile = item.tile;
-      const auto keys = Mask::steps(attention, tile, shared.keys[stage]);
-      const bool is_end = item.is_end, has_keys = !is_end && keys.first < keys.last;
+      const Mask mask(attention, tile, shared.keys[stage]);
+      const bool is_end = item.is_end, has_keys = !is_end && mask.first() < mask.last();
       int value_slot = 0;
       if (pending) {
         value_slot = wait_for_slot();
@@ -495,7 +504,7 @@ struct LongForwardConsumer {
         }
         if (is_end) return;
         if (has_keys) {
-          skip_item(stage, keys);
+          skip_item(stage, mask);
         } else {
           reset();
           store_item(item);
@@ -523,17 +532,15 @@ struct LongForwardConsumer {
         ptx::fence_operands(s[0]);
       }
       release_slot(score_slot);
-      // Behind the last key that this warpgroup sees.
-      const int last =
-          kEndsEarly ? Mask::own_last(attention, tile, shared.keys[stage], keys, warpgroup)
-                     : keys.last;
-      int key = keys.first, next = keys.next(key, kTileN);
+      // Behind the last step that this warpgroup computes.
+      const int last = kEndsEarly ? mask.own_last(warpgroup) : mask.last();
+      int key = mask.first(), next = mask.next(key);
       if (next >= last) release_queries();
       reset();
-      finish_scores(tile, stage, kind_of(stage, key), key);
+      finish_scores(mask, mask.kind_of(own_row / 16, key), key);
       score.update(s, p, [] {});
       bool is_ready = shared.ring.test(slot);
-      for (; next < last; next = keys.next(key, kTileN)) {
+      while (next < last) {
         key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
@@ -542,11 +549,12 @@ struct LongForwardConsumer {
         value_slot = wait_for_slot();
         start_output(value_slot);
         pass_turn();
-        const int kind = kind_of(stage, key);
+        const int kind = mask.kind_of(own_row / 16, key);
+        next = mask.next(key);
         ptx::wgmma_wait_group<1>();
         release_slot(score_slot);
-        if (keys.next(key, kTileN) >= last) release_queries();
-        finish_scores(tile, stage, kind, key);
+        if (next >= last) release_queries();
+        finish_scores(mask, kind, key);
         const bool moved = score.update(s, p, [&] {
           finish_output(value_slot);
           is_ready = shared.ring.test(slot);
@@ -554,16 +562,16 @@ struct LongForwardConsumer {
         if (moved) rescale_rows(o, score.rescale);
       }
       pending_rows = tile.num_keys - key;
-      if (Config::kOwnQueries || (kEndsEarly && next < keys.last)) {
+      if (Config::kOwnQueries || (kEndsEarly && next < mask.last())) {
         // With its own Q, which is not there yet, the last product does not wait for the next item.
-        if (next < keys.last) skip_scores();
+        if (next < mask.last()) skip_scores();
         value_slot = wait_for_slot();
         zero_values(value_slot, pending_rows);
         start_output(value_slot);
         finish_output(value_slot);
-        for (; next < keys.last; next = key) {
-          key = keys.next(next, kTileN);
-          if (key < keys.last) skip_scores();
+        for (; next < mask.last(); next = key) {
+          key = mask.next(next);
+          if (key < mask.last()) skip_scores();
           release_slot(wait_for_slot());
         }
         store_item(item);

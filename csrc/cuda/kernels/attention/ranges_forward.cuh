@@ -9,9 +9,11 @@
 
 namespace jagged_cuda::attention {
 
-// What window, lengths and ranges hide of an item (row_ranges.cuh).
+// What window, lengths and ranges hide of an item (row_ranges.cuh); read from shared memory each
+// time, since registers are short.
 template <int kTileM, int kTileN>
-struct RangesMask {
+class RangesMask {
+ public:
   using Shared = TileKeys<kTileM>;
   static constexpr bool kPrepared = true;
   static constexpr bool kEndsEarly = true;
@@ -20,26 +22,26 @@ struct RangesMask {
                                                  const QueryTile& tile) {
     keys.find(params, tile, kTileN);
   }
-  __device__ __forceinline__ static KeySteps32 steps(const AttentionParams&, const QueryTile&,
-                                                     const Shared& keys) {
-    return keys.steps;
-  }
-  __device__ __forceinline__ static int own_last(const AttentionParams&, const QueryTile&,
-                                                 const Shared& keys, const KeySteps32&,
-                                                 int warpgroup) {
-    return keys.last[warpgroup];
-  }
-  __device__ __forceinline__ static int kind_of(const Shared& keys, int warp, int key) {
-    return static_cast<int>(keys.warps[warp].kind_of(key, kTileN));
+
+  __device__ __forceinline__ RangesMask(const AttentionParams&, const QueryTile&,
+                                        const Shared& keys)
+      : keys_(keys) {}
+  __device__ __forceinline__ int first() const { return keys_.steps.first; }
+  __device__ __forceinline__ int next(int key) const { return keys_.steps.next(key, kTileN); }
+  __device__ __forceinline__ int last() const { return keys_.steps.last; }
+  __device__ __forceinline__ int own_last(int warpgroup) const { return keys_.last[warpgroup]; }
+  __device__ __forceinline__ int kind_of(int warp, int key) const {
+    return static_cast<int>(keys_.warps[warp].kind_of(key, kTileN));
   }
   template <int kBlocks>
-  __device__ __forceinline__ static void hide(Accumulator<1, kBlocks>& s, float value,
-                                              const AttentionParams&, const QueryTile&,
-                                              const Shared& keys, int kind, int key, int,
-                                              int own_row, int lane) {
+  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int kind, int key,
+                                       int, int own_row, int lane) const {
     if (kind != static_cast<int>(StepKind::kSeen))
-      replace_unseen(s, value, static_cast<StepKind>(kind), keys.rows + own_row, key, lane);
+      replace_unseen(s, value, static_cast<StepKind>(kind), keys_.rows + own_row, key, lane);
   }
+
+ private:
+  const Shared& keys_;
 };
 
 // Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.

@@ -24,7 +24,6 @@ struct KeyRange {
   __device__ __forceinline__ KeyRange(const QueryTile& tile, const WindowOf<int>& window, int step)
       : first(window.first_column(tile.row) / step * step),
         last(window.last_column(tile.row, tile.rows, tile.num_keys)) {}
-  __device__ __forceinline__ int next(int key, int step) const { return key + step; }
 };
 
 // The end of those that a warpgroup's 64 rows from `row` of the tile on see, at least one.
