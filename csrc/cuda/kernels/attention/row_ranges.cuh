@@ -177,27 +177,30 @@ __device__ __forceinline__ void replace_unseen(Accumulator<1, kBlocks>& s, float
                                                StepKind kind, const RowKeys* rows, int key,
                                                int lane) {
   const int first_key = key + 2 * (lane % 4);
-  const auto for_each = [&](int half, auto sees) {
+  const auto replace = [&](int half, auto is_hidden) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (!sees(block * 8 + i)) s[0][block][2 * half + i] = value;
+        if (is_hidden(block * 8 + i)) s[0][block][2 * half + i] = value;
       }
     }
   };
+  // Bits in place of &&, so that predicates are combined and not branched on.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const RowKeys row = rows[8 * half];
     const int begin = row.first.begin - first_key, end = row.first.end - first_key;
     if (kind == StepKind::kPrefix) {
-      for_each(half, [&](int column) { return column < end; });
+      replace(half, [&](int column) { return column >= end; });
     } else if (kind == StepKind::kOne) {
-      for_each(half, [&](int column) { return column >= begin && column < end; });
+      replace(half, [&](int column) { return (column < begin) | (column >= end); });
     } else {
-      const int begin2 = row.second.begin - first_key, end2 = row.second.end - first_key;
-      for_each(half, [&](int column) {
-        return (column >= begin && column < end) || (column >= begin2 && column < end2);
+      const bool has_second = row.second.end != 0;
+      const int begin2 = has_second ? row.second.begin - first_key : INT_MAX,
+                end2 = has_second ? row.second.end - first_key : INT_MAX;
+      replace(half, [&](int column) {
+        return ((column >= end) & (column < begin2)) | (column < begin) | (column >= end2);
       });
     }
   }
