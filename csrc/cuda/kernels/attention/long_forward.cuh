@@ -115,23 +115,47 @@ class WindowMask {
   const KeyRange keys_;
 };
 
+// Where nothing is added to scores.
+struct NoBias {
+  struct Shared {};
+  static constexpr int kWarps = 0;  // of producers
+};
+
+// Calls change(score, bias) for each of a lane's scores, `bias` that of its key out of bias[].
+template <int kBlocks, typename Change>
+__device__ __forceinline__ void for_each_biased(Accumulator<1, kBlocks>& s, const float* bias,
+                                                int lane, Change change) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const float2 pair = *reinterpret_cast<const float2*>(bias + block * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) change(s[0][block][e], e % 2 == 0 ? pair.x : pair.y);
+  }
+}
+
 // Scores of a warp's 16 rows as softmax has them.
+template <bool kBiased>
 struct SoftmaxScore {
-  static constexpr float kHidden = -INFINITY;
+  static constexpr float kHidden = -INFINITY, kBiasFactor = 1.0f;
   const float scale, scale_log2;
   LazySoftmax softmax;
   float rescale[1][2];
 
   // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
-  // one, -inf, must stay so.
+  // one, -inf, must stay so. Of biased scores, scale is part already.
   __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
-      : scale(static_cast<float>(params.scale)), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+      : scale(static_cast<float>(params.scale)),
+        scale_log2(kBiased ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
   __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
-  // Before what is hidden is replaced.
+  // Before what is hidden is replaced. `bias` of the keys, times kBiasFactor, where kBiased.
   template <int kBlocks>
-  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s) const {
-    if (scale < 0.0f) {
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s, const float* bias,
+                                        int lane) const {
+    if constexpr (kBiased) {
+      for_each_biased(s, bias, lane,
+                      [&](float& score, float added) { score = __fmaf_rn(score, scale, added); });
+    } else if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
       for (int e = 0; e < kBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
@@ -155,9 +179,9 @@ struct SoftmaxScore {
       factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
         static_cast<float*>(params.lse)[(global_row + half * 8) * params.heads + head] =
-            sum == 0.0f
-                ? -INFINITY
-                : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
+            sum == 0.0f ? -INFINITY
+                        : __fmaf_rn(softmax.reference[half], kBiased ? 1.0f : fabsf(scale),
+                                    ptx::lg2_approx(sum) * kLn2);
       }
     }
   }
@@ -175,12 +199,15 @@ struct LongForwardConfig {
   static constexpr int kSlots = 4;
   // Where there is no room for two items: each warpgroup has a tile of Q for itself.
   static constexpr bool kOwnQueries = kDim > 128;
+  // Published ahead. If more than two, their tiles of Q are a ring apart from them.
+  static constexpr int kItems = 2;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   using Mask = WindowMask<kTileN, !kOwnQueries>;
-  using Score = SoftmaxScore;
+  using Score = SoftmaxScore<false>;
+  using Bias = NoBias;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
 };
@@ -201,14 +228,16 @@ struct WorkItem {
 template <typename Config>
 struct LongForwardStorage {
   using Element = typename Config::Element;
-  static constexpr int kItems = 2;
-  // One per stage of item, or per warpgroup.
+  static constexpr int kItems = Config::kItems;
+  // One per stage of item, or per warpgroup, or a ring.
   static constexpr int kQueryTiles = 2;
+  static constexpr bool kQueryRing = kItems > kQueryTiles;
+  static_assert(!(kQueryRing && Config::kOwnQueries));
   using QueryRows = WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kDim>;
   using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kDim>;
   QueryRows sQ[kQueryTiles];
   KeyRows slots[Config::kSlots];
-  Ring<kItems> items;  // of item, and of sQ if not kOwnQueries
+  Ring<kItems> items;  // of item, and of sQ if neither kOwnQueries nor kQueryRing
   uint64_t q_full[kQueryTiles], q_empty[kQueryTiles];
   Ring<Config::kSlots> ring;  // of slots
   WorkItem item[kItems];
@@ -216,14 +245,14 @@ struct LongForwardStorage {
   Ring<kItems> planned;
   WorkItem planned_item[kItems];
   typename Config::Mask::Shared keys[kItems];
+  typename Config::Bias::Shared bias;
 };
 
 // Takes items of kTileM queries from the plan, one ahead; one warp. Where late queries see more keys
-// (`descending`), they come first, those of all heads. With kUsed only the used keys count
+// (`descending`), they come first, those of all heads. If kGeneral, only the used keys count
 // (AttentionParams::kv_lengths).
-template <int kTileM, bool kUsed, int kItems>
-__device__ __forceinline__ void schedule_items(const AttentionParams& attention,
-                                               Ring<kItems>& ring,
+template <int kTileM, bool kGeneral, int kItems>
+__device__ __forceinline__ void schedule_items(const AttentionParams& attention, Ring<kItems>& ring,
                                                WorkItem (&published)[kItems], bool descending) {
   RingPosition<kItems> place;
   const auto publish = [&](const WorkItem& item) {
@@ -244,11 +273,13 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
     RowRange kv = planned_keys(attention, sequence);
-    if (kUsed && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
+    if (kGeneral && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
     WorkItem item = {};
     const int fastest = descending ? attention.heads : tiles;
     const int slow = static_cast<int>(index / fastest), fast = static_cast<int>(index % fastest);
-    item.tile.row = (descending ? tiles - 1 - slow : fast) * kTileM;
+    // With ranges the first may see most of all.
+    const int later = kGeneral ? (slow == 0 ? 0 : tiles - slow) : tiles - 1 - slow;
+    item.tile.row = (descending ? later : fast) * kTileM;
     item.tile.rows = min(kTileM, sequence.num_queries - item.tile.row);
     item.tile.num_queries = sequence.num_queries;
     item.tile.num_keys = static_cast<int>(kv.len);
@@ -265,7 +296,7 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
 template <typename Config, typename Storage>
 __device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
   schedule_items<Config::kTileM, false>(attention, shared.items, shared.item,
-                                 attention.window_right < AttentionParams::kUnbounded);
+                                        attention.window_right < AttentionParams::kUnbounded);
 }
 
 // The same where masks are to be prepared (prepare_masks): items go to another ring first.
@@ -307,6 +338,7 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   RingPosition<LongForwardStorage<Config>::kItems> place;
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = ~0u;  // one bit per warpgroup
+  RingPosition<LongForwardStorage<Config>::kQueryTiles> queries;
   for (;;) {
     shared.items.wait(place);
     const WorkItem item = shared.item[place.stage];
@@ -321,8 +353,12 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
                 shared.ring.full[slot.stage]);
       slot.advance();
     };
-    if constexpr (!Config::kOwnQueries)
-      copy_tile(shared.sQ[stage], params.q, item.tile.global_row, item.head, shared.q_full[stage]);
+    if constexpr (LongForwardStorage<Config>::kQueryRing)
+      ptx::mbarrier_wait(shared.q_empty[queries.stage], queries.parity ^ 1);
+    if constexpr (!Config::kOwnQueries) {
+      const int tile = LongForwardStorage<Config>::kQueryRing ? queries.advance() : stage;
+      copy_tile(shared.sQ[tile], params.q, item.tile.global_row, item.head, shared.q_full[tile]);
+    }
     copy(params.k, mask.first());
     if constexpr (Config::kOwnQueries) {
       for (int w = 0; w < Config::kWarpgroups && w * 64 < item.tile.rows; ++w) {
@@ -352,6 +388,7 @@ struct LongForwardConsumer {
   using Mask = typename Config::Mask;
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0;
 
   const AttentionParams& attention;
   Storage& shared;
@@ -359,6 +396,7 @@ struct LongForwardConsumer {
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = 0;  // one bit per tile of Q
+  int query_stage = 0;      // of kQueryRing
   typename Config::Score score;
   Accumulator<1, kScoreBlocks> s;
   Accumulator<1, kOutBlocks> o;
@@ -391,7 +429,7 @@ struct LongForwardConsumer {
     if (lane == 0) shared.items.release(stage);
   }
   __device__ __forceinline__ int query_tile(int item_stage) const {
-    return Config::kOwnQueries ? warpgroup : item_stage;
+    return Config::kOwnQueries ? warpgroup : Storage::kQueryRing ? query_stage : item_stage;
   }
   __device__ __forceinline__ void wait_for_queries(int item_stage) {
     const int tile = query_tile(item_stage);
@@ -401,6 +439,10 @@ struct LongForwardConsumer {
   // Behind the last S of an item.
   __device__ __forceinline__ void release_queries() {
     if (Config::kOwnQueries && lane == 0) ptx::mbarrier_arrive(shared.q_empty[warpgroup]);
+    if (Storage::kQueryRing) {
+      if (lane == 0) ptx::mbarrier_arrive(shared.q_empty[query_stage]);
+      query_stage ^= 1;
+    }
   }
 
   // S = Q K^T
@@ -410,10 +452,21 @@ struct LongForwardConsumer {
                        Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
-  // Masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key) {
+  // Behind a product with keys; of biased scores the slot is still wanted.
+  __device__ __forceinline__ void release_scores(int score_slot) {
+    if (!kBiased) release_slot(score_slot);
+  }
+  // Biases and masks of S, the scores of keys from `key` on, when their product is done.
+  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key,
+                                                int score_slot) {
     ptx::fence_operands(s[0]);
-    score.begin(s);
+    if constexpr (kBiased) {
+      score.begin(s, shared.bias.keys[score_slot], lane);
+      __syncwarp();
+      release_slot(score_slot);
+    } else {
+      score.begin(s, nullptr, lane);
+    }
     mask.hide(s, Config::Score::kHidden, kind, key, warpgroup, own_row, lane);
   }
   // O += P V
@@ -464,6 +517,7 @@ struct LongForwardConsumer {
   // The other warpgroups' work on an item, after its first turn.
   __device__ __forceinline__ void skip_item(int item_stage, const Mask& mask) {
     if constexpr (!Config::kOwnQueries) wait_for_queries(item_stage);
+    if constexpr (Storage::kQueryRing) release_queries();
     for (int key = mask.first(); key < mask.last(); key = mask.next(key)) {
       if (key != mask.first()) {
         take_turn();
@@ -531,13 +585,13 @@ struct LongForwardConsumer {
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s[0]);
       }
-      release_slot(score_slot);
+      release_scores(score_slot);
       // Behind the last step that this warpgroup computes.
       const int last = kEndsEarly ? mask.own_last(warpgroup) : mask.last();
       int key = mask.first(), next = mask.next(key);
       if (next >= last) release_queries();
       reset();
-      finish_scores(mask, mask.kind_of(own_row / 16, key), key);
+      finish_scores(mask, mask.kind_of(own_row / 16, key), key, score_slot);
       score.update(s, p, [] {});
       bool is_ready = shared.ring.test(slot);
       while (next < last) {
@@ -552,9 +606,9 @@ struct LongForwardConsumer {
         const int kind = mask.kind_of(own_row / 16, key);
         next = mask.next(key);
         ptx::wgmma_wait_group<1>();
-        release_slot(score_slot);
+        release_scores(score_slot);
         if (next >= last) release_queries();
-        finish_scores(mask, kind, key);
+        finish_scores(mask, kind, key, score_slot);
         const bool moved = score.update(s, p, [&] {
           finish_output(value_slot);
           is_ready = shared.ring.test(slot);
@@ -595,11 +649,12 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
-    shared.items.init(kConsumerWarps + 1);
-    shared.ring.init(kConsumerWarps);
+    shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps);
+    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kWarps);
     if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
-    for (uint64_t& barrier : shared.q_empty) ptx::mbarrier_init(barrier, 4);
+    for (uint64_t& barrier : shared.q_empty)
+      ptx::mbarrier_init(barrier, Config::kOwnQueries ? 4 : kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -614,6 +669,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
       if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
     }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
+    if constexpr (Config::Bias::kWarps > 0) {
+      if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongForwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();

@@ -135,7 +135,8 @@ struct TileKeys {
   RowKeys rows[kRows];
   WarpKeys warps[kWarps];
   KeySteps32 steps;
-  int last[kRows / 64];  // behind the last key that each warpgroup's rows see, at least steps.first + 1
+  int last[kRows /
+           64];  // behind the last key that each warpgroup's rows see, at least steps.first + 1
 
   // One warp.
   __device__ __forceinline__ void find(const AttentionParams& params, const QueryTile& tile,
@@ -143,7 +144,7 @@ struct TileKeys {
     const int lane = threadIdx.x % 32;
     const WindowOf<int> window = window_of(params, tile);
     KeyHull one, other;
-#pragma unroll 2
+#pragma unroll 3
     for (int row = lane; row < tile.rows; row += 32) {
       const RowKeys seen(params, window, tile.row + row, tile.global_row + row, tile.num_keys);
       one.widen(seen.first);
@@ -155,6 +156,7 @@ struct TileKeys {
     int own_last = found.first + 1;
     if (lane < kWarps) {
       WarpKeys bounds;
+#pragma unroll 4
       for (int i = 0; i < 16; ++i) {
         const int row = lane * 16 + (i + lane) % 16;  // so that lanes read different banks
         if (row >= tile.rows) continue;
