@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
   params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
   const bool wants_plan =
-      is_general(params) ? takes_long_ranges(params)
+      is_general(params) ? takes_ranged_forward(params)
                          : sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type);
   if (wants_plan) long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));

@@ -56,7 +56,7 @@ Tensor jagged_hstu_attention(
   set_out(params, out);
   set_silu(params, divisor, row_scale);
   Tensor long_plan;
-  if (takes_long_ranges(params)) long_plan = allocate_long_plan(op, params, q);
+  if (takes_ranged_forward(params)) long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_hstu_attention(params, current_stream(q)));
   return out;
 }

@@ -82,7 +82,7 @@ cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStrea
 
 }  // namespace
 
-bool takes_long_ranges(const AttentionParams& params) {
+bool takes_ranged_forward(const AttentionParams& params) {
   return is_16_bit(params.type) && !params.bias.has_tables() && !is_wide(params) &&
          takes_wgmma(params) && takes_long(params);
 }

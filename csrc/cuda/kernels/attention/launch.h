@@ -45,9 +45,9 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
 // With ranges of keys, used parts of key sequences or silu, head dims up to 128 (attention/
-// ranges_forward.cuh).
+// ranged_forward.cuh).
 template <typename Element>
-cudaError_t launch_forward_ranges(const AttentionParams& params, cudaStream_t stream);
+cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
 // The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
 // the order of its sums.
 template <typename Element>
@@ -95,7 +95,7 @@ template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // The kernels that take whatever is_general() and silu, any element: forward. Where there is a plan
-// (takes_long_ranges) sequences of more than long_rows() have theirs, and the rows outside.
+// (takes_ranged_forward) sequences of more than long_rows() have theirs, and the rows outside.
 template <typename Element>
 cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) {
   if constexpr (sizeof(Element) != 2) {
@@ -104,7 +104,7 @@ cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) 
     if (params.long_plan == nullptr) return launch_forward_mma_sync<Element>(params, stream);
     cudaError_t error = cudaSuccess;
     if (params.q_offsets.num_seqs > 0) error = launch_forward_mma_sync<Element>(params, stream);
-    if (error == cudaSuccess) error = launch_forward_ranges<Element>(params, stream);
+    if (error == cudaSuccess) error = launch_forward_ranged<Element>(params, stream);
     if (error != cudaErrorNotSupported) return error;
     params.long_plan = nullptr;
     return launch_forward_mma_sync<Element>(params, stream);

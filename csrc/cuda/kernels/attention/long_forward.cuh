@@ -22,9 +22,14 @@
 // 128 dims there is no room for a second Q (kOwnQueries): each warpgroup has a tile of Q for itself,
 // which is filled anew as soon as it has computed its last S of an item, and the last product and
 // the output of an item come before the next Q. There a warpgroup also passes over the key tiles at
-// the end of an item that its rows do not see. Only
-// one warpgroup at a time hands products to the tensor cores, while the others are at their
+// the end of an item that its rows do not see. Only one warpgroup at a time hands products to the tensor cores, while the others are at their
 // exponentials: a warp that starts a product waits until those before it are done.
+//
+// Components of a Config: its Mask (which keys a row sees), Score (what becomes of a score: here
+// softmax) and Bias (what is added to one). With ranges of keys and the like they are those of
+// ranged_forward.cuh: then a third warp of producers, behind the scheduler, finds what the rows of an
+// item see (prepare_masks), a fourth one brings biases, steps that no row sees are passed over, and
+// items are published further ahead than there are tiles of Q (kQueryRing).
 //
 // Registers: setmaxnreg moves them from the producers to the others. A product that accumulates
 // reads and writes its accumulators in the register file, which slows all other instructions of the
@@ -35,11 +40,14 @@
 // 128, 192, 256.
 //
 // Barriers:           arrives                              waits
-//     items.full      scheduler                            copier, computing warps
-//     items.empty     copier, computing warps              scheduler; then sQ is free as well
+//     items.full      scheduler, or prepare_masks          copier, computing warps
+//     items.empty     copier, computing warps              the same; then sQ is free as well
+//     planned         scheduler, prepare_masks             prepare_masks, scheduler
 //     q_full          copier, with the bytes of Q          computing warps
 //     q_empty[w]      warpgroup w, after its last S        copier (kOwnQueries)
+//     q_empty[stage]  computing warps, after their last S  copier (kQueryRing)
 //     ring.full       copier, with the bytes of a tile     computing warps
+//                     and what brings biases
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros

@@ -159,20 +159,20 @@ struct SiluScore {
 };
 
 template <typename Element, int kDim, bool kSilu, bool kBiased>
-struct RangesForwardConfig : LongForwardConfig<Element, kDim> {
+struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore<kBiased>, SoftmaxScore<kBiased>>;
   using Bias = std::conditional_t<kBiased, KeyBias<Base::kTileN, Base::kSlots>, NoBias>;
   static constexpr PathName kName =
-      Base::kName + (kSilu ? ".silu" : ".ranges") + (kBiased ? ".bias" : "");
+      Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
 
 template <typename Element>
-cudaError_t launch_forward_ranges(const AttentionParams& params, cudaStream_t stream) {
+cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
   const auto launch = [&](auto dim, auto silu, auto biased) {
-    using Config = RangesForwardConfig<Element, dim.value, silu.value != 0, biased.value != 0>;
+    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, biased.value != 0>;
     return launch_long_forward<Config>(params, stream);
   };
   const auto launch_dim = [&](auto silu, auto biased) {
