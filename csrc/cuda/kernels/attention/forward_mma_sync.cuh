@@ -100,8 +100,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  if (Config::kGeneral) ptx::griddepcontrol_launch_dependents();
-  // Beside the kernel for long sequences (launch_forward_general) only sequences of one tile are left.
+  // Behind the kernel for long sequences (launch_forward_general) only sequences of one tile are left.
   const bool is_direct = Config::kGeneral && params.long_plan != nullptr;
   const JaggedTile tile =
       is_direct ? JaggedTile{blockIdx.x, sequence_rows(params.q_offsets, blockIdx.x), 0}
@@ -225,12 +224,15 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
   return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
     using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1),
                                  ranges.value != 0, silu.value != 0>;
-    const bool is_direct = Config::kGeneral && params.long_plan != nullptr;
-    return launch_longer<forward_mma_sync<Config>>(
-        params, params,
-        is_direct ? Grid{params.q_offsets.num_seqs, params.heads}
-                  : tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
-        Config::kThreads, sizeof(ForwardStorage<Config>), stream, Config::kName);
+    constexpr auto kKernel = forward_mma_sync<Config>;
+    constexpr int kSharedBytes = sizeof(ForwardStorage<Config>);
+    if (Config::kGeneral && params.long_plan != nullptr) {
+      return launch_dependent<kKernel>(params, Grid{params.q_offsets.num_seqs, params.heads},
+                                       Config::kThreads, kSharedBytes, stream);
+    }
+    return launch_longer<kKernel>(params, params,
+                                  tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
+                                  Config::kThreads, kSharedBytes, stream, Config::kName);
   });
 }
 

@@ -95,18 +95,18 @@ template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // The kernels that take whatever is_general() and silu, any element: forward. Where there is a plan
-// (takes_ranged_forward) sequences of more than long_rows() have theirs, and the rows outside.
+// (takes_ranged_forward) sequences of more than long_rows() have theirs, and the rows outside; the
+// path is theirs, too. The kernel for the others runs behind it, on SMs that have nothing more to do.
 template <typename Element>
 cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) {
   if constexpr (sizeof(Element) != 2) {
     return launch_forward_fma<Element>(params, stream);
   } else {
     if (params.long_plan == nullptr) return launch_forward_mma_sync<Element>(params, stream);
-    cudaError_t error = cudaSuccess;
-    if (params.q_offsets.num_seqs > 0) error = launch_forward_mma_sync<Element>(params, stream);
-    if (error == cudaSuccess) error = launch_forward_ranged<Element>(params, stream);
-    if (error != cudaErrorNotSupported) return error;
-    params.long_plan = nullptr;
+    const cudaError_t error = launch_forward_ranged<Element>(params, stream);
+    if (error == cudaErrorNotSupported) params.long_plan = nullptr;
+    if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+    if (error == cudaSuccess && params.q_offsets.num_seqs == 0) return error;
     return launch_forward_mma_sync<Element>(params, stream);
   }
 }

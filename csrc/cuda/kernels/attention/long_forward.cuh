@@ -258,11 +258,13 @@ struct LongForwardStorage {
 
 // Takes items of kTileM queries from the plan, one ahead; one warp. Where late queries see more keys
 // (`descending`), they come first, those of all heads. If kGeneral, only the used keys count
-// (AttentionParams::kv_lengths).
-template <int kTileM, bool kGeneral, int kItems>
+// (AttentionParams::kv_lengths). Calls wait(number of items published) before it takes the next.
+template <int kTileM, bool kGeneral, int kItems, typename Wait>
 __device__ __forceinline__ void schedule_items(const AttentionParams& attention, Ring<kItems>& ring,
-                                               WorkItem (&published)[kItems], bool descending) {
+                                               WorkItem (&published)[kItems], bool descending,
+                                               Wait wait) {
   RingPosition<kItems> place;
+  int count = 0;
   const auto publish = [&](const WorkItem& item) {
     ring.acquire(place);
     if (threadIdx.x % 32 == 0) {
@@ -271,12 +273,13 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
     }
     __syncwarp();
     place.advance();
+    ++count;
   };
   ptx::griddepcontrol_wait();
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
   PlannedSequence sequence;
   int64_t index;
-  while (items.next(sequence, index)) {
+  while (wait(count), items.next(sequence, index)) {
     const int tiles = (sequence.num_queries + kTileM - 1) / kTileM;
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
@@ -304,14 +307,27 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
 template <typename Config, typename Storage>
 __device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
   schedule_items<Config::kTileM, false>(attention, shared.items, shared.item,
-                                        attention.window_right < AttentionParams::kUnbounded);
+                                        attention.window_right < AttentionParams::kUnbounded,
+                                        [](int) {});
 }
 
-// The same where masks are to be prepared (prepare_masks): items go to another ring first.
+// The same where masks are to be prepared (prepare_masks): items go to another ring first. Many items
+// ahead hide how long it takes to find short ones; of long ones a CTA takes but one ahead, so that all
+// CTAs end together.
 template <typename Config, typename Storage>
 __device__ __forceinline__ void schedule_planned(const AttentionParams& attention,
                                                  Storage& shared) {
-  schedule_items<Config::kTileM, true>(attention, shared.planned, shared.planned_item, true);
+  constexpr int kItems = Storage::kItems, kLongSteps = 6;
+  const auto wait = [&](int count) {
+    if (count < 2) return;
+    const int known = count - 2, stage = known % kItems;
+    ptx::mbarrier_wait(shared.items.full[stage], known / kItems & 1);
+    const int last_done =
+        count - (shared.keys[stage].steps.keys() >= kLongSteps * Config::kTileN ? 2 : kItems);
+    if (last_done >= 0)
+      ptx::mbarrier_wait(shared.items.empty[last_done % kItems], last_done / kItems & 1);
+  };
+  schedule_items<Config::kTileM, true>(attention, shared.planned, shared.planned_item, true, wait);
 }
 
 // Finds what is to be known of the items' masks, behind the scheduler; one warp.
@@ -668,6 +684,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
   __syncthreads();
   // The same in all lanes, as the compiler then sees.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  // Of the kernel for short sequences, which fills SMs that have no more items.
+  if constexpr (Config::Mask::kPrepared) ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if constexpr (Config::Mask::kPrepared) {

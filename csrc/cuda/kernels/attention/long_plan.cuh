@@ -170,9 +170,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
 template <int kTile, typename Params>
 cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
   constexpr auto kKernel = plan_long<kTile, Params>;
-  return long_rows(params) == 0
-             ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
-             : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
+  const bool is_first = long_rows(params) == 0 || params.silu || is_general(params);
+  return is_first ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
+                  : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.

@@ -76,13 +76,15 @@ struct KeyBias {
       const int stage = place.advance();
       const auto* g = static_cast<const float*>(params.bias.kv_bias) +
                       item.tile.key_begin * columns + item.head / group;
-      const auto copy_keys = [&](int key) {
-        float values[kLaneKeys];
+      float values[kLaneKeys];  // of the next step of K, on their way
+      const auto load = [&](int key) {
 #pragma unroll
         for (int i = 0; i < kLaneKeys; ++i) {
           const int own = key + i * 32 + lane;
           values[i] = own < item.tile.num_keys ? __ldg(g + int64_t{own} * columns) : 0.0f;
         }
+      };
+      const auto store = [&] {
         shared.ring.acquire(slot);
 #pragma unroll
         for (int i = 0; i < kLaneKeys; ++i) {
@@ -91,10 +93,16 @@ struct KeyBias {
         arrive();
       };
       if (!item.is_end && mask.first() < mask.last()) {
-        copy_keys(mask.first());
-        for (int key = mask.first(), next; key < mask.last(); key = next) {
+        load(mask.first());
+        store();
+        int next = mask.next(mask.first());
+        load(next);
+        for (int key = mask.first(); key < mask.last(); key = next) {
           next = mask.next(key);
-          if (next < mask.last()) copy_keys(next);
+          if (next < mask.last()) {
+            store();
+            load(mask.next(next));
+          }
           shared.ring.acquire(slot);  // of V
           arrive();
         }

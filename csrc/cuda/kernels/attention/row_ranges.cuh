@@ -126,6 +126,7 @@ struct KeySteps32 {
     key += step;
     return key >= gap && key < behind ? behind : key;
   }
+  __device__ __forceinline__ int keys() const { return gap - first + last - behind; }
 };
 
 // Of a tile of kRows queries.
