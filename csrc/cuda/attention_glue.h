@@ -63,6 +63,15 @@ inline void set_out(AttentionParams& params, const Tensor& out) {
   params.aligned = params.aligned && has_aligned_lines(out, {0, 1});
 }
 
+inline Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like,
+                                 int plans = 1) {
+  constexpr int64_t kWordBytes = 4;
+  const int64_t words = plans * long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
+  Tensor plan = allocate(op, like, {words}, ScalarType::Int);
+  params.long_plan = plan.mutable_data_ptr();
+  return plan;
+}
+
 inline void set_grad_out(AttentionBackwardParams& params, const Tensor& grad_out) {
   params.grad_out = view_heads(grad_out);
   params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});

@@ -55,6 +55,8 @@ Tensor jagged_hstu_attention(
               max_len, key_ranges, biases);
   set_out(params, out);
   set_silu(params, divisor, row_scale);
+  Tensor long_plan;
+  if (takes_ranged_forward(params)) long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_hstu_attention(params, current_stream(q)));
   return out;
 }

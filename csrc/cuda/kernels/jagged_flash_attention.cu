@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
-// keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with tables
+// always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -82,6 +82,11 @@ cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStrea
 
 }  // namespace
 
+bool takes_ranged_forward(const AttentionParams& params) {
+  return is_16_bit(params.type) && !params.bias.has_tables() && !is_wide(params) &&
+         takes_wgmma(params) && takes_long(params);
+}
+
 bool takes_long_backward(const AttentionBackwardParams& params) {
   return is_16_bit(params.type) && !is_general(params) && takes_wgmma(params) &&
          takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
@@ -93,7 +98,7 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
-      if (is_general(params)) return attention::launch_forward_mma_sync<Element>(params, stream);
+      if (is_general(params)) return attention::launch_forward_general<Element>(params, stream);
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer) && !is_wide(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;

@@ -26,10 +26,11 @@ constexpr bool is_wide(const Params& params) {
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty. Wide heads have no other on compute capability 9.0, so it takes them all, and the
-// rows outside.
+// rows outside. With ranges and the like it leaves those of one tile of the general kernel.
 template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
+  if (params.silu || is_general(params)) return kTinyRows;
   return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
 }
 
@@ -86,7 +87,7 @@ struct AttentionParams {
 };
 
 // Whether a call wants the kernels that look ranges of keys, biases and used parts up.
-inline bool is_general(const AttentionParams& params) {
+constexpr bool is_general(const AttentionParams& params) {
   return params.key_ranges != nullptr || params.kv_lengths.data != nullptr || params.bias.any();
 }
 
@@ -152,6 +153,10 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
 // Whether the backward kernel for long sequences takes these operands, if it gets its workspace and,
 // but for wide heads, sums in any order are allowed.
 bool takes_long_backward(const AttentionBackwardParams& params);
+
+// Whether the forward kernel for long sequences takes these operands with ranges of keys, used
+// parts, kv_bias or silu, if it gets its plan.
+bool takes_ranged_forward(const AttentionParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,

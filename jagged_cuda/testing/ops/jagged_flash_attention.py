@@ -73,6 +73,7 @@ BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     "ranges": (None, None, "hstu", "scattered"),
     "kv_lengths": (False, True),
     "hidden": (False, False, True),
+    "tables": (True, False),  # or kv_bias alone
     # Heads of a bias, one for all (1) or one each (True); and R of a table, or None for no table.
     "bias_heads": (1, True),
     "time": ("symmetric", "past"),
@@ -142,11 +143,12 @@ def bias_options(
         )
     time = _times(places), _times(key_places), _boundaries(spec, given.device)
     symmetric = spec.choices["time"] == "symmetric"
-    options: dict[str, Any] = {
-        "kv_bias": kv_bias,
-        "time_bias": jagged_cuda.TimeBias(time_table.t(), *time, symmetric),
-        "position_bias": jagged_cuda.PositionBias(position_table.t(), spec.choices["first"]),
-    }
+    options: dict[str, Any] = {"kv_bias": kv_bias}
+    if spec.choices["tables"]:
+        options["time_bias"] = jagged_cuda.TimeBias(time_table.t(), *time, symmetric)
+        options["position_bias"] = jagged_cuda.PositionBias(
+            position_table.t(), spec.choices["first"]
+        )
     if spec.choices["kv_lengths"]:
         options["kv_lengths"] = jagged_cuda.lengths_from_offsets(keys) * 2 // 3
     return options
@@ -166,6 +168,8 @@ def padded_bias(spec: Spec, tensors: Tensors) -> Tensor | None:
     keys = pad(_hide(spec, tensors["kv_bias"], _places(spec.kv, device)), spec.kv)
     bias = each_head(keys.transpose(1, 2)[:, :, None, :])
     bias = bias.expand(-1, -1, spec.layout.max_len, -1)
+    if not spec.choices["tables"]:
+        return bias
     then = pad(_times(_places(spec.kv, device)), spec.kv)
     away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
     away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)

@@ -100,7 +100,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile_of<kTileM>(params, params.q_offsets);
+  // Behind the kernel for long sequences (launch_forward_general) only sequences of one tile are left.
+  const bool is_direct = Config::kGeneral && params.long_plan != nullptr;
+  const JaggedTile tile =
+      is_direct ? JaggedTile{blockIdx.x, sequence_rows(params.q_offsets, blockIdx.x), 0}
+                : find_tile_of<kTileM>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
@@ -117,6 +121,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   const RowRange kv =
       Config::kGeneral ? used_rows(params, tile.seq) : sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
+  if (Config::kGeneral && left_to_long(params, tile.rows.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const KeySteps<kTileN, Config::kGeneral> steps(params, window, tile, rows, kv.len);
 
@@ -219,9 +224,15 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
   return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
     using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1),
                                  ranges.value != 0, silu.value != 0>;
-    return launch_longer<forward_mma_sync<Config>>(
-        params, params, tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
-        Config::kThreads, sizeof(ForwardStorage<Config>), stream, Config::kName);
+    constexpr auto kKernel = forward_mma_sync<Config>;
+    constexpr int kSharedBytes = sizeof(ForwardStorage<Config>);
+    if (Config::kGeneral && params.long_plan != nullptr) {
+      return launch_dependent<kKernel>(params, Grid{params.q_offsets.num_seqs, params.heads},
+                                       Config::kThreads, kSharedBytes, stream);
+    }
+    return launch_longer<kKernel>(params, params,
+                                  tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
+                                  Config::kThreads, kSharedBytes, stream, Config::kName);
   });
 }
 

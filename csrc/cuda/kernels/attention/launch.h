@@ -44,7 +44,11 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
 // params.long_plan and the kernel; where long_rows() is not 0, behind another kernel on the stream.
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
-// The same in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
+// With ranges of keys, used parts of key sequences or silu, head dims up to 128 (attention/
+// ranged_forward.cuh).
+template <typename Element>
+cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
+// The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
 // the order of its sums.
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
@@ -90,7 +94,24 @@ cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t strea
 template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// The kernels that take whatever is_general(), any element: the backward pass, and where they are
+// The kernels that take whatever is_general() and silu, any element: forward. Where there is a plan
+// (takes_ranged_forward) sequences of more than long_rows() have theirs, and the rows outside; the
+// path is theirs, too. The kernel for the others runs behind it, on SMs that have nothing more to do.
+template <typename Element>
+cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) {
+  if constexpr (sizeof(Element) != 2) {
+    return launch_forward_fma<Element>(params, stream);
+  } else {
+    if (params.long_plan == nullptr) return launch_forward_mma_sync<Element>(params, stream);
+    const cudaError_t error = launch_forward_ranged<Element>(params, stream);
+    if (error == cudaErrorNotSupported) params.long_plan = nullptr;
+    if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+    if (error == cudaSuccess && params.q_offsets.num_seqs == 0) return error;
+    return launch_forward_mma_sync<Element>(params, stream);
+  }
+}
+
+// The same in the backward pass, and where they are
 // wanted the sums of tables behind it.
 template <typename Element>
 cudaError_t launch_backward_general(const AttentionBackwardParams& params, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // Which sequences the kernel for long ones takes, longest first, so that the last items of a
-// persistent kernel are short ones. Where it takes all, the rows outside all sequences come last, as
-// sequences without keys (in the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
+// persistent kernel are short ones. Where it takes all, and forward with ranges of keys and the like
+// (launch_forward_general), the rows outside all sequences come last, as sequences without keys (in the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
 // order within a bin is not fixed, and no result depends on it.
 #pragma once
 
@@ -79,7 +79,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   __syncthreads();
 
   // The place of a long sequence's bin, -1 for others.
-  const bool takes_all = long_rows(attention) == 0;
+  const bool takes_all = long_rows(attention) == 0,
+             takes_outside = takes_all || (!kOfKeys && (attention.silu || is_general(attention)));
   const auto bin_of = [&](int64_t seq) {
     if (seq >= num_seqs) return -1;
     const int64_t num_queries = sequence_rows(attention.q_offsets, seq).len;
@@ -147,7 +148,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    if (takes_all) {
+    if (takes_outside) {
       const OffsetsView& offsets = kOfKeys ? attention.kv_offsets : attention.q_offsets;
       const int begin = static_cast<int>(clamped_offset(offsets, 0)),
                 end = static_cast<int>(clamped_offset(offsets, num_seqs)),
@@ -169,9 +170,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
 template <int kTile, typename Params>
 cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
   constexpr auto kKernel = plan_long<kTile, Params>;
-  return long_rows(params) == 0
-             ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
-             : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
+  const bool is_first = long_rows(params) == 0 || params.silu || is_general(params);
+  return is_first ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
+                  : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.
