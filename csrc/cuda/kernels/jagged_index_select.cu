@@ -10,7 +10,8 @@
 // time from shared memory, where all are. Shared memory: numbers (16 KiB) and the counts of all warps
 // (1 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
 //
-// Second kernel. Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
+// Second kernel, which starts while the first runs, and waits for it once it has found its tile.
+// Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
 // Lanes are beside each other along a row, in vectors of 16 bytes (or elements, where alignment
 // forbids more); what they leave over of the warp takes the next rows. Each lane looks up one copy of
 // the tile's sequence, 32 at a time. A row with one copy is copied, of more they are added in pairs,
@@ -18,6 +19,7 @@
 // shared memory, no barriers. A sequence without copies, and rows outside every sequence, give zeros.
 #include "cuda/kernels/jagged_index_select.h"
 #include "cuda/kernels/prim/element.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 #include "cuda/kernels/rows/ranges.cuh"
 #include "cuda/kernels/rows/unit.cuh"
 
@@ -43,6 +45,7 @@ __device__ __forceinline__ CopyRows rows_of_copy(const OffsetsView& taken, int64
 
 __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     const __grid_constant__ GroupCopiesParams params) {
+  ptx::griddepcontrol_launch_dependents();  // the second kernel finds its tiles meanwhile
   __shared__ alignas(16) int sNumbers[kMostCounted];
   __shared__ int sBefore[kGroupWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -85,6 +88,7 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
 
 __global__ __launch_bounds__(kFollowThreads) void follow_order_kernel(
     const __grid_constant__ GroupCopiesParams params) {
+  ptx::griddepcontrol_launch_dependents();
   const int64_t place = blockIdx.x * int64_t{kFollowThreads} + threadIdx.x;
   if (place >= params.taken.num_seqs) return;
   params.copies[place] = rows_of_copy(params.taken, __ldg(params.order + place));
@@ -209,8 +213,9 @@ __global__ __launch_bounds__(kThreads, kSumCtas) void sum_copies_kernel(
   using Loaded = rows::Raw<Element, kVector>;
   const SumCopiesParams& params = launch.params;
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index >= launch.tiles) return;
+  if (index >= launch.tiles) return;  // in the last CTA alone
   const JaggedTile found = find_tile<kCopyRows>(params.offsets, index);
+  ptx::griddepcontrol_wait();  // for copies and groups
   if (found.row >= found.rows.len) return;
   const int64_t left = found.rows.len - found.row;
   const CopyTile tile{found.row, left < kCopyRows ? static_cast<int>(left) : kCopyRows,
@@ -241,9 +246,9 @@ cudaError_t launch_sum_copies(const SumCopiesParams& params, cudaStream_t stream
   const int64_t vectors = (params.columns + kVector - 1) / kVector;
   const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kCopyRows);
   const SumCopiesLaunch arguments{params, rows::lanes_log2(vectors), tiles};
-  return launch<sum_copies_kernel<Element, kVector>>(arguments, {(tiles + kWarps - 1) / kWarps},
-                                                     kThreads, 0, stream,
-                                                     "cuda.jagged_index_select_backward");
+  return launch_dependent<sum_copies_kernel<Element, kVector>>(
+      arguments, {(tiles + kWarps - 1) / kWarps}, kThreads, 0, stream,
+      "cuda.jagged_index_select_backward");
 }
 
 }  // namespace
