@@ -123,7 +123,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_sum", "jagged_broadcast"),
             ("jagged_mean", "jagged_broadcast"),
             ("jagged_broadcast", "jagged_sum"),
-            ("jagged_dense_add", "jagged_to_padded"),
+            ("jagged_dense_add", "jagged_dense_add_backward"),
             ("jagged_dense_mul", "jagged_dense_mul_backward"),
             ("jagged_take", "jagged_take"),
             ("jagged_concat", "jagged_concat_backward"),
