@@ -14,8 +14,8 @@ from jagged_cuda.testing.lengths import Layout
 
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# What a warp holds is 256 rows, what one CTA takes 16,384; positions of the last take three bytes.
-LENGTHS = (0, 1, 31, 32, 33, 255, 256, 257, 700, 16_384, 16_385, 5, 70_000)
+# What a warp holds is 256 rows, what one CTA takes 8,192; positions of the last take three bytes.
+LENGTHS = (0, 1, 31, 32, 33, 255, 256, 257, 700, 8_192, 8_193, 5, 70_000)
 
 
 def best(score: list[float], k: int) -> list[bool]:

@@ -20,8 +20,11 @@
 
 namespace jagged_cuda::rows {
 
-constexpr int kGradientItems = 4;  // rows that a lane has in flight
-constexpr int kGradientCtas = 5;   // per SM, that the registers must leave room for
+// Rows that a lane has in flight, and CTAs per SM that the registers must leave room for: of a product,
+// which reads three operands, fewer rows and more CTAs are faster.
+template <typename Combine>
+constexpr int kGradientItems = Combine::kKeepsX ? 4 : 2;
+constexpr int kGradientCtas = 8;
 
 struct CombineBackwardLaunch {
   CombineBackwardParams params;
@@ -39,6 +42,7 @@ __device__ __forceinline__ void combine_gradients(const CombineBackwardParams& p
   using Loaded = Raw<Element, kVector>;
   constexpr unsigned kAllLanes = 0xffffffffu;
   constexpr bool kIsProduct = !Combine::kKeepsX;
+  constexpr int kOwn = kGradientItems<Combine>;
   const int64_t columns = params.columns;
   const Element* gGrad = static_cast<const Element*>(params.grad_out) + begin * params.grad_stride;
   const Element* gX = static_cast<const Element*>(params.x) + begin * params.x_stride;
@@ -52,11 +56,11 @@ __device__ __forceinline__ void combine_gradients(const CombineBackwardParams& p
     const int64_t column = group + (lane & (lanes - 1)) * kVector;
     const bool exists = column < columns;
 #pragma unroll 1
-    for (int row = 0; row < rows; row += kGradientItems * step) {
-      Loaded rGrad[kGradientItems], rX[kGradientItems], rY[kGradientItems];
-      int64_t to[kGradientItems];
+    for (int row = 0; row < rows; row += kOwn * step) {
+      Loaded rGrad[kOwn], rX[kOwn], rY[kOwn];
+      int64_t to[kOwn];
 #pragma unroll
-      for (int i = 0; i < kGradientItems; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
         const int own = row + first + i * step;
         to[i] = __shfl_sync(kAllLanes, grad_y_begin, own & 31);
         rGrad[i] = rX[i] = rY[i] = Loaded{};
@@ -73,7 +77,7 @@ __device__ __forceinline__ void combine_gradients(const CombineBackwardParams& p
         }
       }
 #pragma unroll
-      for (int i = 0; i < kGradientItems; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
         const int own = row + first + i * step;
         if (!exists || own >= rows) continue;
         Loaded grad_x = rGrad[i], grad_y = rGrad[i];
