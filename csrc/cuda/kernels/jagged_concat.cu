@@ -70,9 +70,7 @@ struct JaggedConcatLaunch {
   int lanes_log2;
 };
 
-__host__ __device__ constexpr int warp_rows(int64_t row_units) {
-  return row_units == 1 ? kLaneUnits * kRows : kRows;
-}
+constexpr int warp_rows(int64_t row_units) { return row_units == 1 ? kLaneUnits * kRows : kRows; }
 
 // Stores four units beside each other, as far as `left` goes.
 template <typename Unit>
@@ -124,18 +122,18 @@ __device__ __forceinline__ void write_planned(const JaggedConcatParams& params) 
   }
 }
 
-template <typename Unit>
+template <typename Unit, bool kNumbers>
 __global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
     const __grid_constant__ JaggedConcatLaunch launch) {
   const JaggedConcatParams& params = launch.params;
   const JoinedView& joined = params.joined;
   write_planned(params);
   const int64_t begin =
-      (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * warp_rows(params.row_units);
+      (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * (kNumbers ? kLaneUnits * kRows : kRows);
   const int64_t left = params.rows - begin;
   if (left <= 0 || params.row_units == 0) return;
   Segment segment = rows::segment_of_row(joined, begin);
-  if (params.row_units == 1) {
+  if constexpr (kNumbers) {
     Place places[kLaneUnits];
     rows::find_places(joined, begin, segment, places);
     const int first = threadIdx.x % 32 * kLaneUnits;
@@ -146,13 +144,13 @@ __global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
       units[i] = found == nullptr ? Unit{} : __ldg(found);
     }
     store_units(static_cast<Unit*>(params.out) + begin + first, units, left - first);
-    return;
+  } else {
+    Place place[1];
+    rows::find_places(joined, begin, segment, place);
+    rows::copy_found_rows(
+        find_row<Unit>(joined, place[0]), static_cast<Unit*>(params.out) + begin * params.row_units,
+        left < kRows ? static_cast<int>(left) : kRows, params.row_units, launch.lanes_log2);
   }
-  Place place[1];
-  rows::find_places(joined, begin, segment, place);
-  rows::copy_found_rows(
-      find_row<Unit>(joined, place[0]), static_cast<Unit*>(params.out) + begin * params.row_units,
-      left < kRows ? static_cast<int>(left) : kRows, params.row_units, launch.lanes_log2);
 }
 
 struct BulkConcatLaunch {
@@ -227,12 +225,12 @@ __device__ __forceinline__ Place dense_place(const JoinedView& joined, const Con
   return {seq < joined.num_seqs ? seq : -1, row - seq * part.each};
 }
 
-template <typename Unit>
-__global__ __launch_bounds__(kThreads, 8) void jagged_concat_backward_kernel(
+template <typename Unit, bool kNumbers>
+__global__ __launch_bounds__(kThreads) void jagged_concat_backward_kernel(
     const __grid_constant__ JaggedConcatBackwardLaunch launch) {
   const JaggedConcatBackwardParams& params = launch.params;
   const JoinedView& joined = params.joined;
-  const int own_rows = warp_rows(params.row_units);
+  const int own_rows = kNumbers ? kLaneUnits * kRows : kRows;
   int64_t warp = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   int part = 0;
   for (; part < kConcatParts; ++part) {
@@ -248,7 +246,7 @@ __global__ __launch_bounds__(kThreads, 8) void jagged_concat_backward_kernel(
   Segment segment{};
   if (!is_dense) segment = rows::segment_of_row(own.offsets, begin);
   const Unit* gGrad = static_cast<const Unit*>(params.grad_out);
-  if (params.row_units == 1) {
+  if constexpr (kNumbers) {
     const int first = lane * kLaneUnits;
     Place places[kLaneUnits];
     if (!is_dense) rows::find_places(own.offsets, begin, segment, places);
@@ -261,25 +259,25 @@ __global__ __launch_bounds__(kThreads, 8) void jagged_concat_backward_kernel(
       units[i] = from < 0 ? Unit{} : __ldg(gGrad + from * params.stride);
     }
     store_units(static_cast<Unit*>(own.data) + begin + first, units, left - first);
-    return;
-  }
-  Place place[1];
-  if (is_dense) {
-    place[0] = dense_place(joined, own, begin + lane);
   } else {
-    rows::find_places(own.offsets, begin, segment, place);
+    Place place[1];
+    if (is_dense) {
+      place[0] = dense_place(joined, own, begin + lane);
+    } else {
+      rows::find_places(own.offsets, begin, segment, place);
+    }
+    const int64_t from = joined_row(joined, part, begin + lane, place[0]);
+    rows::copy_found_rows(from < 0 ? nullptr : gGrad + from * params.stride,
+                          static_cast<Unit*>(own.data) + begin * params.row_units,
+                          left < kRows ? static_cast<int>(left) : kRows, params.row_units,
+                          launch.lanes_log2);
   }
-  const int64_t from = joined_row(joined, part, begin + lane, place[0]);
-  rows::copy_found_rows(from < 0 ? nullptr : gGrad + from * params.stride,
-                        static_cast<Unit*>(own.data) + begin * params.row_units,
-                        left < kRows ? static_cast<int>(left) : kRows, params.row_units,
-                        launch.lanes_log2);
 }
 
 struct BulkConcatBackwardLaunch {
   JaggedConcatBackwardParams params;
   int chunk_rows;
-  int64_t chunks;  // of all parts
+  int64_t ends[kConcatParts];  // the chunks of each part and of those before
 };
 
 // A chunk of the rows of one part.
@@ -289,20 +287,20 @@ struct PartChunk {
   int rows;
 };
 
-__device__ __forceinline__ PartChunk part_chunk(const JoinedView& joined, int chunk_rows,
+__device__ __forceinline__ PartChunk part_chunk(const BulkConcatBackwardLaunch& launch,
                                                 int64_t chunk) {
-  PartChunk found{0, 0, 0};
+  int part = 0;
+  int64_t first = 0;
 #pragma unroll
-  for (int p = 0; p < kConcatParts; ++p) {
-    const int64_t total = joined.parts[p].offsets.total;
-    const int64_t chunks = (total + chunk_rows - 1) / chunk_rows;
-    if (chunk >= 0 && chunk < chunks) {
-      const int64_t begin = chunk * chunk_rows, left = total - begin;
-      found = {p, begin, left < chunk_rows ? static_cast<int>(left) : chunk_rows};
+  for (int p = 0; p + 1 < kConcatParts; ++p) {
+    if (chunk >= launch.ends[p]) {
+      part = p + 1;
+      first = launch.ends[p];
     }
-    chunk -= chunks;
   }
-  return found;
+  const int64_t begin = (chunk - first) * launch.chunk_rows;
+  const int64_t left = launch.params.joined.parts[part].offsets.total - begin;
+  return {part, begin, left < launch.chunk_rows ? static_cast<int>(left) : launch.chunk_rows};
 }
 
 __global__ __launch_bounds__(32) void bulk_concat_backward_kernel(
@@ -312,14 +310,14 @@ __global__ __launch_bounds__(32) void bulk_concat_backward_kernel(
   const JoinedView& joined = params.joined;
   const int chunk_rows = launch.chunk_rows, row_bytes = static_cast<int>(params.row_units) * 16;
   const uint4* gGrad = static_cast<const uint4*>(params.grad_out);
-  const ChunkShare share(launch.chunks);
+  const ChunkShare share(launch.ends[kConcatParts - 1]);
   if (share.first == share.end) return;
   rows::BulkRing ring(storage);
   Segment segment{};
   int searched = -1;  // the part of the segment
   for (int64_t chunk = share.first; chunk < share.end + rows::kBulkLead; ++chunk) {
     if (chunk < share.end) {
-      const PartChunk own = part_chunk(joined, chunk_rows, chunk);
+      const PartChunk own = part_chunk(launch, chunk);
       const ConcatPart& part = joined.parts[own.part];
       const int64_t row = own.begin + threadIdx.x;
       Place place[1];
@@ -336,7 +334,7 @@ __global__ __launch_bounds__(32) void bulk_concat_backward_kernel(
     }
     const int64_t last = chunk - rows::kBulkLead;
     if (last >= share.first) {
-      const PartChunk own = part_chunk(joined, chunk_rows, last);
+      const PartChunk own = part_chunk(launch, last);
       ring.store(static_cast<char*>(joined.parts[own.part].data) + own.begin * row_bytes,
                  own.rows * row_bytes);
     }
@@ -370,8 +368,12 @@ cudaError_t launch_jagged_concat(const JaggedConcatParams& params, cudaStream_t 
   const Grid grid{std::max((params.rows + cta_rows - 1) / cta_rows,
                            params.joined.num_seqs / (16 * kThreads) + 1)};
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_concat_kernel<decltype(unit)>>(arguments, grid, kThreads, 0, stream,
-                                                        "cuda.jagged_concat");
+    using Unit = decltype(unit);
+    return params.row_units == 1
+               ? launch<jagged_concat_kernel<Unit, true>>(arguments, grid, kThreads, 0, stream,
+                                                          "cuda.jagged_concat.numbers")
+               : launch<jagged_concat_kernel<Unit, false>>(arguments, grid, kThreads, 0, stream,
+                                                           "cuda.jagged_concat");
   });
 }
 
@@ -382,12 +384,13 @@ cudaError_t launch_jagged_concat_backward(const JaggedConcatBackwardParams& para
   for (const ConcatPart& part : params.joined.parts) all_rows += part.offsets.total;
   if (rows::moves_in_bulk(params.unit_bytes, row_bytes, all_rows, num_pieces(params.joined))) {
     const int chunk_rows = rows::bulk_rows(row_bytes);
+    BulkConcatBackwardLaunch arguments{params, chunk_rows, {}};
     int64_t chunks = 0;
-    for (const ConcatPart& part : params.joined.parts) {
-      chunks += (part.offsets.total + chunk_rows - 1) / chunk_rows;
+    for (int p = 0; p < kConcatParts; ++p) {
+      chunks += (params.joined.parts[p].offsets.total + chunk_rows - 1) / chunk_rows;
+      arguments.ends[p] = chunks;
     }
-    return launch<bulk_concat_backward_kernel>(BulkConcatBackwardLaunch{params, chunk_rows, chunks},
-                                               {rows::bulk_ctas(chunks)}, 32, 0, stream,
+    return launch<bulk_concat_backward_kernel>(arguments, {rows::bulk_ctas(chunks)}, 32, 0, stream,
                                                "cuda.jagged_concat_backward.bulk");
   }
   const JaggedConcatBackwardLaunch arguments{params, rows::lanes_log2(params.row_units)};
@@ -397,9 +400,13 @@ cudaError_t launch_jagged_concat_backward(const JaggedConcatBackwardParams& para
     warps += (part.offsets.total + own_rows - 1) / own_rows;
   }
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_concat_backward_kernel<decltype(unit)>>(
-        arguments, {(warps + kWarps - 1) / kWarps}, kThreads, 0, stream,
-        "cuda.jagged_concat_backward");
+    using Unit = decltype(unit);
+    const Grid grid{(warps + kWarps - 1) / kWarps};
+    return params.row_units == 1
+               ? launch<jagged_concat_backward_kernel<Unit, true>>(
+                     arguments, grid, kThreads, 0, stream, "cuda.jagged_concat_backward.numbers")
+               : launch<jagged_concat_backward_kernel<Unit, false>>(
+                     arguments, grid, kThreads, 0, stream, "cuda.jagged_concat_backward");
   });
 }
 

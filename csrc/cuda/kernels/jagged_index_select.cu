@@ -5,10 +5,12 @@
 // First kernel: the rows of the copies of the first sequence, then those of the next, and
 // groups[b] = where those of b begin. Both are counts over all numbers,
 //     place of k = # { k' : number < that of k, or the same and k' < k },   groups[b] = # { number < b },
-// so that nothing is sorted, scanned or added atomically. Grid: x, a CTA for each 32 of these
+// so that nothing is sorted, scanned or added atomically. A copy before which none has its number is its
+// sequence's first, and says where it is: the second kernel then need not ask for more where a sequence
+// has no other. Grid: x, a CTA for each 32 of these
 // M + B + 1 counts, a lane for each; each of its warps counts over a part of the numbers, four at a
 // time from shared memory, where all are. Shared memory: numbers (16 KiB) and the counts of all warps
-// (1 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
+// (2 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
 //
 // Second kernel, which starts while the first runs, and waits for it once it has found its tile.
 // Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
@@ -17,15 +19,9 @@
 // the tile's sequence, 32 at a time. A row with one copy is copied, of more they are added in pairs,
 // one copy after another: sums run in f32 (f64 of f64), in an order that depends on nothing else. No
 // shared memory, no barriers. A sequence without copies, and rows outside every sequence, give zeros.
-//
-// Where the GPU has bulk copies, and the copies are long enough, the second kernel has in place of that a
-// warp for every gridDim.x-th chunk of rows of dx, of whichever sequences, which go through shared memory
-// (rows/bulk.cuh). A chunk has as many stages, one after another, as its row with the most copies; of
-// several its lanes hold the sums, and the last stage sends them.
 #include "cuda/kernels/jagged_index_select.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
-#include "cuda/kernels/rows/bulk.cuh"
 #include "cuda/kernels/rows/ranges.cuh"
 #include "cuda/kernels/rows/unit.cuh"
 
@@ -53,7 +49,7 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     const __grid_constant__ GroupCopiesParams params) {
   ptx::griddepcontrol_launch_dependents();  // the second kernel finds its tiles meanwhile
   __shared__ alignas(16) int sNumbers[kMostCounted];
-  __shared__ int sBefore[kGroupWarps][32];
+  __shared__ int sBefore[kGroupWarps][32], sLess[kGroupWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int copies = static_cast<int>(params.taken.num_seqs);
   const int seqs = static_cast<int>(params.num_seqs);
@@ -70,7 +66,7 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
   __syncthreads();  // all numbers are there
   // Of a sequence: no copy comes before the first that could have its number.
   const int number = is_copy ? sNumbers[item] : item - copies, place = is_copy ? item : 0;
-  int before = 0;
+  int before = 0, less = 0;
 #pragma unroll 4
   for (int k = warp * share; k < (warp + 1) * share; k += 4) {
     const int4 others = *reinterpret_cast<const int4*>(&sNumbers[k]);
@@ -78,15 +74,22 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     before += others.y < number + (k + 1 < place ? 1 : 0) ? 1 : 0;
     before += others.z < number + (k + 2 < place ? 1 : 0) ? 1 : 0;
     before += others.w < number + (k + 3 < place ? 1 : 0) ? 1 : 0;
+    less += (others.x < number ? 1 : 0) + (others.y < number ? 1 : 0) +
+            (others.z < number ? 1 : 0) + (others.w < number ? 1 : 0);
   }
   sBefore[warp][lane] = before;
+  sLess[warp][lane] = less;
   __syncthreads();  // the counts of all warps are there
   if (warp != 0) return;
-  int sum = 0;
+  int sum = 0, sum_less = 0;
 #pragma unroll
-  for (int w = 0; w < kGroupWarps; ++w) sum += sBefore[w][lane];
+  for (int w = 0; w < kGroupWarps; ++w) {
+    sum += sBefore[w][lane];
+    sum_less += sLess[w][lane];
+  }
   if (is_copy) {
     params.copies[sum] = own;
+    if (sum == sum_less && number >= 0 && number < seqs) params.firsts[number] = own;
   } else if (item - copies <= seqs) {
     params.groups[item - copies] = sum;
   }
@@ -97,7 +100,13 @@ __global__ __launch_bounds__(kFollowThreads) void follow_order_kernel(
   ptx::griddepcontrol_launch_dependents();
   const int64_t place = blockIdx.x * int64_t{kFollowThreads} + threadIdx.x;
   if (place >= params.taken.num_seqs) return;
-  params.copies[place] = rows_of_copy(params.taken, __ldg(params.order + place));
+  const int64_t copy = __ldg(params.order + place);
+  const CopyRows own = rows_of_copy(params.taken, copy);
+  params.copies[place] = own;
+  if (copy < 0 || copy >= params.taken.num_seqs) return;
+  const int64_t number = __ldg(params.chosen + copy);
+  if (number < 0 || number >= params.num_seqs) return;
+  if (__ldg(params.groups + number) == place) params.firsts[number] = own;
 }
 
 struct SumCopiesLaunch {
@@ -227,137 +236,25 @@ __global__ __launch_bounds__(kThreads, kSumCtas) void sum_copies_kernel(
   const CopyTile tile{found.row, left < kCopyRows ? static_cast<int>(left) : kCopyRows,
                       (params.columns + kVector - 1) / kVector, launch.lanes_log2};
   int64_t group = 0, group_end = 0;
+  CopyRows only{0, 0};
   if (found.seq >= 0) {
     const int64_t num_copies = params.num_copies;
     group = __ldg(params.groups + found.seq);
     group_end = __ldg(params.groups + found.seq + 1);
+    const longlong2 first = __ldg(reinterpret_cast<const longlong2*>(params.firsts + found.seq));
     group = group < 0 ? 0 : group;
     group_end = group_end > num_copies ? num_copies : group_end;
+    if (group_end > group) only = {first.x, first.y};
   }
-  const CopyRows own = load_copy(params, group + threadIdx.x % 32, group_end);
   Loaded* gOut = static_cast<Loaded*>(params.out) + (found.rows.begin + found.row) * tile.vectors;
   if (group_end - group <= 1) {
-    const int64_t begin = __shfl_sync(0xffffffffu, own.begin, 0) + found.row;
-    const int64_t len = __shfl_sync(0xffffffffu, own.len, 0) - found.row;
     const int64_t stride = params.stride / kVector;
-    copy_tile(tile, static_cast<const Loaded*>(params.grad_out) + begin * stride, len, stride,
-              gOut);
+    copy_tile(tile, static_cast<const Loaded*>(params.grad_out) + (only.begin + found.row) * stride,
+              only.len - found.row, stride, gOut);
   } else {
+    const CopyRows own = load_copy(params, group + threadIdx.x % 32, group_end);
     sum_tile<Element, kVector>(params, tile, group, group_end, own, gOut);
   }
-}
-
-struct BulkSumLaunch {
-  SumCopiesParams params;
-  int chunk_rows;
-  int64_t chunks;
-};
-
-// What a stage of the ring holds: copy `copy` of `copies` of rows from `begin` on.
-struct BulkJob {
-  int64_t begin;
-  int rows;
-  int copy, copies;
-};
-
-// The sums of a chunk's copies so far: lane i has the vectors i, i + 32, ...
-template <typename Element>
-struct ChunkSums {
-  static constexpr int kElems = 16 / sizeof(Element), kVectors = rows::kBulkBytes / 16 / 32;
-  Sum<Element> sum[kVectors][kElems];
-
-  // In place of what they were, if it is the first.
-  __device__ __forceinline__ void add(const unsigned char* sRows, int vectors, bool is_first) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int vector = v * 32 + threadIdx.x;
-      if (vector >= vectors) continue;
-      const auto own = reinterpret_cast<const Vector<Element, kElems>*>(sRows)[vector];
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) {
-        sum[v][e] = (is_first ? Sum<Element>(0) : sum[v][e]) + to_sum(own.elems[e]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void write(unsigned char* sRows, int vectors) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int vector = v * 32 + threadIdx.x;
-      if (vector >= vectors) continue;
-      Vector<Element, kElems> result;
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) result.elems[e] = from_sum<Element>(sum[v][e]);
-      reinterpret_cast<Vector<Element, kElems>*>(sRows)[vector] = result;
-    }
-  }
-};
-
-template <typename Element>
-__global__ __launch_bounds__(32) void bulk_sum_copies_kernel(
-    const __grid_constant__ BulkSumLaunch launch) {
-  __shared__ rows::BulkStorage storage;
-  __shared__ BulkJob sJobs[rows::kBulkStages];
-  const SumCopiesParams& params = launch.params;
-  const int lane = threadIdx.x, row_bytes = static_cast<int>(params.columns * sizeof(Element));
-  const Element* gCopies = static_cast<const Element*>(params.grad_out);
-  rows::BulkRing ring(storage);
-  ChunkSums<Element> sums;
-  int64_t chunk = blockIdx.x, group = 0,
-          row = 0;  // of the lane's row: its next copy, and its place
-  int copy = 0, copies = 0, own_copies = 0, started = 0, done = 0;
-  bool is_grouped = false;
-  while (chunk < launch.chunks || done < started) {
-    if (chunk < launch.chunks) {
-      const int64_t begin = chunk * launch.chunk_rows, left = params.offsets.total - begin;
-      const int rows = left < launch.chunk_rows ? static_cast<int>(left) : launch.chunk_rows;
-      if (copy == 0) {
-        Segment segment = rows::segment_of_row(params.offsets, begin);
-        rows::Place place[1];
-        rows::find_places(params.offsets, begin, segment, place);
-        if (!is_grouped) ptx::griddepcontrol_wait();  // for copies and groups
-        is_grouped = true;
-        row = place[0].row;
-        own_copies = 0;
-        if (lane < rows && place[0].seq >= 0) {
-          const int64_t first = __ldg(params.groups + place[0].seq),
-                        last = __ldg(params.groups + place[0].seq + 1);
-          group = first < 0 ? 0 : first;
-          const int64_t end = last > params.num_copies ? params.num_copies : last;
-          own_copies = end > group ? static_cast<int>(end - group) : 0;
-        }
-        copies = __reduce_max_sync(0xffffffffu, own_copies);
-      }
-      const Element* found = nullptr;
-      if (copy < own_copies) {
-        const CopyRows rows_of = load_copy(params, group + copy, params.num_copies);
-        if (row < rows_of.len) found = gCopies + (rows_of.begin + row) * params.stride;
-      }
-      if (lane == 0) sJobs[started % rows::kBulkStages] = {begin, rows, copy, copies};
-      ring.start(reinterpret_cast<const char*>(found), rows, row_bytes);
-      ++started;
-      if (++copy >= copies) {
-        copy = 0;
-        chunk += gridDim.x;
-      }
-    }
-    if (started - done <= rows::kBulkLead && chunk < launch.chunks) continue;
-    const BulkJob job = sJobs[done++ % rows::kBulkStages];
-    const int bytes = job.rows * row_bytes;
-    if (job.copies > 1) {
-      unsigned char* sRows = ring.wait();
-      sums.add(sRows, bytes / 16, job.copy == 0);
-      if (job.copy + 1 < job.copies) {
-        ring.drop();
-        continue;
-      }
-      sums.write(sRows, bytes / 16);
-      ptx::fence_proxy_async();  // the store reads them
-      __syncwarp();
-    }
-    ring.store(static_cast<char*>(params.out) + job.begin * row_bytes, bytes);
-  }
-  ring.finish();
 }
 
 template <typename Element, int kVector>
@@ -392,15 +289,6 @@ cudaError_t launch_jagged_index_select_backward(const SumCopiesParams& params,
                                                 cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
-    const int64_t row_bytes = params.columns * static_cast<int64_t>(sizeof(Element));
-    if (rows::moves_in_bulk(params.vectors ? 16 : 1, row_bytes, params.offsets.total,
-                            params.offsets.num_seqs + params.num_copies)) {
-      const int chunk_rows = rows::bulk_rows(row_bytes);
-      const int64_t chunks = (params.offsets.total + chunk_rows - 1) / chunk_rows;
-      return launch_dependent<bulk_sum_copies_kernel<Element>>(
-          BulkSumLaunch{params, chunk_rows, chunks}, {rows::bulk_ctas(chunks)}, 32, 0, stream,
-          "cuda.jagged_index_select_backward.bulk");
-    }
     return params.vectors ? launch_sum_copies<Element, 16 / sizeof(Element)>(params, stream)
                           : launch_sum_copies<Element, 1>(params, stream);
   });
