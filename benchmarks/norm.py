@@ -14,7 +14,7 @@ import jagged_cuda
 from benchmarks import peers, shapes
 from benchmarks.candidate import Candidate
 from benchmarks.checking import WrongResultError
-from benchmarks.session import LAUNCH_US, OURS, Command, Row, Session
+from benchmarks.session import OURS, Command, Row, Session
 from benchmarks.shapes import Precision
 from jagged_cuda.testing.ops.layer_norm_mul_dropout import EPS, keep_of
 
@@ -104,7 +104,7 @@ def _run_case(session: Session, case: _Case, precision: Precision) -> None:
             shape={"T": rows, "D": case.columns},
             seed=shapes.SEED,
             bytes=(tensors * x.nbytes,),
-            launch_us=LAUNCH_US * launches,
+            launches=launches,
         )
         found.append(session.add(row))
     names = (OURS, *session.peers(COMMAND))

@@ -17,7 +17,7 @@ import jagged_cuda
 from benchmarks import peers, shapes
 from benchmarks.candidate import Candidate
 from benchmarks.checking import WrongResultError
-from benchmarks.session import LAUNCH_US, OURS, Command, Row, Session
+from benchmarks.session import OURS, Command, Row, Session
 from benchmarks.shapes import Precision
 from jagged_cuda.testing.lengths import Layout
 
@@ -42,6 +42,7 @@ class Batch:
     kept_rows: int  # of keep
     truncated_rows: int  # of histories of at most KEPT rows
     picked_rows: int  # of picked
+    repeated_rows: int  # of picked, that an earlier number has picked already
 
     @classmethod
     def draw(cls, layout: Layout, device: torch.device, dtype: torch.dtype, width: int) -> Batch:
@@ -53,6 +54,7 @@ class Batch:
 
         keep = torch.rand(layout.total, generator=generator) < 0.5
         picked = torch.randint(0, max(1, num_seqs), (num_seqs,), generator=generator)
+        picked_rows = sum(layout.lengths[seq] for seq in picked.tolist())
         return cls(
             layout,
             draw(layout.total, dim),
@@ -63,7 +65,8 @@ class Batch:
             picked.to(device),
             int(keep.sum()),
             sum(min(KEPT, length) for length in layout.lengths),
-            sum(layout.lengths[seq] for seq in picked.tolist()),
+            picked_rows,
+            picked_rows - sum(layout.lengths[seq] for seq in set(picked.tolist())),
         )
 
     @functools.cached_property
@@ -93,6 +96,7 @@ class RowFunction:
         sll: likewise, or None where FBGEMM has no such kernel.
         bytes_beside: that a forward must read beside the rows: numbers, masks, other rows.
         bytes_beside_backward: likewise, beside the gradients.
+        repeated_rows: of the result, that need not be read: they were read for an earlier one.
         launches: kernels of a forward and of a backward.
         widths: bytes of a row.
     """
@@ -103,6 +107,7 @@ class RowFunction:
     indexing: Callable[..., Tensor]
     bytes_beside: Callable[[Batch], int] = field(default=lambda b: 8 * len(b.offsets))
     bytes_beside_backward: Callable[[Batch], int] = field(default=lambda b: 0)
+    repeated_rows: Callable[[Batch], int] = field(default=lambda b: 0)
     launches: tuple[int, int] = (3, 3)
     sll: Callable[..., Tensor] | None = None
 
@@ -171,6 +176,7 @@ FUNCTIONS = (
         indexing=_index_by_repeating,
         launches=(4, 2),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
+        repeated_rows=lambda b: b.repeated_rows,
     ),
     RowFunction(
         name="concat",
@@ -202,14 +208,14 @@ FUNCTIONS = (
         bytes_beside=lambda b: 8 * len(b.offsets) + 2 * b.x[b.truncated_rows :].nbytes,
         launches=(8, 3),
     ),
-    # With a padded row for each row; the gradient of the padded ones is two kernels' with x's.
+    # With a padded row for each row; one kernel writes both gradients.
     RowFunction(
         name="dense_add",
         inputs=lambda b: (b.x, b.padded),
         ours=lambda b, x, y: jagged_cuda.jagged_dense_add(x, y, b.offsets),
         indexing=lambda b, x, y: x + y[b.seq, b.place],
         bytes_beside=lambda b: 8 * len(b.offsets) + b.x.nbytes,
-        launches=(1, 2),
+        launches=(1, 1),
     ),
     RowFunction(
         name="dense_mul",
@@ -218,7 +224,7 @@ FUNCTIONS = (
         indexing=lambda b, x, y: x * y[b.seq, b.place],
         bytes_beside=lambda b: 8 * len(b.offsets) + b.x.nbytes,
         bytes_beside_backward=lambda b: 2 * b.x.nbytes,
-        launches=(1, 2),
+        launches=(1, 1),
     ),
 )
 
@@ -290,9 +296,9 @@ def _run_case(session: Session, case: _Case, precision: Precision) -> None:
     batch = Batch.draw(layout, session.device, precision.dtype, case.width)
     check = Check(case.function, batch)
     inputs = case.function.inputs(batch)
-    # Rows of the result are read and written; rows that have no gradient are written too.
-    moved = 2 * check.out.nbytes
-    forward = moved + case.function.bytes_beside(batch)
+    # Rows of the result are read once and written; rows that have no gradient are written too.
+    repeated = case.function.repeated_rows(batch) * case.width
+    forward = 2 * check.out.nbytes - repeated + case.function.bytes_beside(batch)
     backward = check.out.nbytes + sum(t.nbytes for t in inputs)
     backward += case.function.bytes_beside_backward(batch)
     rows = []
@@ -308,7 +314,7 @@ def _run_case(session: Session, case: _Case, precision: Precision) -> None:
             | {"row_bytes": inputs[0].nbytes // max(1, len(inputs[0]))},
             seed=shapes.SEED,
             bytes=(size,),
-            launch_us=LAUNCH_US * launches,
+            launches=launches,
         )
         rows.append(session.add(row))
     names = (OURS, *session.peers(COMMAND))

@@ -80,6 +80,7 @@ class Row:
         flops: useful floating-point operations; None where bytes alone matter.
         has_memory: whether peak memory beyond the inputs is measured too.
         bar_scale: a factor of the bar, for products that are computed in several parts.
+        launches: kernels that must be launched for each of `bytes`.
         launch_us: of each kernel within the bar; None is the usual time.
         goal, goal_mib: time, and peak memory, on the machine of the goals.
         recorded_us: what peers took on that machine.
@@ -100,6 +101,7 @@ class Row:
     flops: float | None = None
     has_memory: bool = False
     bar_scale: float = 1.0
+    launches: int = 1
     launch_us: float | None = None
     goal: Goal | None = None
     goal_mib: float | None = None
@@ -122,7 +124,8 @@ class Row:
         if by_bytes >= by_flops:
             is_short = self.floor_us < SHORT_FLOOR_US
             launch_us = self.launch_us or (SHORT_LAUNCH_US if is_short else LAUNCH_US)
-            bar_us = BAR_FACTOR * self.floor_us + len(self.bytes) * launch_us
+            launches = len(self.bytes) * self.launches
+            bar_us = BAR_FACTOR * self.floor_us + launches * launch_us
             self.bar_us = self.bar_scale * bar_us
 
     def set_measurement(

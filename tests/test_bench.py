@@ -469,6 +469,8 @@ def row_of(**more: Any) -> Row:
         (row_of(bytes=(30_300_000,), flops=2e10), 1e9, 20, None),  # bound by its operations
         (row_of(bytes=(60_600_000,), bar_scale=1.5), None, 20, 1.5 * (1.15 * 20 + 4)),
         (row_of(bytes=(60_600_000,), launch_us=6.0), None, 20, 1.15 * 20 + 6),
+        (row_of(bytes=(60_600_000,), launches=3), None, 20, 1.15 * 20 + 3 * 4),
+        (row_of(bytes=(3_030_000,), launches=2), None, 1, 1.15 + 2 * 8),
     ],
 )
 def test_floor_and_bar(

@@ -68,6 +68,25 @@ def test_an_expanded_table_is_added(device: torch.device) -> None:
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("name", ["jagged_dense_add", "jagged_dense_mul"])
+@pytest.mark.parametrize("padded_len", [0, 4, 70])
+def test_each_gradient_alone(name: str, padded_len: int, device: torch.device) -> None:
+    """Both come from one kernel; one alone from another, with the same bits."""
+    layout = Layout((33, 0, 5, 68, 1, 64), base=2, tail=35)
+    operator, offsets = getattr(jagged_cuda, name), layout.offsets(device)
+    generator = torch.Generator().manual_seed(padded_len)
+    x, y, grad_out = (
+        torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        for shape in ((layout.total, 24), (6, padded_len, 24), (layout.total, 24))
+    )
+    x, y = x.requires_grad_(), y.requires_grad_()
+    both = torch.autograd.grad(operator(x, y, offsets), (x, y), grad_out)
+    of_x = torch.autograd.grad(operator(x, y.detach(), offsets), x, grad_out)
+    of_y = torch.autograd.grad(operator(x.detach(), y, offsets), y, grad_out)
+    for found, expected in zip(both, (*of_x, *of_y), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("trailing", [(), (5,), (16,), (3, 8)])
 def test_round_trip_is_exact(

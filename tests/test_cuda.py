@@ -123,7 +123,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_sum", "jagged_broadcast"),
             ("jagged_mean", "jagged_broadcast"),
             ("jagged_broadcast", "jagged_sum"),
-            ("jagged_dense_add", "jagged_to_padded"),
+            ("jagged_dense_add", "jagged_dense_add_backward"),
             ("jagged_dense_mul", "jagged_dense_mul_backward"),
             ("jagged_take", "jagged_take"),
             ("jagged_concat", "jagged_concat_backward"),
@@ -395,6 +395,45 @@ def test_path_of_softmax_of_matrices(
     judge(case, spec, dtype, CUDA)
     backward = columns_backward if dim == -1 else rows_backward
     assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
+
+
+@pytest.mark.parametrize("left_out", [0, 700, -70], ids=["exact", "short", "long"])
+@pytest.mark.parametrize("columns", [16, 24, 64, 200, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_path_of_bulk_moves(dtype: torch.dtype, columns: int, left_out: int) -> None:
+    """Long pieces go through shared memory: the bits of the CPU's, wherever a chunk is cut."""
+    columns //= dtype.itemsize // 2
+    generator = torch.Generator().manual_seed(columns)
+    lengths = (torch.rand(40, generator=generator) ** 2 * 400).long() * (torch.arange(40) % 7 > 0)
+    layout = Layout(tuple(lengths.tolist()), base=5, tail=9)
+    picked = (torch.rand(30, generator=generator) ** 2 * 40).long()
+    x = torch.randn(layout.total, columns + 8, generator=generator).to(dtype)
+    dense = torch.randn(40, 3, columns, generator=generator).to(dtype)
+
+    def moved(device: str) -> list[torch.Tensor]:
+        offsets = layout.offsets(device)
+        # Rows that are further apart than they are long.
+        rows = x.to(device)[:, :columns].requires_grad_()
+        leaves = (rows, dense.to(device).requires_grad_())
+        total = 2 * int(lengths.sum()) + 3 * 40 - left_out
+        joined, planned = jagged_cuda.jagged_concat(
+            [rows, leaves[1], rows], [offsets, None, offsets], total=total
+        )
+        paths = [last_kernel("cuda")]
+        found = [joined, planned, *torch.autograd.grad(joined, leaves, joined.detach() * 2)]
+        paths.append(last_kernel("cuda"))
+        taken, _ = jagged_cuda.jagged_index_select(
+            rows, offsets, picked.to(device), total=max(0, 3500 - left_out)
+        )
+        found += [taken, *torch.autograd.grad(taken, rows, taken.detach() + 1)]
+        paths.append(last_kernel("cuda"))
+        if device == CUDA and HOPPER:
+            names = ("jagged_concat", "jagged_concat_backward", "jagged_index_select_backward")
+            assert paths == [f"cuda.{name}.bulk" for name in names]
+        return found
+
+    for found, expected in zip(moved(CUDA), moved("cpu"), strict=True):
+        assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])

@@ -20,6 +20,12 @@ inline std::vector<int64_t> with_rows_of(const Tensor& tensor, int64_t first,
   return shape;
 }
 
+// A gradient that may not be wanted has all rows or none.
+inline void check_gradient_rows(const char* op, bool is_wanted, int64_t rows, int64_t total) {
+  const int64_t expected = is_wanted ? total : 0;
+  if (rows != expected) fail_argument(op, "rows", std::to_string(expected), std::to_string(rows));
+}
+
 // `value` as an element of `dtype`, in the low bytes.
 inline uint64_t element_bits(ScalarType dtype, double value) {
   uint64_t bits = 0;

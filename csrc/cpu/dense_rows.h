@@ -1,5 +1,5 @@
 // Shared by jagged_dense_add and jagged_dense_mul on the CPU: items are up to kItemRows rows of a
-// sequence, beside the padded rows at the same places.
+// sequence, beside the padded rows at the same places. Of their gradients items are sequences.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -86,6 +86,19 @@ Tensor combine_with_dense(const char* op, Tensor x, Tensor y, const Tensor& offs
   });
   record_kernel(kernel_table().name);
   return out;
+}
+
+// Calls run(number, sequence) for each sequence: for gradients, of which one is padded to max_len.
+template <class Run>
+void run_sequences(const std::vector<Sequence>& sequences, int64_t max_len, int64_t row_bytes,
+                   const Run& run) {
+  WorkList<int64_t> items;
+  for (size_t seq = 0; seq < sequences.size() && row_bytes > 0; ++seq) {
+    const int64_t rows = std::max(sequences[seq].len, max_len);
+    items.add(static_cast<int64_t>(seq), rows * row_bytes * 2 * kByteCost);
+  }
+  items.run(0, [&](int64_t seq, void*) { run(seq, sequences[static_cast<size_t>(seq)]); });
+  record_kernel(kernel_table().name);
 }
 
 // The kernel for floating elements, as combine(x, y, out, elements).

@@ -1,5 +1,4 @@
-// jagged_dense_mul on the CPU (dense_rows.h: items), and the gradient of its dense operand, whose
-// items are sequences.
+// jagged_dense_mul on the CPU (dense_rows.h: items), and its gradients.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/dense_rows.h"
@@ -14,37 +13,46 @@ Tensor jagged_dense_mul(const Tensor& x, const Tensor& y, const Tensor& offsets)
   return combine_with_dense(op, x, y, offsets, sizes, false, combine_floats(x, Combine::kMultiply));
 }
 
-Tensor jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor offsets, int64_t max_len) {
+std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x,
+                                                     const Tensor& offsets, int64_t max_len,
+                                                     std::optional<Tensor> y, int64_t rows) {
   constexpr const char* op = "jagged_dense_mul_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out, x, offsets, max_len});
+  const Sizes sizes = contract.check({grad_out, x, offsets, max_len, y, rows});
+  check_gradient_rows(op, y.has_value(), rows, sizes.T);
   const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
   grad_out = as_contiguous(op, grad_out, 1);
   x = as_contiguous(op, x, 1);
+  if (y) y = as_contiguous(op, *y, 2);
   Tensor grad_y = allocate(op, x, with_rows_of(x, 1, {sizes.B, max_len}));
+  Tensor grad_x = allocate(op, x, with_rows_of(x, 1, {rows}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
   const int64_t row_bytes = sizes.rest * elem_bytes;
-  const RowsPair whole{static_cast<const char*>(grad_out.const_data_ptr()),
-                       static_cast<const char*>(x.const_data_ptr()),
-                       static_cast<char*>(grad_y.mutable_data_ptr()),
-                       grad_out.stride(0) * elem_bytes, x.stride(0) * elem_bytes};
+  const int64_t grad_bytes = grad_out.stride(0) * elem_bytes, x_bytes = x.stride(0) * elem_bytes;
+  const char* grad_rows = static_cast<const char*>(grad_out.const_data_ptr());
+  const char* x_rows = static_cast<const char*>(x.const_data_ptr());
+  char* grad_x_rows = static_cast<char*>(grad_x.mutable_data_ptr());
+  char* grad_y_rows = static_cast<char*>(grad_y.mutable_data_ptr());
   const auto multiply = combine_floats(x, Combine::kMultiply);
-
-  WorkList<int64_t> items;
-  for (int64_t seq = 0; seq < sizes.B && row_bytes > 0; ++seq) {
-    items.add(seq, max_len * row_bytes * 2 * kByteCost);
-  }
-  items.run(0, [&](int64_t seq, void*) {
-    const Sequence& sequence = sequences[static_cast<size_t>(seq)];
-    char* out = whole.out + seq * max_len * row_bytes;
-    const int64_t rows = std::min(sequence.len, max_len);
-    combine_rows({whole.x + sequence.begin * whole.x_bytes,
-                  whole.y + sequence.begin * whole.y_bytes, out, whole.x_bytes, whole.y_bytes},
-                 rows, row_bytes, sizes.rest, multiply);
-    std::memset(out + rows * row_bytes, 0, static_cast<size_t>((max_len - rows) * row_bytes));
+  zero_rows_outside(sequences, rows, row_bytes, grad_x_rows);
+  run_sequences(sequences, max_len, row_bytes, [&](int64_t seq, const Sequence& sequence) {
+    const int64_t both = std::min(sequence.len, max_len);
+    const char* grad = grad_rows + sequence.begin * grad_bytes;
+    // The products with `other`, and zeros up to `all` rows.
+    const auto fill = [&](char* out, const char* other, int64_t other_bytes, int64_t all) {
+      combine_rows({grad, other, out, grad_bytes, other_bytes}, both, row_bytes, sizes.rest,
+                   multiply);
+      std::memset(out + both * row_bytes, 0, static_cast<size_t>((all - both) * row_bytes));
+    };
+    fill(grad_y_rows + seq * max_len * row_bytes, x_rows + sequence.begin * x_bytes, x_bytes,
+         max_len);
+    if (y) {
+      const char* dense = static_cast<const char*>(y->const_data_ptr());
+      fill(grad_x_rows + sequence.begin * row_bytes, dense + seq * y->stride(0) * elem_bytes,
+           y->stride(1) * elem_bytes, sequence.len);
+    }
   });
-  record_kernel(kernel_table().name);
-  return grad_y;
+  return {grad_y, grad_x};
 }
 
 }  // namespace

@@ -17,8 +17,19 @@ Tensor jagged_dense_add(const Tensor& x, const Tensor& y, const Tensor& offsets)
   });
 }
 
+// grad_out [T, ...], offsets [B + 1] -> [T, ...], [B, max_len, ...]
+std::tuple<Tensor, Tensor> jagged_dense_add_backward(const Tensor& grad_out, const Tensor& offsets,
+                                                     int64_t max_len) {
+  constexpr const char* op = "jagged_dense_add_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, offsets, max_len});
+  return combine_backward(op, grad_out, std::nullopt, std::nullopt, offsets, max_len, sizes,
+                          launch_jagged_dense_add_backward);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
   m.impl("jagged_dense_add", TORCH_BOX(&jagged_dense_add));
+  m.impl("jagged_dense_add_backward", TORCH_BOX(&jagged_dense_add_backward));
 }
 
 }  // namespace

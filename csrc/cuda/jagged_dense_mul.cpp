@@ -17,11 +17,8 @@ Tensor jagged_dense_mul(const Tensor& x, const Tensor& y, const Tensor& offsets)
 }
 
 // grad_out, x [T, ...], offsets [B + 1] -> [B, max_len, ...]
-Tensor jagged_dense_mul_backward(const Tensor& grad_out, const Tensor& x, const Tensor& offsets,
-                                 int64_t max_len) {
-  constexpr const char* op = "jagged_dense_mul_backward";
-  static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out, x, offsets, max_len});
+Tensor padded_product(const char* op, const Tensor& grad_out, const Tensor& x,
+                      const Tensor& offsets, int64_t max_len, const Sizes& sizes) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.T);
@@ -29,7 +26,7 @@ Tensor jagged_dense_mul_backward(const Tensor& grad_out, const Tensor& x, const 
   if (sizes.B == 0 || max_len == 0 || sizes.rest == 0) return grad_y;
   const Tensor grad_rows = as_contiguous(op, grad_out, 1), rows = as_contiguous(op, x, 1);
 
-  DenseMulBackwardParams params;
+  PaddedProductParams params;
   params.grad_out = grad_rows.const_data_ptr();
   params.x = rows.const_data_ptr();
   params.grad_y = grad_y.mutable_data_ptr();
@@ -40,8 +37,25 @@ Tensor jagged_dense_mul_backward(const Tensor& grad_out, const Tensor& x, const 
   params.max_len = max_len;
   params.vectors = has_aligned_lines(grad_rows, {0}) && has_aligned_lines(rows, {0});
   params.type = element_type(x.scalar_type());
-  check_cuda(op, launch_jagged_dense_mul_backward(params, current_stream(x)));
+  check_cuda(op, launch_padded_product(params, current_stream(x)));
   return grad_y;
+}
+
+// grad_out, x [T, ...], offsets [B + 1], y [B, max_len, ...] -> [B, max_len, ...], [rows, ...]
+std::tuple<Tensor, Tensor> jagged_dense_mul_backward(const Tensor& grad_out, const Tensor& x,
+                                                     const Tensor& offsets, int64_t max_len,
+                                                     const std::optional<Tensor>& y, int64_t rows) {
+  constexpr const char* op = "jagged_dense_mul_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, x, offsets, max_len, y, rows});
+  check_gradient_rows(op, y.has_value(), rows, sizes.T);
+  if (!y) {
+    return {padded_product(op, grad_out, x, offsets, max_len, sizes),
+            allocate(op, x, with_rows_of(x, 1, {0}))};
+  }
+  const auto [grad_x, grad_y] = combine_backward(op, grad_out, x, y, offsets, max_len, sizes,
+                                                 launch_jagged_dense_mul_backward);
+  return {grad_y, grad_x};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

@@ -47,13 +47,15 @@ Tensor jagged_index_select_backward(const Tensor& grad_out, const Tensor& index,
   if (are_grouped) numbers = as_contiguous(op, *order);
   const Tensor begins =
       are_grouped ? as_contiguous(op, *groups) : allocate(op, chosen, {sizes.B + 1});
-  const Tensor rows = allocate(op, chosen, {sizes.M, 2});
+  const Tensor rows =
+      allocate(op, chosen, {sizes.M + sizes.B, 2});  // of all, and of the first ones
   GroupCopiesParams grouping{};
   grouping.taken = view_offsets(ends, sizes.N);
   grouping.chosen = seqs.const_data_ptr<int64_t>();
   grouping.order = numbers ? numbers->const_data_ptr<int64_t>() : nullptr;
   grouping.copies = static_cast<CopyRows*>(rows.mutable_data_ptr());
-  grouping.groups = numbers ? nullptr : begins.mutable_data_ptr<int64_t>();
+  grouping.firsts = grouping.copies + sizes.M;
+  grouping.groups = begins.mutable_data_ptr<int64_t>();  // written without order alone
   grouping.num_seqs = sizes.B;
   check_cuda(op, launch_group_copies(grouping, current_stream(grad_out)));
 
@@ -62,6 +64,7 @@ Tensor jagged_index_select_backward(const Tensor& grad_out, const Tensor& index,
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
   params.copies = grouping.copies;
+  params.firsts = grouping.firsts;
   params.groups = begins.const_data_ptr<int64_t>();
   params.num_copies = sizes.M;
   params.columns = sizes.rest;

@@ -17,7 +17,8 @@ from jagged_cuda.ops._dispatch import call
 
 def default_scale(q: Tensor) -> float:
     """1 / sqrt(D), and 1 without features."""
-    return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    features = q.size(-1) if q.dim() > 0 else 0
+    return features**-0.5 if features > 0 else 1.0
 
 
 def window(op: str, window_size: tuple[int, int], causal: bool) -> tuple[int, int]:

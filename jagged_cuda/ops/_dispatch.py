@@ -103,8 +103,9 @@ _SCALARS = frozenset((int, float, bool, type(None)))
 
 # Private functions of PyTorch: where one is missing, every call takes the registered way.
 _PRIVATE = (
-    "_AutoDispatchBelowAutograd",
     "_are_functorch_transforms_active",
+    "_dispatch_tls_is_dispatch_key_excluded",
+    "_dispatch_tls_set_dispatch_key_excluded",
     "_functorch",
     "_get_tracing_state",
     "_is_any_autocast_enabled",
@@ -114,8 +115,12 @@ _PRIVATE = (
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
 
-# For each operator its differentiable form, and the defaults of its arguments.
-_formulas: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+# For each operator its differentiable form, the defaults of its arguments, and itself without the
+# Python function that torch.ops puts before it.
+_Formula = tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]
+_formulas: dict[Callable[..., Any], _Formula] = {}
+
+_CPU, _CUDA = torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA
 
 
 def call(op: Callable[..., Any], *args: Any) -> Any:
@@ -150,17 +155,36 @@ def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if found is None or not _HAS_PRIVATE or _is_watched():
         return op(*args)
     wants_gradient = False
+    first: Tensor | None = None
     for arg in args:
         kind = type(arg)
         if kind in _TENSORS:
             wants_gradient = wants_gradient or arg.requires_grad
+            first = arg if first is None else first
         elif kind not in _SCALARS:
             return op(*args)
+    apply, defaults, direct = found
     if wants_gradient and torch.is_grad_enabled():
-        apply, defaults = found
         return apply(*args, *defaults[len(args) :])
-    with _C._AutoDispatchBelowAutograd():
+    return _below_autograd(direct, first, args)
+
+
+def _below_autograd(op: Callable[..., Any], first: Tensor | None, args: tuple[Any, ...]) -> Any:
+    """op(*args) without its autograd kernel, on the device of the first tensor.
+
+    torch._C._AutoDispatchBelowAutograd excludes the keys of all devices, and takes five times as
+    long as one key here. In inference mode the keys are excluded already, and must stay so.
+    """
+    if first is None:  # then the dispatcher knows
         return op(*args)
+    key = _CUDA if first.is_cuda else _CPU
+    if _C._dispatch_tls_is_dispatch_key_excluded(key):
+        return op(*args)
+    _C._dispatch_tls_set_dispatch_key_excluded(key, True)
+    try:
+        return op(*args)
+    finally:
+        _C._dispatch_tls_set_dispatch_key_excluded(key, False)
 
 
 def _refuse_transforms(name: str, args: Sequence[Any]) -> None:
@@ -252,9 +276,11 @@ def _add_formula(
     setup_context: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> None:
+    direct = getattr(op, "_op", op)
+
     def forward(ctx: Any, *args: Any) -> Any:
-        with _C._AutoDispatchBelowAutograd():
-            output = op(*args)
+        first = args[0] if type(args[0]) in _TENSORS else None
+        output = _below_autograd(direct, first, args)
         if setup_context is not None:
             setup_context(ctx, args, output)
         return output
@@ -265,7 +291,7 @@ def _add_formula(
     # Function.apply, without what it does for torch.func.
     apply = super(torch.autograd.Function, function).apply
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
-    _formulas[op] = (apply, defaults)
+    _formulas[op] = (apply, defaults, direct)
 
 
 def _register_autocast(name: str, device_type: str, policy: str) -> None:

@@ -57,21 +57,43 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     (offsets,) = ctx.saved_tensors
+    wants_x, wants_y = ctx.needs_input_grad[:2]
     grad_x = grad_y = None
-    if ctx.needs_input_grad[0]:
+    if wants_x and wants_y:
+        op = torch.ops.jagged_cuda.jagged_dense_add_backward.default
+        grad_x, grad_y = call(op, grad_out, offsets, ctx.max_len)
+    elif wants_x:
         # Without padded rows it only leaves out what is outside the sequences.
         nothing = grad_out.new_empty((offsets.shape[0] - 1, 0, *grad_out.shape[1:]))
         op = torch.ops.jagged_cuda.jagged_dense_add.default
         grad_x = call(op, grad_out, nothing, offsets)
-    if ctx.needs_input_grad[1]:
+    elif wants_y:
         op = torch.ops.jagged_cuda.jagged_to_padded.default
         grad_y = call(op, grad_out, offsets, ctx.max_len)
     return grad_x, grad_y, None
+
+
+def _setup_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_of_gradients(
+    ctx: Any, grad_x: Tensor, grad_y: Tensor
+) -> tuple[Tensor | None, None, None]:
+    """The gradients are linear in the incoming one, and the operator is what turns them around."""
+    op = torch.ops.jagged_cuda.jagged_dense_add.default
+    return call(op, grad_x, grad_y, *ctx.saved_tensors), None, None
 
 
 register(
     "jagged_dense_add",
     setup_context=_setup_context,
     backward=_backward,
+    autocast="unchanged",
+)
+register(
+    "jagged_dense_add_backward",
+    setup_context=_setup_gradients,
+    backward=_backward_of_gradients,
     autocast="unchanged",
 )

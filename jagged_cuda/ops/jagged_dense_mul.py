@@ -59,31 +59,40 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, y, offsets = ctx.saved_tensors
+    wants_x, wants_y = ctx.needs_input_grad[:2]
     grad_x = grad_y = None
-    if ctx.needs_input_grad[0]:
+    op = torch.ops.jagged_cuda.jagged_dense_mul_backward.default
+    if wants_x and wants_y:
+        grad_y, grad_x = call(op, grad_out, x, offsets, ctx.max_len, y, x.shape[0])
+    elif wants_x:
         grad_x = call(torch.ops.jagged_cuda.jagged_dense_mul.default, grad_out, y, offsets)
-    if ctx.needs_input_grad[1]:
-        op = torch.ops.jagged_cuda.jagged_dense_mul_backward.default
-        grad_y = call(op, grad_out, x, offsets, ctx.max_len)
+    elif wants_y:
+        grad_y, _ = call(op, grad_out, x, offsets, ctx.max_len)
     return grad_x, grad_y, None
 
 
-def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad_out, x, offsets, _ = inputs
-    ctx.save_for_backward(grad_out, x, offsets)
+def _setup_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    grad_out, x, offsets, ctx.max_len, *of_x = inputs
+    ctx.save_for_backward(grad_out, x, offsets, of_x[0] if of_x else None)
 
 
-def _backward_of_gradient(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    """Of ``dz_b[i] * x_b[i]``: products again, in which dz and x change places."""
-    grad_out, x, offsets = ctx.saved_tensors
-    op = torch.ops.jagged_cuda.jagged_dense_mul.default
+def _backward_of_gradients(ctx: Any, grad_y: Tensor, grad_x: Tensor) -> tuple[Tensor | None, ...]:
+    """Of ``dz_b[i] * x_b[i]`` and ``dz_b[i] * y[b, i]``: products again, in other places."""
+    grad_out, x, offsets, y = ctx.saved_tensors
     wants_grad_out, wants_x = ctx.needs_input_grad[:2]
-    return (
-        call(op, x, grad_y, offsets) if wants_grad_out else None,
-        call(op, grad_out, grad_y, offsets) if wants_x else None,
-        None,
-        None,
-    )
+    wants_y = y is not None and ctx.needs_input_grad[4]
+    product = torch.ops.jagged_cuda.jagged_dense_mul.default
+    of_grad_out = of_x = of_y = None
+    if wants_grad_out:
+        of_grad_out = call(product, x, grad_y, offsets)
+        if y is not None:
+            of_grad_out = of_grad_out + call(product, grad_x, y, offsets)
+    if wants_x:
+        of_x = call(product, grad_out, grad_y, offsets)
+    if wants_y:
+        op = torch.ops.jagged_cuda.jagged_dense_mul_backward.default
+        of_y, _ = call(op, grad_out, grad_x, offsets, ctx.max_len)
+    return of_grad_out, of_x, None, None, of_y, None
 
 
 register(
@@ -94,7 +103,7 @@ register(
 )
 register(
     "jagged_dense_mul_backward",
-    setup_context=_setup_gradient,
-    backward=_backward_of_gradient,
+    setup_context=_setup_gradients,
+    backward=_backward_of_gradients,
     autocast="unchanged",
 )

@@ -7,8 +7,13 @@
 // Grid: x, a warp for each kRows rows of the result, of whichever sequences. Each lane finds the place
 // of one row (rows/places.cuh) in the joined offsets, which nobody has to add up beforehand, then the
 // part that has it; the warp copies the rows (rows/move.cuh). Of rows of one unit, numbers, a warp
-// takes four times as many, and a lane finds and moves four beside each other. All threads share the offsets of the result. The
-// gradients of all parts are one grid, part after part. No shared memory, no barriers.
+// takes four times as many, and a lane finds and moves four beside each other. All threads share the
+// offsets of the result. The gradients of all parts are one grid, part after part. No shared memory, no
+// barriers.
+//
+// Where the GPU has bulk copies, and the pieces are long enough, a warp takes a contiguous share of the
+// chunks of rows in their place, and each chunk goes through shared memory (rows/bulk.cuh); the search of
+// one chunk then begins where the one before it ended.
 //
 // A part without offsets is dense. Rows of the result behind the last sequence, and rows of a part
 // outside every sequence or beyond the capacity, become zeros. With wrong offsets the sums are of no
@@ -16,6 +21,7 @@
 #include "cuda/kernels/jagged_concat.h"
 
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/rows/bulk.cuh"
 #include "cuda/kernels/rows/move.cuh"
 #include "cuda/kernels/rows/places.cuh"
 
@@ -64,9 +70,7 @@ struct JaggedConcatLaunch {
   int lanes_log2;
 };
 
-__host__ __device__ constexpr int warp_rows(int64_t row_units) {
-  return row_units == 1 ? kLaneUnits * kRows : kRows;
-}
+constexpr int warp_rows(int64_t row_units) { return row_units == 1 ? kLaneUnits * kRows : kRows; }
 
 // Stores four units beside each other, as far as `left` goes.
 template <typename Unit>
@@ -102,13 +106,11 @@ __device__ __forceinline__ const Unit* find_row(const JoinedView& joined, const 
   return nullptr;
 }
 
-template <typename Unit>
-__global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
-    const __grid_constant__ JaggedConcatLaunch launch) {
-  const JaggedConcatParams& params = launch.params;
+// The offsets of the result, by all threads of the grid.
+__device__ __forceinline__ void write_planned(const JaggedConcatParams& params) {
   const JoinedView& joined = params.joined;
-  for (int64_t seq = blockIdx.x * int64_t{kThreads} + threadIdx.x; seq <= joined.num_seqs;
-       seq += gridDim.x * int64_t{kThreads}) {
+  for (int64_t seq = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; seq <= joined.num_seqs;
+       seq += gridDim.x * int64_t{blockDim.x}) {
     const int64_t begin = rows_before(joined, seq);
     const int64_t cut = begin < joined.total ? begin : joined.total;
     if (params.wide) {
@@ -118,12 +120,20 @@ __global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
     }
     if (params.uncut != nullptr) params.uncut[seq] = begin;
   }
+}
+
+template <typename Unit, bool kNumbers>
+__global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
+    const __grid_constant__ JaggedConcatLaunch launch) {
+  const JaggedConcatParams& params = launch.params;
+  const JoinedView& joined = params.joined;
+  write_planned(params);
   const int64_t begin =
-      (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * warp_rows(params.row_units);
+      (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * (kNumbers ? kLaneUnits * kRows : kRows);
   const int64_t left = params.rows - begin;
   if (left <= 0 || params.row_units == 0) return;
   Segment segment = rows::segment_of_row(joined, begin);
-  if (params.row_units == 1) {
+  if constexpr (kNumbers) {
     Place places[kLaneUnits];
     rows::find_places(joined, begin, segment, places);
     const int first = threadIdx.x % 32 * kLaneUnits;
@@ -134,13 +144,56 @@ __global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
       units[i] = found == nullptr ? Unit{} : __ldg(found);
     }
     store_units(static_cast<Unit*>(params.out) + begin + first, units, left - first);
-    return;
+  } else {
+    Place place[1];
+    rows::find_places(joined, begin, segment, place);
+    rows::copy_found_rows(
+        find_row<Unit>(joined, place[0]), static_cast<Unit*>(params.out) + begin * params.row_units,
+        left < kRows ? static_cast<int>(left) : kRows, params.row_units, launch.lanes_log2);
   }
-  Place place[1];
-  rows::find_places(joined, begin, segment, place);
-  rows::copy_found_rows(
-      find_row<Unit>(joined, place[0]), static_cast<Unit*>(params.out) + begin * params.row_units,
-      left < kRows ? static_cast<int>(left) : kRows, params.row_units, launch.lanes_log2);
+}
+
+struct BulkConcatLaunch {
+  JaggedConcatParams params;
+  int chunk_rows;
+};
+
+// The warp's share of `chunks`.
+struct ChunkShare {
+  int64_t first, end;
+  __device__ __forceinline__ explicit ChunkShare(int64_t chunks)
+      : first(chunks * blockIdx.x / gridDim.x), end(chunks * (blockIdx.x + 1) / gridDim.x) {}
+};
+
+__global__ __launch_bounds__(32) void bulk_concat_kernel(
+    const __grid_constant__ BulkConcatLaunch launch) {
+  __shared__ rows::BulkStorage storage;
+  const JaggedConcatParams& params = launch.params;
+  const JoinedView& joined = params.joined;
+  write_planned(params);
+  const int chunk_rows = launch.chunk_rows, row_bytes = static_cast<int>(params.row_units) * 16;
+  const auto rows_of = [&](int64_t chunk) {
+    const int64_t left = params.rows - chunk * chunk_rows;
+    return left < chunk_rows ? static_cast<int>(left) : chunk_rows;
+  };
+  const ChunkShare share((params.rows + chunk_rows - 1) / chunk_rows);
+  if (share.first == share.end) return;
+  rows::BulkRing ring(storage);
+  Segment segment = rows::segment_of_row(joined, share.first * chunk_rows);
+  for (int64_t chunk = share.first; chunk < share.end + rows::kBulkLead; ++chunk) {
+    if (chunk < share.end) {
+      Place place[1];
+      rows::find_places(joined, chunk * chunk_rows, segment, place, chunk_rows);
+      ring.start(reinterpret_cast<const char*>(find_row<uint4>(joined, place[0])), rows_of(chunk),
+                 row_bytes);
+    }
+    const int64_t last = chunk - rows::kBulkLead;
+    if (last >= share.first) {
+      ring.store(static_cast<char*>(params.out) + last * chunk_rows * row_bytes,
+                 rows_of(last) * row_bytes);
+    }
+  }
+  ring.finish();
 }
 
 struct JaggedConcatBackwardLaunch {
@@ -165,12 +218,19 @@ __device__ __forceinline__ int64_t joined_row(const JoinedView& joined, int part
   return row >= 0 && row < joined.total ? row : -1;
 }
 
-template <typename Unit>
-__global__ __launch_bounds__(kThreads, 8) void jagged_concat_backward_kernel(
+// Row `row` of a dense part.
+__device__ __forceinline__ Place dense_place(const JoinedView& joined, const ConcatPart& part,
+                                             int64_t row) {
+  const int64_t seq = part.each > 0 ? row / part.each : joined.num_seqs;
+  return {seq < joined.num_seqs ? seq : -1, row - seq * part.each};
+}
+
+template <typename Unit, bool kNumbers>
+__global__ __launch_bounds__(kThreads) void jagged_concat_backward_kernel(
     const __grid_constant__ JaggedConcatBackwardLaunch launch) {
   const JaggedConcatBackwardParams& params = launch.params;
   const JoinedView& joined = params.joined;
-  const int own_rows = warp_rows(params.row_units);
+  const int own_rows = kNumbers ? kLaneUnits * kRows : kRows;
   int64_t warp = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   int part = 0;
   for (; part < kConcatParts; ++part) {
@@ -182,15 +242,11 @@ __global__ __launch_bounds__(kThreads, 8) void jagged_concat_backward_kernel(
   const ConcatPart& own = joined.parts[part];
   const int64_t begin = warp * own_rows, left = own.offsets.total - begin;
   const int lane = threadIdx.x % 32;
-  const auto dense_place = [&](int64_t row) {
-    const int64_t seq = own.each > 0 ? row / own.each : joined.num_seqs;
-    return Place{seq < joined.num_seqs ? seq : -1, row - seq * own.each};
-  };
   const bool is_dense = own.offsets.data == nullptr;
   Segment segment{};
   if (!is_dense) segment = rows::segment_of_row(own.offsets, begin);
   const Unit* gGrad = static_cast<const Unit*>(params.grad_out);
-  if (params.row_units == 1) {
+  if constexpr (kNumbers) {
     const int first = lane * kLaneUnits;
     Place places[kLaneUnits];
     if (!is_dense) rows::find_places(own.offsets, begin, segment, places);
@@ -198,41 +254,145 @@ __global__ __launch_bounds__(kThreads, 8) void jagged_concat_backward_kernel(
 #pragma unroll
     for (int i = 0; i < kLaneUnits; ++i) {
       const int64_t row = begin + first + i;
-      const int64_t from = joined_row(joined, part, row, is_dense ? dense_place(row) : places[i]);
+      const int64_t from =
+          joined_row(joined, part, row, is_dense ? dense_place(joined, own, row) : places[i]);
       units[i] = from < 0 ? Unit{} : __ldg(gGrad + from * params.stride);
     }
     store_units(static_cast<Unit*>(own.data) + begin + first, units, left - first);
-    return;
-  }
-  Place place[1];
-  if (is_dense) {
-    place[0] = dense_place(begin + lane);
   } else {
-    rows::find_places(own.offsets, begin, segment, place);
+    Place place[1];
+    if (is_dense) {
+      place[0] = dense_place(joined, own, begin + lane);
+    } else {
+      rows::find_places(own.offsets, begin, segment, place);
+    }
+    const int64_t from = joined_row(joined, part, begin + lane, place[0]);
+    rows::copy_found_rows(from < 0 ? nullptr : gGrad + from * params.stride,
+                          static_cast<Unit*>(own.data) + begin * params.row_units,
+                          left < kRows ? static_cast<int>(left) : kRows, params.row_units,
+                          launch.lanes_log2);
   }
-  const int64_t from = joined_row(joined, part, begin + lane, place[0]);
-  rows::copy_found_rows(from < 0 ? nullptr : gGrad + from * params.stride,
-                        static_cast<Unit*>(own.data) + begin * params.row_units,
-                        left < kRows ? static_cast<int>(left) : kRows, params.row_units,
-                        launch.lanes_log2);
+}
+
+struct BulkConcatBackwardLaunch {
+  JaggedConcatBackwardParams params;
+  int chunk_rows;
+  int64_t ends[kConcatParts];  // the chunks of each part and of those before
+};
+
+// A chunk of the rows of one part.
+struct PartChunk {
+  int part;
+  int64_t begin;
+  int rows;
+};
+
+__device__ __forceinline__ PartChunk part_chunk(const BulkConcatBackwardLaunch& launch,
+                                                int64_t chunk) {
+  int part = 0;
+  int64_t first = 0;
+#pragma unroll
+  for (int p = 0; p + 1 < kConcatParts; ++p) {
+    if (chunk >= launch.ends[p]) {
+      part = p + 1;
+      first = launch.ends[p];
+    }
+  }
+  const int64_t begin = (chunk - first) * launch.chunk_rows;
+  const int64_t left = launch.params.joined.parts[part].offsets.total - begin;
+  return {part, begin, left < launch.chunk_rows ? static_cast<int>(left) : launch.chunk_rows};
+}
+
+__global__ __launch_bounds__(32) void bulk_concat_backward_kernel(
+    const __grid_constant__ BulkConcatBackwardLaunch launch) {
+  __shared__ rows::BulkStorage storage;
+  const JaggedConcatBackwardParams& params = launch.params;
+  const JoinedView& joined = params.joined;
+  const int chunk_rows = launch.chunk_rows, row_bytes = static_cast<int>(params.row_units) * 16;
+  const uint4* gGrad = static_cast<const uint4*>(params.grad_out);
+  const ChunkShare share(launch.ends[kConcatParts - 1]);
+  if (share.first == share.end) return;
+  rows::BulkRing ring(storage);
+  Segment segment{};
+  int searched = -1;  // the part of the segment
+  for (int64_t chunk = share.first; chunk < share.end + rows::kBulkLead; ++chunk) {
+    if (chunk < share.end) {
+      const PartChunk own = part_chunk(launch, chunk);
+      const ConcatPart& part = joined.parts[own.part];
+      const int64_t row = own.begin + threadIdx.x;
+      Place place[1];
+      if (part.offsets.data == nullptr) {
+        place[0] = dense_place(joined, part, row);
+      } else {
+        if (searched != own.part) segment = rows::segment_of_row(part.offsets, own.begin);
+        searched = own.part;
+        rows::find_places(part.offsets, own.begin, segment, place, chunk_rows);
+      }
+      const int64_t from = joined_row(joined, own.part, row, place[0]);
+      const uint4* found = from < 0 ? nullptr : gGrad + from * params.stride;
+      ring.start(reinterpret_cast<const char*>(found), own.rows, row_bytes);
+    }
+    const int64_t last = chunk - rows::kBulkLead;
+    if (last >= share.first) {
+      const PartChunk own = part_chunk(launch, last);
+      ring.store(static_cast<char*>(joined.parts[own.part].data) + own.begin * row_bytes,
+                 own.rows * row_bytes);
+    }
+  }
+  ring.finish();
 }
 
 }  // namespace
 
+// In how many pieces the rows of all parts lie.
+int64_t num_pieces(const JoinedView& joined) {
+  int64_t parts = 0;
+  for (const ConcatPart& part : joined.parts) parts += part.offsets.total > 0 ? 1 : 0;
+  return parts * joined.num_seqs;
+}
+
 cudaError_t launch_jagged_concat(const JaggedConcatParams& params, cudaStream_t stream) {
+  const int64_t row_bytes = params.row_units * params.unit_bytes;
+  if (rows::moves_in_bulk(params.unit_bytes, row_bytes, params.rows, num_pieces(params.joined))) {
+    const int chunk_rows = rows::bulk_rows(row_bytes);
+    const int64_t chunks = (params.rows + chunk_rows - 1) / chunk_rows;
+    if (chunks > 0) {
+      return launch<bulk_concat_kernel>(BulkConcatLaunch{params, chunk_rows},
+                                        {rows::bulk_ctas(chunks)}, 32, 0, stream,
+                                        "cuda.jagged_concat.bulk");
+    }
+  }
   const JaggedConcatLaunch arguments{params, rows::lanes_log2(params.row_units)};
   const int64_t cta_rows = int64_t{kWarps} * warp_rows(params.row_units);
   // At least so many that offsets take few steps.
   const Grid grid{std::max((params.rows + cta_rows - 1) / cta_rows,
                            params.joined.num_seqs / (16 * kThreads) + 1)};
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_concat_kernel<decltype(unit)>>(arguments, grid, kThreads, 0, stream,
-                                                        "cuda.jagged_concat");
+    using Unit = decltype(unit);
+    return params.row_units == 1
+               ? launch<jagged_concat_kernel<Unit, true>>(arguments, grid, kThreads, 0, stream,
+                                                          "cuda.jagged_concat.numbers")
+               : launch<jagged_concat_kernel<Unit, false>>(arguments, grid, kThreads, 0, stream,
+                                                           "cuda.jagged_concat");
   });
 }
 
 cudaError_t launch_jagged_concat_backward(const JaggedConcatBackwardParams& params,
                                           cudaStream_t stream) {
+  const int64_t row_bytes = params.row_units * params.unit_bytes;
+  int64_t all_rows = 0;
+  for (const ConcatPart& part : params.joined.parts) all_rows += part.offsets.total;
+  if (rows::moves_in_bulk(params.unit_bytes, row_bytes, all_rows, num_pieces(params.joined))) {
+    const int chunk_rows = rows::bulk_rows(row_bytes);
+    BulkConcatBackwardLaunch arguments{params, chunk_rows, {}};
+    int64_t chunks = 0;
+    for (int p = 0; p < kConcatParts; ++p) {
+      chunks += (params.joined.parts[p].offsets.total + chunk_rows - 1) / chunk_rows;
+      arguments.ends[p] = chunks;
+    }
+    return launch<bulk_concat_backward_kernel>(arguments, {rows::bulk_ctas(chunks)}, 32, 0, stream,
+                                               "cuda.jagged_concat_backward.bulk");
+  }
   const JaggedConcatBackwardLaunch arguments{params, rows::lanes_log2(params.row_units)};
   const int own_rows = warp_rows(params.row_units);
   int64_t warps = 0;
@@ -240,9 +400,13 @@ cudaError_t launch_jagged_concat_backward(const JaggedConcatBackwardParams& para
     warps += (part.offsets.total + own_rows - 1) / own_rows;
   }
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_concat_backward_kernel<decltype(unit)>>(
-        arguments, {(warps + kWarps - 1) / kWarps}, kThreads, 0, stream,
-        "cuda.jagged_concat_backward");
+    using Unit = decltype(unit);
+    const Grid grid{(warps + kWarps - 1) / kWarps};
+    return params.row_units == 1
+               ? launch<jagged_concat_backward_kernel<Unit, true>>(
+                     arguments, grid, kThreads, 0, stream, "cuda.jagged_concat_backward.numbers")
+               : launch<jagged_concat_backward_kernel<Unit, false>>(
+                     arguments, grid, kThreads, 0, stream, "cuda.jagged_concat_backward");
   });
 }
 

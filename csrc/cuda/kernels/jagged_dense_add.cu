@@ -1,7 +1,7 @@
 // jagged_dense_add: z_b[i] = x_b[i] + y[b, i], and x_b[i] alone from M on (rows/combine.cuh:
-// mapping, ragged edges). Integers wrap around.
+// mapping, ragged edges). Integers wrap around. Its gradients are rows/combine_backward.cuh's.
 #include "cuda/kernels/jagged_dense_add.h"
-#include "cuda/kernels/rows/combine.cuh"
+#include "cuda/kernels/rows/combine_backward.cuh"
 
 namespace jagged_cuda {
 
@@ -11,6 +11,11 @@ cudaError_t launch_jagged_dense_add(const CombineParams& params, RowType type,
     return rows::launch_combine<rows::Add, decltype(element)>(params, stream,
                                                               "cuda.jagged_dense_add");
   });
+}
+
+cudaError_t launch_jagged_dense_add_backward(const CombineBackwardParams& params,
+                                             cudaStream_t stream) {
+  return rows::launch_combine_backward<rows::Add>(params, stream, "cuda.jagged_dense_add_backward");
 }
 
 }  // namespace jagged_cuda

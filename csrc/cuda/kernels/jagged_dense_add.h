@@ -1,4 +1,4 @@
-// The kernel of jagged_dense_add, as host code sees it.
+// The kernels of jagged_dense_add, as host code sees them.
 #pragma once
 
 #include "cuda/kernels/rows/combine.h"
@@ -8,8 +8,10 @@
 
 namespace jagged_cuda {
 
-// Enqueues one kernel that writes every row of the result. No memory of its own, no
+// Each enqueues one kernel that writes every row of its results. No memory of its own, no
 // synchronisation.
 cudaError_t launch_jagged_dense_add(const CombineParams& params, RowType type, cudaStream_t stream);
+cudaError_t launch_jagged_dense_add_backward(const CombineBackwardParams& params,
+                                             cudaStream_t stream);
 
 }  // namespace jagged_cuda

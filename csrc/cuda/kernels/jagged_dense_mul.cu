@@ -1,5 +1,5 @@
 // jagged_dense_mul: z_b[i] = x_b[i] y[b, i], and 0 from M on (rows/combine.cuh: mapping, ragged
-// edges); and the gradient of its dense operand:
+// edges); its gradients (rows/combine_backward.cuh); and that of its dense operand alone:
 //
 //   dy[b, i] = dz_b[i] x_b[i] for i < L, else 0
 //
@@ -7,7 +7,7 @@
 // the sequence and row of one. One row of y belongs to one row of x, so that nothing is
 // summed: deterministic.
 #include "cuda/kernels/jagged_dense_mul.h"
-#include "cuda/kernels/rows/combine.cuh"
+#include "cuda/kernels/rows/combine_backward.cuh"
 
 namespace jagged_cuda {
 namespace {
@@ -16,15 +16,15 @@ using rows::kRows;
 using rows::kThreads;
 using rows::kWarps;
 
-struct DenseMulBackwardLaunch {
-  DenseMulBackwardParams params;
+struct PaddedProductLaunch {
+  PaddedProductParams params;
   int lanes_log2;
 };
 
 template <typename Element, int kVector>
 __global__ __launch_bounds__(kThreads, rows::kCombineCtas) void multiply_to_padded(
-    const __grid_constant__ DenseMulBackwardLaunch launch) {
-  const DenseMulBackwardParams& params = launch.params;
+    const __grid_constant__ PaddedProductLaunch launch) {
+  const PaddedProductParams& params = launch.params;
   const int64_t max_len = params.max_len;
   const int64_t begin = (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * kRows;
   const int64_t left = params.offsets.num_seqs * max_len - begin;
@@ -56,18 +56,23 @@ cudaError_t launch_jagged_dense_mul(const CombineParams& params, ElementType typ
   });
 }
 
-cudaError_t launch_jagged_dense_mul_backward(const DenseMulBackwardParams& params,
+cudaError_t launch_jagged_dense_mul_backward(const CombineBackwardParams& params,
                                              cudaStream_t stream) {
+  return rows::launch_combine_backward<rows::Multiply>(params, stream,
+                                                       "cuda.jagged_dense_mul_backward");
+}
+
+cudaError_t launch_padded_product(const PaddedProductParams& params, cudaStream_t stream) {
   constexpr int64_t kCtaRows = int64_t{kWarps} * kRows;
   const int64_t ctas = (params.offsets.num_seqs * params.max_len + kCtaRows - 1) / kCtaRows;
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     return rows::with_vector<Element>(params.vectors, [&](auto vector) {
       constexpr int kVector = sizeof(vector) / sizeof(Element);
-      const DenseMulBackwardLaunch arguments{
+      const PaddedProductLaunch arguments{
           params, rows::lanes_log2((params.columns + kVector - 1) / kVector)};
       return launch<multiply_to_padded<Element, kVector>>(arguments, {ctas}, kThreads, 0, stream,
-                                                          "cuda.jagged_dense_mul_backward");
+                                                          "cuda.jagged_dense_mul_backward.y");
     });
   });
 }

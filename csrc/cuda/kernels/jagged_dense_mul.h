@@ -9,8 +9,9 @@
 
 namespace jagged_cuda {
 
-// No pointer may be null, except for tensors without elements. Strides in elements.
-struct DenseMulBackwardParams {
+// For the gradient of y alone. No pointer may be null, except for tensors without elements. Strides in
+// elements.
+struct PaddedProductParams {
   const void* grad_out;  // [T, columns]
   const void* x;         // [T, columns]
   void* grad_y;          // [B, M, columns], contiguous
@@ -22,11 +23,12 @@ struct DenseMulBackwardParams {
   ElementType type;
 };
 
-// Each enqueues one kernel that writes every row of the result. No memory of its own, no
+// Each enqueues one kernel that writes every row of its results. No memory of its own, no
 // synchronisation.
 cudaError_t launch_jagged_dense_mul(const CombineParams& params, ElementType type,
                                     cudaStream_t stream);
-cudaError_t launch_jagged_dense_mul_backward(const DenseMulBackwardParams& params,
+cudaError_t launch_jagged_dense_mul_backward(const CombineBackwardParams& params,
                                              cudaStream_t stream);
+cudaError_t launch_padded_product(const PaddedProductParams& params, cudaStream_t stream);
 
 }  // namespace jagged_cuda

@@ -5,12 +5,15 @@
 // First kernel: the rows of the copies of the first sequence, then those of the next, and
 // groups[b] = where those of b begin. Both are counts over all numbers,
 //     place of k = # { k' : number < that of k, or the same and k' < k },   groups[b] = # { number < b },
-// so that nothing is sorted, scanned or added atomically. Grid: x, a CTA for each 32 of these
+// so that nothing is sorted, scanned or added atomically. A copy before which none has its number is its
+// sequence's first, and says where it is: the second kernel then need not ask for more where a sequence
+// has no other. Grid: x, a CTA for each 32 of these
 // M + B + 1 counts, a lane for each; each of its warps counts over a part of the numbers, four at a
 // time from shared memory, where all are. Shared memory: numbers (16 KiB) and the counts of all warps
-// (1 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
+// (2 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
 //
-// Second kernel. Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
+// Second kernel, which starts while the first runs, and waits for it once it has found its tile.
+// Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
 // Lanes are beside each other along a row, in vectors of 16 bytes (or elements, where alignment
 // forbids more); what they leave over of the warp takes the next rows. Each lane looks up one copy of
 // the tile's sequence, 32 at a time. A row with one copy is copied, of more they are added in pairs,
@@ -18,6 +21,7 @@
 // shared memory, no barriers. A sequence without copies, and rows outside every sequence, give zeros.
 #include "cuda/kernels/jagged_index_select.h"
 #include "cuda/kernels/prim/element.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 #include "cuda/kernels/rows/ranges.cuh"
 #include "cuda/kernels/rows/unit.cuh"
 
@@ -43,8 +47,9 @@ __device__ __forceinline__ CopyRows rows_of_copy(const OffsetsView& taken, int64
 
 __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     const __grid_constant__ GroupCopiesParams params) {
+  ptx::griddepcontrol_launch_dependents();  // the second kernel finds its tiles meanwhile
   __shared__ alignas(16) int sNumbers[kMostCounted];
-  __shared__ int sBefore[kGroupWarps][32];
+  __shared__ int sBefore[kGroupWarps][32], sLess[kGroupWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int copies = static_cast<int>(params.taken.num_seqs);
   const int seqs = static_cast<int>(params.num_seqs);
@@ -61,7 +66,7 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
   __syncthreads();  // all numbers are there
   // Of a sequence: no copy comes before the first that could have its number.
   const int number = is_copy ? sNumbers[item] : item - copies, place = is_copy ? item : 0;
-  int before = 0;
+  int before = 0, less = 0;
 #pragma unroll 4
   for (int k = warp * share; k < (warp + 1) * share; k += 4) {
     const int4 others = *reinterpret_cast<const int4*>(&sNumbers[k]);
@@ -69,15 +74,22 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     before += others.y < number + (k + 1 < place ? 1 : 0) ? 1 : 0;
     before += others.z < number + (k + 2 < place ? 1 : 0) ? 1 : 0;
     before += others.w < number + (k + 3 < place ? 1 : 0) ? 1 : 0;
+    less += (others.x < number ? 1 : 0) + (others.y < number ? 1 : 0) +
+            (others.z < number ? 1 : 0) + (others.w < number ? 1 : 0);
   }
   sBefore[warp][lane] = before;
+  sLess[warp][lane] = less;
   __syncthreads();  // the counts of all warps are there
   if (warp != 0) return;
-  int sum = 0;
+  int sum = 0, sum_less = 0;
 #pragma unroll
-  for (int w = 0; w < kGroupWarps; ++w) sum += sBefore[w][lane];
+  for (int w = 0; w < kGroupWarps; ++w) {
+    sum += sBefore[w][lane];
+    sum_less += sLess[w][lane];
+  }
   if (is_copy) {
     params.copies[sum] = own;
+    if (sum == sum_less && number >= 0 && number < seqs) params.firsts[number] = own;
   } else if (item - copies <= seqs) {
     params.groups[item - copies] = sum;
   }
@@ -85,9 +97,16 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
 
 __global__ __launch_bounds__(kFollowThreads) void follow_order_kernel(
     const __grid_constant__ GroupCopiesParams params) {
+  ptx::griddepcontrol_launch_dependents();
   const int64_t place = blockIdx.x * int64_t{kFollowThreads} + threadIdx.x;
   if (place >= params.taken.num_seqs) return;
-  params.copies[place] = rows_of_copy(params.taken, __ldg(params.order + place));
+  const int64_t copy = __ldg(params.order + place);
+  const CopyRows own = rows_of_copy(params.taken, copy);
+  params.copies[place] = own;
+  if (copy < 0 || copy >= params.taken.num_seqs) return;
+  const int64_t number = __ldg(params.chosen + copy);
+  if (number < 0 || number >= params.num_seqs) return;
+  if (__ldg(params.groups + number) == place) params.firsts[number] = own;
 }
 
 struct SumCopiesLaunch {
@@ -209,29 +228,31 @@ __global__ __launch_bounds__(kThreads, kSumCtas) void sum_copies_kernel(
   using Loaded = rows::Raw<Element, kVector>;
   const SumCopiesParams& params = launch.params;
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index >= launch.tiles) return;
+  if (index >= launch.tiles) return;  // in the last CTA alone
   const JaggedTile found = find_tile<kCopyRows>(params.offsets, index);
+  ptx::griddepcontrol_wait();  // for copies and groups
   if (found.row >= found.rows.len) return;
   const int64_t left = found.rows.len - found.row;
   const CopyTile tile{found.row, left < kCopyRows ? static_cast<int>(left) : kCopyRows,
                       (params.columns + kVector - 1) / kVector, launch.lanes_log2};
   int64_t group = 0, group_end = 0;
+  CopyRows only{0, 0};
   if (found.seq >= 0) {
     const int64_t num_copies = params.num_copies;
     group = __ldg(params.groups + found.seq);
     group_end = __ldg(params.groups + found.seq + 1);
+    const longlong2 first = __ldg(reinterpret_cast<const longlong2*>(params.firsts + found.seq));
     group = group < 0 ? 0 : group;
     group_end = group_end > num_copies ? num_copies : group_end;
+    if (group_end > group) only = {first.x, first.y};
   }
-  const CopyRows own = load_copy(params, group + threadIdx.x % 32, group_end);
   Loaded* gOut = static_cast<Loaded*>(params.out) + (found.rows.begin + found.row) * tile.vectors;
   if (group_end - group <= 1) {
-    const int64_t begin = __shfl_sync(0xffffffffu, own.begin, 0) + found.row;
-    const int64_t len = __shfl_sync(0xffffffffu, own.len, 0) - found.row;
     const int64_t stride = params.stride / kVector;
-    copy_tile(tile, static_cast<const Loaded*>(params.grad_out) + begin * stride, len, stride,
-              gOut);
+    copy_tile(tile, static_cast<const Loaded*>(params.grad_out) + (only.begin + found.row) * stride,
+              only.len - found.row, stride, gOut);
   } else {
+    const CopyRows own = load_copy(params, group + threadIdx.x % 32, group_end);
     sum_tile<Element, kVector>(params, tile, group, group_end, own, gOut);
   }
 }
@@ -241,9 +262,9 @@ cudaError_t launch_sum_copies(const SumCopiesParams& params, cudaStream_t stream
   const int64_t vectors = (params.columns + kVector - 1) / kVector;
   const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kCopyRows);
   const SumCopiesLaunch arguments{params, rows::lanes_log2(vectors), tiles};
-  return launch<sum_copies_kernel<Element, kVector>>(arguments, {(tiles + kWarps - 1) / kWarps},
-                                                     kThreads, 0, stream,
-                                                     "cuda.jagged_index_select_backward");
+  return launch_dependent<sum_copies_kernel<Element, kVector>>(
+      arguments, {(tiles + kWarps - 1) / kWarps}, kThreads, 0, stream,
+      "cuda.jagged_index_select_backward");
 }
 
 }  // namespace

@@ -25,11 +25,12 @@ struct GroupCopiesParams {
   const int64_t* chosen;  // [M]: the number of the sequence that each one is
   const int64_t* order;   // [M]: the copies of the first sequence, then those of the next; or null
   CopyRows* copies;       // [M]: their rows, in that order
-  int64_t* groups;        // [B + 1]: where in order those of each sequence begin; null with order
+  CopyRows* firsts;       // [B]: the first of each sequence, where it has any
+  int64_t* groups;  // [B + 1]: where in order those of each sequence begin; with order it is known
   int64_t num_seqs;
 };
 
-// Enqueues one kernel that writes copies and groups. No synchronisation. Without order it takes time
+// Enqueues one kernel that writes copies, firsts and groups. No synchronisation. Without order it takes time
 // M (M + B).
 cudaError_t launch_group_copies(const GroupCopiesParams& params, cudaStream_t stream);
 
@@ -39,6 +40,7 @@ struct SumCopiesParams {
   void* out;               // [T, columns], contiguous
   OffsetsView offsets;     // [B + 1] of out
   const CopyRows* copies;  // [M]: the copies of the first sequence, then those of the next
+  const CopyRows* firsts;  // [B]: the first of each sequence, where it has any
   const int64_t* groups;   // [B + 1]: where in copies those of each sequence begin
   int64_t num_copies;
   int64_t columns;

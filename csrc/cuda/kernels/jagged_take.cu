@@ -4,12 +4,14 @@
 //
 // Grid: x, a warp for each kRows rows of the result. Each lane finds where one of these rows is; the
 // warp then copies them in units of up to 16 bytes (rows/move.cuh). No shared memory, no barriers, and
-// nothing ragged but the last rows of the result.
+// nothing ragged but the last rows of the result. It may start while the kernel that writes the index
+// drains, and waits for that one first.
 //
 // The inverse: inverse[index[i]] = i, -1 for rows that are not taken. Grid: x, a thread for each row
 // of the index. No two write the same place if no row is taken twice.
 #include "cuda/kernels/jagged_take.h"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 #include "cuda/kernels/rows/move.cuh"
 
 namespace jagged_cuda {
@@ -29,6 +31,7 @@ struct JaggedTakeLaunch {
 template <typename Unit>
 __global__ __launch_bounds__(kThreads) void jagged_take_kernel(
     const __grid_constant__ JaggedTakeLaunch launch) {
+  ptx::griddepcontrol_wait();
   const JaggedTakeParams& params = launch.params;
   const int64_t begin = (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * kRows;
   if (begin >= params.rows) return;
@@ -56,8 +59,8 @@ cudaError_t launch_jagged_take(const JaggedTakeParams& params, cudaStream_t stre
   constexpr int64_t kCtaRows = int64_t{kWarps} * kRows;
   const Grid grid{(params.rows + kCtaRows - 1) / kCtaRows};
   return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch<jagged_take_kernel<decltype(unit)>>(arguments, grid, kThreads, 0, stream,
-                                                      "cuda.jagged_take");
+    return launch_dependent<jagged_take_kernel<decltype(unit)>>(arguments, grid, kThreads, 0,
+                                                                stream, "cuda.jagged_take");
   });
 }
 

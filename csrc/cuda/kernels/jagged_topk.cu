@@ -19,7 +19,7 @@
 // read once per byte of a key, usually from L2, and once for its result: linear in its length.
 //
 // A sequence of more than kGiant rows is taken by a cluster of kGiantCtas CTAs, where the GPU has
-// clusters, in a launch of its own, which has one for each slab of kGiant rows. Each counts its share
+// clusters, in a launch of its own, which has one for each slab of kGiant rows and runs beside the other. Each counts its share
 // of the rows, and adds the counts of all, so that all find the same bins.
 //
 // Shared memory: 256 counts twice, for passes in turn, their sums over the cluster, and what is found
@@ -48,6 +48,7 @@ constexpr int kBins = 256;
 constexpr int kFew = 4;  // lanes that add their counts one by one, before they look for equals
 constexpr int kGiant = 8192;
 constexpr int kGiantThreads = 512;
+constexpr int kGiantLoads = 16;
 constexpr int kGiantCtas = 8;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -127,9 +128,10 @@ __device__ __forceinline__ void keep_best_of_short(const Element* gScore, uint8_
 // --- a CTA, or a cluster, for any length
 
 // The CTAs that share a sequence's rows.
-template <int kTeamThreads, int kTeamCtas>
+template <int kTeamThreads, int kTeamCtas, int kTeamLoads>
 struct Team {
   static constexpr int kCtas = kTeamCtas;
+  static constexpr int kLoads = kTeamLoads;
   static constexpr int kStep = kTeamThreads * kTeamCtas;
   int thread = static_cast<int>(blockIdx.x) % kTeamCtas * kTeamThreads + threadIdx.x;
   int pass = 0;
@@ -145,15 +147,16 @@ __device__ __forceinline__ void find_bin(const Element* gScore, int64_t len, uns
   if (threadIdx.x < kBins) counts[threadIdx.x] = 0;
   __syncthreads();  // all counts are cleared
   // All lanes of a warp stay, since they look for equals.
-  for (int64_t first = team.thread - lane; first < len; first += kLoads * Rows::kStep) {
-    Element rScore[kLoads];
+  for (int64_t first = team.thread - lane; first < len; first += Rows::kLoads * Rows::kStep) {
+    Element rScore[Rows::kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int i = 0; i < Rows::kLoads; ++i) {
       const int64_t row = first + i * Rows::kStep + lane;
       rScore[i] = row < len ? gScore[row] : Element{};
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int i = 0; i < Rows::kLoads; ++i) {
+      if (first + i * Rows::kStep >= len) break;
       const int64_t row = first + i * Rows::kStep + lane;
       const int bin = row < len ? bin_of(row, rScore[i]) : -1;
       const unsigned counted = __ballot_sync(kAllLanes, bin >= 0);
@@ -288,19 +291,20 @@ __device__ __forceinline__ void keep_best_of_slab(const TopkLaunch& launch, int6
   }
   const JaggedTile tile = find_long<kSlab>(params.offsets, slab);
   if (tile.seq < 0 || tile.rows.len > launch.longest) return;
-  keep_best_of_long<Team<kThreads, 1>>(static_cast<const Element*>(params.score) + tile.rows.begin,
-                                       params.keep + tile.rows.begin, tile.rows.len,
-                                       clamped_count(params.k, tile.seq, tile.rows.len), storage);
+  keep_best_of_long<Team<kThreads, 1, kLoads>>(
+      static_cast<const Element*>(params.score) + tile.rows.begin, params.keep + tile.rows.begin,
+      tile.rows.len, clamped_count(params.k, tile.seq, tile.rows.len), storage);
 }
 
 template <typename Element>
 __global__ __launch_bounds__(kGiantThreads) void topk_giant_kernel(
     const __grid_constant__ TopkLaunch launch) {
   __shared__ SharedStorage storage;
+  ptx::griddepcontrol_launch_dependents();  // the other kernel has sequences of its own
   const JaggedTopkParams& params = launch.params;
   const JaggedTile tile = find_long<kGiant>(params.offsets, blockIdx.x / kGiantCtas);
   if (tile.seq < 0) return;  // the whole cluster
-  keep_best_of_long<Team<kGiantThreads, kGiantCtas>>(
+  keep_best_of_long<Team<kGiantThreads, kGiantCtas, kGiantLoads>>(
       static_cast<const Element*>(params.score) + tile.rows.begin, params.keep + tile.rows.begin,
       tile.rows.len, clamped_count(params.k, tile.seq, tile.rows.len), storage);
 }
@@ -310,6 +314,7 @@ __global__ __launch_bounds__(kThreads) void topk_kernel(const __grid_constant__ 
   static_assert(kThreads == kBins && kThreads >= kSlab, "a thread for each bin and row of a slab");
   __shared__ SharedStorage storage;
   const JaggedTopkParams& params = launch.params;
+  if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // this kernel ends after that of giants
   if (blockIdx.x < launch.slabs) {
     keep_best_of_slab<Element>(launch, blockIdx.x, storage);
     return;
@@ -342,6 +347,8 @@ cudaError_t launch_jagged_topk(const JaggedTopkParams& params, cudaStream_t stre
       const cudaError_t error = launch_clusters<topk_giant_kernel<Element>>(
           arguments, grid, kGiantCtas, kGiantThreads, stream);
       if (error != cudaSuccess) return error;
+      return launch_dependent<topk_kernel<Element>>(arguments, {ctas}, kThreads, 0, stream,
+                                                    "cuda.jagged_topk");
     }
     return launch<topk_kernel<Element>>(arguments, {ctas}, kThreads, 0, stream, "cuda.jagged_topk");
   });

@@ -19,7 +19,7 @@ struct JaggedTopkParams {
   RowType type;         // of score
 };
 
-// Enqueues one kernel, or two from 8,192 rows on, that write every row of the result. No memory of
+// Enqueues one kernel, or two from 8,193 rows on, that write every row of the result. No memory of
 // their own, no synchronisation.
 cudaError_t launch_jagged_topk(const JaggedTopkParams& params, cudaStream_t stream);
 

@@ -44,6 +44,11 @@ CASE = Case(
     function=lambda ops, _, t, offsets, __: {"out": ops.jagged_dense_add(t["x"], t["y"], offsets)},
     registered=lambda s: {
         "jagged_dense_add": (s.tensors["x"], s.tensors["y"], s.offsets),
+        "jagged_dense_add_backward": (
+            torch.randn_like(s.tensors["x"]).requires_grad_(),
+            s.offsets,
+            s.tensors["y"].shape[1],
+        ),
     },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},
     profiles=ROW_PROFILES,

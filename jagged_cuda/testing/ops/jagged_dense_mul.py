@@ -31,6 +31,8 @@ CASE = Case(
             s.tensors["x"],
             s.offsets,
             s.tensors["y"].shape[1],
+            s.tensors["y"],
+            len(s.tensors["x"]),
         ),
     },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},

@@ -9,10 +9,12 @@
 // (rows/places.cuh).
 //
 // Shared memory: one scan each. Ranges of no rows have an offset, and nothing in the index. Rows
-// behind the last range take none, -1. Wrong offsets are clamped, as everywhere.
+// behind the last range take none, -1. Wrong offsets are clamped, as everywhere. Each kernel may start
+// while the one before it drains, and waits for it before anything else.
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 #include "cuda/kernels/rows/places.cuh"
 #include "cuda/kernels/rows/ranges.h"
 #include "cuda/kernels/rows/scan.cuh"
@@ -51,6 +53,7 @@ __device__ __forceinline__ RowRange source_range(const RangesParams& params, int
 
 static __global__ __launch_bounds__(kScanThreads) void sum_ranges_kernel(
     const RangesParams params) {
+  ptx::griddepcontrol_launch_dependents();
   __shared__ ScanStorage<int64_t> sScan;
   int64_t own = 0, sum = 0;
 #pragma unroll
@@ -64,6 +67,8 @@ static __global__ __launch_bounds__(kScanThreads) void sum_ranges_kernel(
 
 static __global__ __launch_bounds__(kScanThreads) void scan_ranges_kernel(
     const RangesParams params) {
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   __shared__ ScanStorage<int64_t> sTiles, sScan;
   const int64_t tile = blockIdx.x;
   int64_t own = 0, before = 0, sum = 0;
@@ -97,6 +102,8 @@ static __global__ __launch_bounds__(kScanThreads) void scan_ranges_kernel(
 
 static __global__ __launch_bounds__(kFillThreads) void fill_index_kernel(
     const RangesParams params) {
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   const int64_t begin = (blockIdx.x * int64_t{kFillThreads / 32} + threadIdx.x / 32) * kFillRows;
   if (begin >= params.total) return;
   const OffsetsView planned{params.planned, params.num_ranges, params.total, params.offsets.wide};
@@ -131,11 +138,11 @@ inline cudaError_t launch_ranges(const RangesParams& params, cudaStream_t stream
     if (error != cudaSuccess) return error;
   }
   const cudaError_t error =
-      launch<scan_ranges_kernel>(params, tiles, kScanThreads, 0, stream, path);
+      launch_dependent<scan_ranges_kernel>(params, tiles, kScanThreads, 0, stream, path);
   if (error != cudaSuccess || params.total == 0) return error;
   constexpr int64_t kCtaRows = int64_t{kFillThreads} / 32 * kFillRows;
-  return launch<fill_index_kernel>(params, {(params.total + kCtaRows - 1) / kCtaRows}, kFillThreads,
-                                   0, stream, path);
+  return launch_dependent<fill_index_kernel>(params, {(params.total + kCtaRows - 1) / kCtaRows},
+                                             kFillThreads, 0, stream, path);
 }
 
 }  // namespace jagged_cuda::rows
