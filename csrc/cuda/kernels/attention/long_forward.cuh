@@ -2,7 +2,9 @@
 // 16-bit elements. For a tile of queries of one sequence and head, over tiles j of its keys, with
 // c = |scale| log2(e) and a reference m that seldom moves (LazySoftmax):
 //     S_j = Q K_j^T,  P_j = exp2(c (S_j - m)),  l = l r + rowsum P_j,  O = O r + P_j V_j
-// where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l.
+// where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l. Up to 128 dims
+// a step computes no maximum: where the sums show that m has fallen behind, S is computed once more
+// from K_j, which stays in its slot until then, and m moves.
 //
 // Grid: one CTA per SM, which takes items (tile of kTileM queries, head) from a plan that lists long
 // sequences first (long_plan.cuh), until there are no more. A CTA has a warpgroup of producers and
@@ -43,6 +45,7 @@
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros
+//     vote[w]         warpgroup w                          the same: whether some m has fallen behind
 // All warpgroups take equally many turns, those without rows in a tile too: one per key tile, one
 // per item without keys and one at the end.
 //
@@ -71,6 +74,8 @@ struct LongForwardConfig {
   // Nothing depends on the batch, so that a row's bits depend on its own sequence alone.
   static constexpr int kTileN = kDim == 256 ? 80 : kDim == 192 ? 112 : 128;
   static constexpr int kSlots = 4;
+  // Steps behind the first of an item compute no maximum.
+  static constexpr bool kKeepsReference = kDim <= 128;
   // Where there is no room for two items: each warpgroup has a tile of Q for itself.
   static constexpr bool kOwnQueries = kDim > 128;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
@@ -199,12 +204,13 @@ struct LongForwardConsumer {
   using Storage = LongForwardStorage<Config>;
   static constexpr int kTileN = Config::kTileN, kScoreBlocks = kTileN / 8,
                        kOutBlocks = Config::kDim / 8;
-  static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups;
+  static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups,
+                       kVoteBarrier = kZeroedBarrier + Config::kWarpgroups;
   static constexpr int kTurnThreads = 256;  // of two warpgroups
 
   const AttentionParams& attention;
   Storage& shared;
-  const int warpgroup, lane, own_row;
+  const int warpgroup, lane;
   const float scale, scale_log2;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kSlots> slot;
@@ -223,10 +229,14 @@ struct LongForwardConsumer {
         shared(storage),
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
-        own_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
         scale(static_cast<float>(params.scale)),
         scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
+  __device__ __forceinline__ int row_of_thread() const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return warpgroup * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  }
   __device__ __forceinline__ void take_turn() const {
     ptx::bar_sync(kTurnBarrier + warpgroup, kTurnThreads);
   }
@@ -264,18 +274,20 @@ struct LongForwardConsumer {
                        Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
-  // Signs and masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const QueryTile& tile, const WindowOf<int>& window,
-                                                int key) {
+  // Signs and masks of S, the scores of keys from `key` on, when their product is done. What masks
+  // need is read again from shared memory: few tiles are cut, and registers are full.
+  __device__ __forceinline__ void finish_scores(int item_stage, const UncutKeys& uncut, int key) {
     ptx::fence_operands(s[0]);
     if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
       for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
     }
-    const int first_row = tile.row + warpgroup * 64, row = tile.row + own_row;
-    if (window.cuts_tile(first_row, 64, key, kTileN, tile.num_keys)) {
-      if (window.first_column(first_row + 63) > key) {
+    if (!uncut.contains(key)) {
+      const QueryTile& tile = shared.item[item_stage].tile;
+      const WindowOf<int> window = window_of(attention, tile);
+      const int row = tile.row + row_of_thread();
+      if (window.first_column(tile.row + warpgroup * 64 + 63) > key) {
         replace_unseen(s, -INFINITY, window, row, key, tile.num_keys, lane);
       } else {
         replace_behind(s, -INFINITY, window, row, key, tile.num_keys, lane);
@@ -313,6 +325,7 @@ struct LongForwardConsumer {
   }
   __device__ __forceinline__ void store_item(const WorkItem& item) {
     softmax.finish();
+    const int own_row = row_of_thread();
     const int rows = item.tile.rows - own_row;  // from this lane's first on
     const int64_t global_row = item.tile.global_row + own_row;
     float inverse_sum[2];
@@ -415,8 +428,16 @@ struct LongForwardConsumer {
           Config::kOwnQueries ? own_last_key(tile, window, keys, warpgroup * 64) : keys.last;
       if (keys.first + kTileN >= last) release_queries();
       reset();
-      finish_scores(tile, window, keys.first);
+      const UncutKeys uncut(tile, window, warpgroup * 64, kTileN);
+      finish_scores(stage, uncut, keys.first);
       softmax.update(s, p, rescale, scale_log2, [] {});
+      if constexpr (Config::kKeepsReference) {
+        // Rows past the end never fall behind.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (row_of_thread() + half * 8 >= tile.rows) softmax.reference[half] = INFINITY;
+        }
+      }
       bool is_ready = shared.ring.test(slot);
       int key = keys.first + kTileN;
       for (; key < last; key += kTileN) {
@@ -428,16 +449,35 @@ struct LongForwardConsumer {
         start_output(value_slot);
         pass_turn();
         ptx::wgmma_wait_group<1>();
-        release_slot(score_slot);
-        if (key + kTileN >= last) release_queries();
-        finish_scores(tile, window, key);
-        const bool moved = softmax.update(s, p, rescale, scale_log2, [&] {
+        const auto finish_last = [&] {
           finish_output(value_slot);
           is_ready = shared.ring.test(slot);
-        });
-        if (moved) rescale_rows(o, rescale);
+        };
+        if constexpr (Config::kKeepsReference) {
+          finish_scores(stage, uncut, key);
+          float sums[2];
+          softmax.try_keeping(s, p, sums, scale_log2, finish_last);
+          const bool behind[2] = {softmax.is_behind(sums[0]), softmax.is_behind(sums[1])};
+          if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128, behind[0] || behind[1])) {
+            // S once more, from K, which is still there.
+            start_scores(stage, score_slot);
+            ptx::wgmma_wait_group<0>();
+            finish_scores(stage, uncut, key);
+            softmax.move(s, p, rescale, behind, scale_log2);
+            rescale_rows(o, rescale);
+          } else {
+            softmax.keep(sums);
+          }
+          release_slot(score_slot);
+          if (key + kTileN >= last) release_queries();
+        } else {
+          release_slot(score_slot);
+          if (key + kTileN >= last) release_queries();
+          finish_scores(stage, uncut, key);
+          if (softmax.update(s, p, rescale, scale_log2, finish_last)) rescale_rows(o, rescale);
+        }
       }
-      pending_rows = tile.num_keys - (key - kTileN);
+      pending_rows = item.tile.num_keys - (key - kTileN);
       if constexpr (Config::kOwnQueries) {
         // The next Q is not there yet, so the last product does not wait for it.
         if (key < keys.last) skip_scores();
