@@ -741,6 +741,43 @@ def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
         assert_same_bits(other, first)
 
 
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (400, 30)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_scores_that_rise_along_the_keys(
+    dtype: torch.dtype, dim: int, window_size: tuple[int, int]
+) -> None:
+    """The long forward keeps the reference of a row's scores until sums show that it is behind."""
+    lengths = (900, 300, 1300)
+    generator = torch.Generator(device=CUDA).manual_seed(0)
+    shape = (sum(lengths), 2, dim)
+    q, k, v = (torch.randn(shape, device=CUDA, generator=generator) for _ in range(3))
+    rises = torch.cat([torch.linspace(0.1, 16, length, device=CUDA) for length in lengths])
+    rises[lengths[0] : lengths[0] + lengths[1]] /= 8  # some rows of a tile only
+    q, k, v = q.to(dtype), (k * rises[:, None, None]).to(dtype), v.to(dtype)
+    offsets = jagged_cuda.offsets_from_lengths(torch.tensor(lengths, device=CUDA))
+    out, lse = jagged_cuda.jagged_flash_attention(
+        q, k, v, offsets, window_size=window_size, return_lse=True
+    )
+    if HOPPER:
+        assert last_kernel("cuda") == f"cuda.attention.forward.long.d{dim}"
+    # P and the result are rounded once each.
+    unit = torch.finfo(dtype).eps / 2
+    left, right = (100_000 if rows < 0 else rows for rows in window_size)
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        rows = slice(begin, end)
+        places = torch.arange(end - begin, device=CUDA)
+        distance = places[None] - places[:, None]
+        hidden = (distance < -left) | (distance > right)
+        scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) * dim**-0.5
+        scores = scores.masked_fill(hidden, -torch.inf)
+        values, probs = v[rows].double(), scores.softmax(-1)
+        expected = torch.einsum("hij,jhd->ihd", probs, values)
+        bound = 3 * unit * torch.einsum("hij,jhd->ihd", probs, values.abs())
+        assert ((out[rows].double() - expected).abs() <= bound).all()
+        torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1).T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
     """A long sequence alone gives the bits that it gives among others."""

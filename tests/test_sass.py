@@ -54,9 +54,10 @@ def _compiled(source: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if cuda_home is None:
         pytest.skip("no library for 9.0a, and no nvcc to compile one")
     target = tmp_path_factory.mktemp("sass") / f"{source}.cubin"
-    command = [cuda_home / "bin" / "nvcc", "-cubin", "-O3", "-std=c++17", "-I", CSRC]
-    command += [SOURCES / f"{source}.cu", "-arch=sm_90a", "--expt-relaxed-constexpr"]
-    subprocess.run([*command, "-o", target], check=True, capture_output=True)
+    flags = ["-cubin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-arch=sm_90a"]
+    file = SOURCES / f"{source}.cu"
+    command = [cuda_home / "bin" / "nvcc", *flags, "-I", CSRC, file, "-o", target]
+    subprocess.run(command, check=True, capture_output=True)
     return target
 
 
@@ -122,20 +123,23 @@ def test_a_turn_of_the_long_forward_is_products_and_nothing_else(library: Path, 
     """
     name = _name("long_forward", "LongForwardConfig", "LongForwardParams", f"{BF16}Li{dim}")
     loop = _key_loop(_instructions(library, name), products=dim // 16 + 8)
-    products = _places(loop, "HGMMA")
+    (passed,), (vote,) = _places(loop, "BAR.ARV"), _places(loop, "BAR.RED")
+    products = [i for i in _places(loop, "HGMMA") if i < vote]
     assert len(products) == dim // 16 + 128 // 16  # S over D, O over 128 keys
-    waits, passes = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "BAR.ARV")
-    exponentials = _places(loop, "MUFU.EX2")
+    waits, exponentials = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "MUFU.EX2")
     (turn,) = [i for i in _places(loop, "BAR.SYNC") if i < products[0]][-1:]
-    (passed,) = passes
-    assert turn < products[0] < products[-1] < passed
+    assert turn < products[0] < products[-1] < passed < vote
     assert not [i for i in waits if turn < i < passed], "a product is waited for within a turn"
     assert not [i for i in exponentials if turn < i < passed]
     # S is waited for alone (the product with P goes on), after the turn, before its exponentials.
     after = [i for i in waits if i > passed]
     assert loop[after[0]][2].endswith("0x1") and after[0] < min(exponentials)
-    assert len(exponentials) >= 64
-    assert _spills(loop) == 0
+    # No maximum up to the vote, behind which S is computed once more where it is needed.
+    assert len([i for i in exponentials if i < vote]) == 64
+    assert not [i for i in _places(loop, "FMNMX") if i < vote]
+    assert len(_places(loop[vote:], "HGMMA")) == dim // 16
+    # Three warpgroups have 160 registers each: some addresses and flags are spilled.
+    assert _spills(loop[:vote]) <= (6 if dim == 64 else 0)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -2,7 +2,9 @@
 // 16-bit elements. For a tile of queries of one sequence and head, over tiles j of its keys, with
 // c = |scale| log2(e) and a reference m that seldom moves (LazySoftmax):
 //     S_j = Q K_j^T,  P_j = exp2(c (S_j - m)),  l = l r + rowsum P_j,  O = O r + P_j V_j
-// where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l.
+// where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l. Up to 128 dims
+// a step computes no maximum: where the sums show that m has fallen behind, S is computed once more
+// from K_j, which stays in its slot until then, and m moves.
 //
 // Grid: one CTA per SM, which takes items (tile of kTileM queries, head) from a plan that lists long
 // sequences first (long_plan.cuh), until there are no more. A CTA has a warpgroup of producers and
@@ -51,6 +53,7 @@
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros
+//     vote[w]         warpgroup w                          the same: whether some m has fallen behind
 // All warpgroups take equally many turns, those without rows in a tile too: one per key tile, one
 // per item without keys and one at the end.
 //
@@ -70,9 +73,10 @@
 
 namespace jagged_cuda::attention {
 
-// What a window and the lengths hide of an item, of which a warpgroup computes 64 rows. Where
-// registers are short, the window is found anew for each step.
-template <int kTileN, bool kHoldsWindow>
+// What a window and the lengths hide of an item, of which a warpgroup computes the 64 rows from
+// `first_row` on. What it needs is read again from `tile`, which lies in shared memory: few steps are
+// cut, and registers are full.
+template <int kTileN>
 class WindowMask {
  public:
   struct Shared {};                          // nothing is prepared
@@ -80,11 +84,11 @@ class WindowMask {
   static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
 
   __device__ __forceinline__ WindowMask(const AttentionParams& params, const QueryTile& tile,
-                                        const Shared&)
+                                        const Shared&, int first_row = 0)
       : params_(params),
         tile_(tile),
-        window_(window_of(params, tile)),
-        keys_(tile, window_, kTileN) {}
+        keys_(tile, window(), kTileN),
+        uncut_(tile, window(), first_row, kTileN) {}
 
   // The steps of keys: from first() on next(), before last().
   __device__ __forceinline__ int first() const { return keys_.first; }
@@ -96,31 +100,28 @@ class WindowMask {
   }
   // What is known of a step before its scores are there: nothing.
   __device__ __forceinline__ int kind_of(int, int) const { return 0; }
-  // Scores of keys from `key` on that this lane's rows, of which own_row is the first, do not see
+  // Scores of keys from `key` on that this lane's rows, of which own_row() is the first, do not see
   // become `value`.
-  template <int kBlocks>
+  template <int kBlocks, typename OwnRow>
   __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int, int key,
-                                       int warpgroup, int own_row, int lane) const {
+                                       int warpgroup, OwnRow own_row, int lane) const {
+    if (uncut_.contains(key)) return;
     const WindowOf<int> seen = window();
-    const int first_row = tile_.row + warpgroup * 64, row = tile_.row + own_row;
-    if (seen.cuts_tile(first_row, 64, key, kTileN, tile_.num_keys)) {
-      if (seen.first_column(first_row + 63) > key) {
-        replace_unseen(s, value, seen, row, key, tile_.num_keys, lane);
-      } else {
-        replace_behind(s, value, seen, row, key, tile_.num_keys, lane);
-      }
+    const int row = tile_.row + own_row();
+    if (seen.first_column(tile_.row + warpgroup * 64 + 63) > key) {
+      replace_unseen(s, value, seen, row, key, tile_.num_keys, lane);
+    } else {
+      replace_behind(s, value, seen, row, key, tile_.num_keys, lane);
     }
   }
 
  private:
-  __device__ __forceinline__ WindowOf<int> window() const {
-    return kHoldsWindow ? window_ : window_of(params_, tile_);
-  }
+  __device__ __forceinline__ WindowOf<int> window() const { return window_of(params_, tile_); }
 
   const AttentionParams& params_;
   const QueryTile& tile_;
-  const WindowOf<int> window_;
   const KeyRange keys_;
+  const UncutKeys uncut_;
 };
 
 // Where nothing is added to scores.
@@ -147,7 +148,7 @@ struct SoftmaxScore {
   static constexpr float kHidden = -INFINITY, kBiasFactor = 1.0f;
   const float scale, scale_log2;
   LazySoftmax softmax;
-  float rescale[1][2];
+  float rescale[1][2], sums[2];
 
   // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
   // one, -inf, must stay so. Of biased scores, scale is part already.
@@ -175,6 +176,27 @@ struct SoftmaxScore {
   __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
                                          FinishOutput finish_output) {
     return softmax.update(s, p, rescale, scale_log2, finish_output);
+  }
+  // The same without a maximum: whether it has to be done with one, by move() from the same scores;
+  // else keep(). Rows from `rows` on, of which `row` and the eighth behind it are this lane's, never
+  // have to, once they are held.
+  __device__ __forceinline__ void hold_rows(int row, int rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + half * 8 >= rows) softmax.reference[half] = INFINITY;
+    }
+  }
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool try_keeping(const Accumulator<1, kBlocks>& s, Probs& p,
+                                              FinishOutput finish_output) {
+    softmax.try_keeping(s, p, sums, scale_log2, finish_output);
+    return softmax.is_behind(sums[0]) || softmax.is_behind(sums[1]);
+  }
+  __device__ __forceinline__ void keep() { softmax.keep(sums); }
+  template <typename Probs, int kBlocks>
+  __device__ __forceinline__ void move(const Accumulator<1, kBlocks>& s, Probs& p) {
+    const bool behind[2] = {softmax.is_behind(sums[0]), softmax.is_behind(sums[1])};
+    softmax.move(s, p, rescale, behind, scale_log2);
   }
   // The factors of the rows' sums, of which this lane has two: row global_row of q, `rows` of which
   // exist from there on, and the eighth behind it.
@@ -205,6 +227,8 @@ struct LongForwardConfig {
   // Nothing depends on the batch, so that a row's bits depend on its own sequence alone.
   static constexpr int kTileN = kDim == 256 ? 80 : kDim == 192 ? 112 : 128;
   static constexpr int kSlots = 4;
+  // Steps behind the first of an item compute no maximum.
+  static constexpr bool kKeepsReference = kDim <= 128;
   // Where there is no room for two items: each warpgroup has a tile of Q for itself.
   static constexpr bool kOwnQueries = kDim > 128;
   // Published ahead. If more than two, their tiles of Q are a ring apart from them.
@@ -213,7 +237,7 @@ struct LongForwardConfig {
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
-  using Mask = WindowMask<kTileN, !kOwnQueries>;
+  using Mask = WindowMask<kTileN>;
   using Score = SoftmaxScore<false>;
   using Bias = NoBias;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
@@ -407,7 +431,8 @@ struct LongForwardConsumer {
   using Storage = LongForwardStorage<Config>;
   static constexpr int kTileN = Config::kTileN, kScoreBlocks = kTileN / 8,
                        kOutBlocks = Config::kDim / 8;
-  static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups;
+  static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups,
+                       kVoteBarrier = kZeroedBarrier + Config::kWarpgroups;
   static constexpr int kTurnThreads = 256;  // of two warpgroups
   using Mask = typename Config::Mask;
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
@@ -416,7 +441,7 @@ struct LongForwardConsumer {
 
   const AttentionParams& attention;
   Storage& shared;
-  const int warpgroup, lane, own_row;
+  const int warpgroup, lane, first_row;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = 0;  // one bit per tile of Q
@@ -432,9 +457,16 @@ struct LongForwardConsumer {
         shared(storage),
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
-        own_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
+        first_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
         score(params) {}
 
+  // The first of this lane's two rows. Where registers are full it is found anew.
+  __device__ __forceinline__ int row_of_thread() const {
+    if constexpr (!Config::kKeepsReference) return first_row;
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return warpgroup * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  }
   __device__ __forceinline__ void take_turn() const {
     ptx::bar_sync(kTurnBarrier + warpgroup, kTurnThreads);
   }
@@ -491,7 +523,8 @@ struct LongForwardConsumer {
     } else {
       score.begin(s, nullptr, lane);
     }
-    mask.hide(s, Config::Score::kHidden, kind, key, warpgroup, own_row, lane);
+    mask.hide(
+        s, Config::Score::kHidden, kind, key, warpgroup, [&] { return row_of_thread(); }, lane);
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
@@ -523,6 +556,7 @@ struct LongForwardConsumer {
     for (int e = 0; e < kOutBlocks * 4; ++e) o[0][e / 4][e % 4] = 0.0f;
   }
   __device__ __forceinline__ void store_item(const WorkItem& item) {
+    const int own_row = row_of_thread();
     const int rows = item.tile.rows - own_row;  // from this lane's first on
     const int64_t global_row = item.tile.global_row + own_row;
     float factor[2];
@@ -560,7 +594,7 @@ struct LongForwardConsumer {
       const int stage = place.advance();
       const WorkItem& item = shared.item[stage];
       const QueryTile tile = item.tile;
-      const Mask mask(attention, tile, shared.keys[stage]);
+      const Mask mask(attention, item.tile, shared.keys[stage], warpgroup * 64);
       const bool is_end = item.is_end, has_keys = !is_end && mask.first() < mask.last();
       int value_slot = 0;
       if (pending) {
@@ -615,8 +649,9 @@ struct LongForwardConsumer {
       int key = mask.first(), next = mask.next(key);
       if (next >= last) release_queries();
       reset();
-      finish_scores(mask, mask.kind_of(own_row / 16, key), key, score_slot);
+      finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key, score_slot);
       score.update(s, p, [] {});
+      if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
       bool is_ready = shared.ring.test(slot);
       while (next < last) {
         key = next;
@@ -627,19 +662,36 @@ struct LongForwardConsumer {
         value_slot = wait_for_slot();
         start_output(value_slot);
         pass_turn();
-        const int kind = mask.kind_of(own_row / 16, key);
+        const int kind = mask.kind_of(row_of_thread() / 16, key);
         next = mask.next(key);
         ptx::wgmma_wait_group<1>();
-        release_scores(score_slot);
-        if (next >= last) release_queries();
-        finish_scores(mask, kind, key, score_slot);
-        const bool moved = score.update(s, p, [&] {
+        const auto finish_last = [&] {
           finish_output(value_slot);
           is_ready = shared.ring.test(slot);
-        });
-        if (moved) rescale_rows(o, score.rescale);
+        };
+        if constexpr (Config::kKeepsReference) {
+          finish_scores(mask, kind, key, score_slot);
+          if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128,
+                              score.try_keeping(s, p, finish_last))) {
+            // S once more, from K, which is still there.
+            start_scores(stage, score_slot);
+            ptx::wgmma_wait_group<0>();
+            finish_scores(mask, kind, key, score_slot);
+            score.move(s, p);
+            rescale_rows(o, score.rescale);
+          } else {
+            score.keep();
+          }
+          release_slot(score_slot);
+          if (next >= last) release_queries();
+        } else {
+          release_scores(score_slot);
+          if (next >= last) release_queries();
+          finish_scores(mask, kind, key, score_slot);
+          if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
+        }
       }
-      pending_rows = tile.num_keys - key;
+      pending_rows = item.tile.num_keys - key;
       if (Config::kOwnQueries || (kEndsEarly && next < mask.last())) {
         // With its own Q, which is not there yet, the last product does not wait for the next item.
         if (next < mask.last()) skip_scores();
@@ -726,8 +778,6 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
-  if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
@@ -736,13 +786,26 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
                                                 Config::kName);
 }
 
+// Calls launch(LongForwardConfig) for the smallest head dim that holds D and Dv.
+template <typename Element, typename Launch>
+cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
+  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+  if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
+  if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
+  if (dim <= 192) return launch(LongForwardConfig<Element, 192>());
+  return launch(LongForwardConfig<Element, 256>());
+}
+
+template <typename Element>
+cudaError_t launch_forward_plan(const AttentionParams& params, cudaStream_t stream) {
+  return for_long_forward<Element>(
+      params, [&](auto config) { return launch_plan<decltype(config)::kTileM>(params, stream); });
+}
+
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream) {
-  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  if (dim <= 64) return launch_long_forward<LongForwardConfig<Element, 64>>(params, stream);
-  if (dim <= 128) return launch_long_forward<LongForwardConfig<Element, 128>>(params, stream);
-  if (dim <= 192) return launch_long_forward<LongForwardConfig<Element, 192>>(params, stream);
-  return launch_long_forward<LongForwardConfig<Element, 256>>(params, stream);
+  return for_long_forward<Element>(
+      params, [&](auto config) { return launch_long_forward<decltype(config)>(params, stream); });
 }
 
 }  // namespace jagged_cuda::attention

@@ -26,7 +26,7 @@ class RangesMask {
   }
 
   __device__ __forceinline__ RangesMask(const AttentionParams&, const QueryTile&,
-                                        const Shared& keys)
+                                        const Shared& keys, int = 0)
       : keys_(keys) {}
   __device__ __forceinline__ int first() const { return keys_.steps.first; }
   __device__ __forceinline__ int next(int key) const { return keys_.steps.next(key, kTileN); }
@@ -35,11 +35,11 @@ class RangesMask {
   __device__ __forceinline__ int kind_of(int warp, int key) const {
     return static_cast<int>(keys_.warps[warp].kind_of(key, kTileN));
   }
-  template <int kBlocks>
+  template <int kBlocks, typename OwnRow>
   __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int kind, int key,
-                                       int, int own_row, int lane) const {
+                                       int, OwnRow own_row, int lane) const {
     if (kind != static_cast<int>(StepKind::kSeen))
-      replace_unseen(s, value, static_cast<StepKind>(kind), keys_.rows + own_row, key, lane);
+      replace_unseen(s, value, static_cast<StepKind>(kind), keys_.rows + own_row(), key, lane);
   }
 
  private:
@@ -170,6 +170,7 @@ template <typename Element, int kDim, bool kSilu, bool kBiased>
 struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
+  static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore<kBiased>, SoftmaxScore<kBiased>>;
   using Bias = std::conditional_t<kBiased, KeyBias<Base::kTileN, Base::kSlots>, NoBias>;
@@ -181,7 +182,8 @@ template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
   const auto launch = [&](auto dim, auto silu, auto biased) {
     using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, biased.value != 0>;
-    return launch_long_forward<Config>(params, stream);
+    const cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(params, stream);
+    return error == cudaSuccess ? launch_long_forward<Config>(params, stream) : error;
   };
   const auto launch_dim = [&](auto silu, auto biased) {
     return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biased)
