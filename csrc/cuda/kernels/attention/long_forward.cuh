@@ -392,9 +392,11 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
     const WorkItem item = shared.item[place.stage];
     const typename Config::Mask mask(attention, item.tile, shared.keys[place.stage]);
     const int stage = place.advance();
-    shared.items.release(stage);
+    // What is prepared of a mask is looked at until the last copy.
+    const bool has_keys = mask.first() < mask.last();
+    if (!Config::Mask::kPrepared || !has_keys) shared.items.release(stage);
     if (item.is_end) return;
-    if (mask.first() >= mask.last()) continue;
+    if (!has_keys) continue;
     const auto copy = [&](const CUtensorMap& map, int key) {
       shared.ring.acquire(slot);
       copy_tile(shared.slots[slot.stage], map, item.tile.key_begin + key, item.head / group,
@@ -421,6 +423,7 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
       if (next < mask.last()) copy(params.k, next);
       copy(params.v, key);
     }
+    if (Config::Mask::kPrepared) shared.items.release(stage);
   }
 }
 
