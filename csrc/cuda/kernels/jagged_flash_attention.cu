@@ -97,8 +97,11 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer) && !is_wide(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
-          cudaError_t error = cudaSuccess;
-          if (takes_short(longer)) {
+          // The plan is made while other kernels run.
+          cudaError_t error = longer.long_plan != nullptr
+                                  ? attention::launch_forward_plan<Element>(longer, stream)
+                                  : cudaSuccess;
+          if (error == cudaSuccess && takes_short(longer)) {
             error = attention::launch_forward_short<Element>(longer, stream);
             if (error == cudaSuccess && all_short(longer)) return error;
             longer.short_apart = error == cudaSuccess;
@@ -112,7 +115,8 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
             error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         } else if (takes_wgmma(longer) && takes_long(longer)) {
-          const cudaError_t error = attention::launch_forward_long<Element>(longer, stream);
+          cudaError_t error = attention::launch_forward_plan<Element>(longer, stream);
+          if (error == cudaSuccess) error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
         longer.long_plan = nullptr;

@@ -251,7 +251,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kConsumers / 32;
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
+  ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_behind
   if (threadIdx.x == Config::kConsumers) {
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
@@ -292,7 +293,9 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
     params.heads_per_cta = heads_per_cta(attention, grid.x);
     grid.y /= params.heads_per_cta;
-    return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,
+    // The plan of the long sequences comes first.
+    const bool is_behind = attention.split_by_length || attention.long_plan != nullptr;
+    return launch_behind<forward_wgmma<Config>>(is_behind, params, grid, Config::kThreads,
                                                 sizeof(ForwardWgmmaStorage<Config>), stream,
                                                 Config::kName);
   });

@@ -50,14 +50,21 @@ inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets,
           heads};
 }
 
-// Launches the first kernel for longer sequences. Behind that for tiny ones, with which it shares
-// nothing, it may start while that one still runs.
+// Launches a kernel that, where it is behind another one of the same operator with which it shares
+// nothing, may start while that one still runs.
+template <auto kKernel, typename Params>
+cudaError_t launch_behind(bool is_behind, const Params& params, const Grid& grid, int threads,
+                          int shared_bytes, cudaStream_t stream, const char* path) {
+  return is_behind ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
+                   : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+}
+
+// Launches the first kernel for longer sequences, maybe behind that for tiny ones.
 template <auto kKernel, typename Params>
 cudaError_t launch_longer(const AttentionParams& attention, const Params& params, const Grid& grid,
                           int threads, int shared_bytes, cudaStream_t stream, const char* path) {
-  return attention.split_by_length
-             ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
-             : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+  return launch_behind<kKernel>(attention.split_by_length, params, grid, threads, shared_bytes,
+                                stream, path);
 }
 
 // Boxes of a tile's rows and of the columns of its blocks, of one head. A tensor without rows is

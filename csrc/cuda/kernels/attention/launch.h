@@ -40,8 +40,10 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// 16-bit elements, head dims of 33 on, sequences of more than long_rows(): the plan in
-// params.long_plan and the kernel; where long_rows() is not 0, behind another kernel on the stream.
+// 16-bit elements, head dims of 33 on, sequences of more than long_rows(): first the plan in
+// params.long_plan, then, behind it or another kernel behind it on the stream, the kernel.
+template <typename Element>
+cudaError_t launch_forward_plan(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
 // The same in the backward pass, with the workspaces beside long_plan. dq differs from run to run by

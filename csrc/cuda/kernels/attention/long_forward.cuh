@@ -550,8 +550,6 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
-  if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
@@ -560,13 +558,26 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
                                                 Config::kName);
 }
 
+// Calls launch(LongForwardConfig) for the smallest head dim that holds D and Dv.
+template <typename Element, typename Launch>
+cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
+  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+  if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
+  if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
+  if (dim <= 192) return launch(LongForwardConfig<Element, 192>());
+  return launch(LongForwardConfig<Element, 256>());
+}
+
+template <typename Element>
+cudaError_t launch_forward_plan(const AttentionParams& params, cudaStream_t stream) {
+  return for_long_forward<Element>(
+      params, [&](auto config) { return launch_plan<decltype(config)::kTileM>(params, stream); });
+}
+
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream) {
-  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  if (dim <= 64) return launch_long_forward<LongForwardConfig<Element, 64>>(params, stream);
-  if (dim <= 128) return launch_long_forward<LongForwardConfig<Element, 128>>(params, stream);
-  if (dim <= 192) return launch_long_forward<LongForwardConfig<Element, 192>>(params, stream);
-  return launch_long_forward<LongForwardConfig<Element, 256>>(params, stream);
+  return for_long_forward<Element>(
+      params, [&](auto config) { return launch_long_forward<decltype(config)>(params, stream); });
 }
 
 }  // namespace jagged_cuda::attention

@@ -165,13 +165,10 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   ptx::griddepcontrol_wait();
 }
 
-// Behind another kernel for the same operands it may start while that one still runs.
 template <int kTile, typename Params>
 cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
-  constexpr auto kKernel = plan_long<kTile, Params>;
-  return long_rows(params) == 0
-             ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
-             : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
+  return launch_longer<plan_long<kTile, Params>>(params, params, Grid{1}, kPlanThreads, 0, stream,
+                                                 nullptr);
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.
