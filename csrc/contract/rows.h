@@ -3,6 +3,7 @@
 #pragma once
 
 #include "contract/contract.h"
+#include "contract/shapes.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -20,10 +21,17 @@ inline std::vector<int64_t> with_rows_of(const Tensor& tensor, int64_t first,
   return shape;
 }
 
-// A gradient that may not be wanted has all rows or none.
-inline void check_gradient_rows(const char* op, bool is_wanted, int64_t rows, int64_t total) {
-  const int64_t expected = is_wanted ? total : 0;
-  if (rows != expected) fail_argument(op, "rows", std::to_string(expected), std::to_string(rows));
+// Both gradients of a product, of which that of x may not be wanted: it has all T rows or none. Whether
+// it is, and then y has the rows of the other one.
+inline bool wants_both_gradients(const char* op, int64_t rows, const Sizes& sizes, int64_t max_len,
+                                 bool has_y) {
+  if (rows == 0) return false;
+  if (rows != sizes.T) fail_argument(op, "rows", std::to_string(sizes.T), std::to_string(rows));
+  if (!has_y) fail_argument(op, "y", "a tensor with rows", "None");
+  if (sizes.M != max_len) {
+    fail_argument(op, "max_len", std::to_string(sizes.M), std::to_string(max_len));
+  }
+  return true;
 }
 
 // `value` as an element of `dtype`, in the low bytes.

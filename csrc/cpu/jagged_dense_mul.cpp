@@ -19,11 +19,11 @@ std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x,
   constexpr const char* op = "jagged_dense_mul_backward";
   static const Contract contract(op);
   const Sizes sizes = contract.check({grad_out, x, offsets, max_len, y, rows});
-  check_gradient_rows(op, y.has_value(), rows, sizes.T);
+  const bool both_gradients = wants_both_gradients(op, rows, sizes, max_len, y.has_value());
   const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
   grad_out = as_contiguous(op, grad_out, 1);
   x = as_contiguous(op, x, 1);
-  if (y) y = as_contiguous(op, *y, 2);
+  if (both_gradients) y = as_contiguous(op, *y, 2);
   Tensor grad_y = allocate(op, x, with_rows_of(x, 1, {sizes.B, max_len}));
   Tensor grad_x = allocate(op, x, with_rows_of(x, 1, {rows}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x,
     };
     fill(grad_y_rows + seq * max_len * row_bytes, x_rows + sequence.begin * x_bytes, x_bytes,
          max_len);
-    if (y) {
+    if (both_gradients) {
       const char* dense = static_cast<const char*>(y->const_data_ptr());
       fill(grad_x_rows + sequence.begin * row_bytes, dense + seq * y->stride(0) * elem_bytes,
            y->stride(1) * elem_bytes, sequence.len);

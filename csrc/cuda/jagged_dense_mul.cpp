@@ -48,8 +48,7 @@ std::tuple<Tensor, Tensor> jagged_dense_mul_backward(const Tensor& grad_out, con
   constexpr const char* op = "jagged_dense_mul_backward";
   static const Contract contract(op);
   const Sizes sizes = contract.check({grad_out, x, offsets, max_len, y, rows});
-  check_gradient_rows(op, y.has_value(), rows, sizes.T);
-  if (!y) {
+  if (!wants_both_gradients(op, rows, sizes, max_len, y.has_value())) {
     return {padded_product(op, grad_out, x, offsets, max_len, sizes),
             allocate(op, x, with_rows_of(x, 1, {0}))};
   }

@@ -11,17 +11,12 @@
 // offsets of the result. The gradients of all parts are one grid, part after part. No shared memory, no
 // barriers.
 //
-// Where the GPU has bulk copies, and the pieces are long enough, a warp takes a contiguous share of the
-// chunks of rows in their place, and each chunk goes through shared memory (rows/bulk.cuh); the search of
-// one chunk then begins where the one before it ended.
-//
 // A part without offsets is dense. Rows of the result behind the last sequence, and rows of a part
 // outside every sequence or beyond the capacity, become zeros. With wrong offsets the sums are of no
 // use, but every bound and row is cut to its tensor.
 #include "cuda/kernels/jagged_concat.h"
 
 #include "cuda/kernels/prim/launch.cuh"
-#include "cuda/kernels/rows/bulk.cuh"
 #include "cuda/kernels/rows/move.cuh"
 #include "cuda/kernels/rows/places.cuh"
 
@@ -63,7 +58,8 @@ using rows::kThreads;
 using rows::kWarps;
 using rows::Place;
 
-constexpr int kLaneUnits = 4;  // rows of one unit that a lane moves
+constexpr int kLaneUnits = 4;    // rows of one unit that a lane moves
+constexpr int kConcatCtas = 10;  // per SM, that the registers must leave room for
 
 struct JaggedConcatLaunch {
   JaggedConcatParams params;
@@ -123,7 +119,7 @@ __device__ __forceinline__ void write_planned(const JaggedConcatParams& params) 
 }
 
 template <typename Unit, bool kNumbers>
-__global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
+__global__ __launch_bounds__(kThreads, kConcatCtas) void jagged_concat_kernel(
     const __grid_constant__ JaggedConcatLaunch launch) {
   const JaggedConcatParams& params = launch.params;
   const JoinedView& joined = params.joined;
@@ -151,49 +147,6 @@ __global__ __launch_bounds__(kThreads) void jagged_concat_kernel(
         find_row<Unit>(joined, place[0]), static_cast<Unit*>(params.out) + begin * params.row_units,
         left < kRows ? static_cast<int>(left) : kRows, params.row_units, launch.lanes_log2);
   }
-}
-
-struct BulkConcatLaunch {
-  JaggedConcatParams params;
-  int chunk_rows;
-};
-
-// The warp's share of `chunks`.
-struct ChunkShare {
-  int64_t first, end;
-  __device__ __forceinline__ explicit ChunkShare(int64_t chunks)
-      : first(chunks * blockIdx.x / gridDim.x), end(chunks * (blockIdx.x + 1) / gridDim.x) {}
-};
-
-__global__ __launch_bounds__(32) void bulk_concat_kernel(
-    const __grid_constant__ BulkConcatLaunch launch) {
-  __shared__ rows::BulkStorage storage;
-  const JaggedConcatParams& params = launch.params;
-  const JoinedView& joined = params.joined;
-  write_planned(params);
-  const int chunk_rows = launch.chunk_rows, row_bytes = static_cast<int>(params.row_units) * 16;
-  const auto rows_of = [&](int64_t chunk) {
-    const int64_t left = params.rows - chunk * chunk_rows;
-    return left < chunk_rows ? static_cast<int>(left) : chunk_rows;
-  };
-  const ChunkShare share((params.rows + chunk_rows - 1) / chunk_rows);
-  if (share.first == share.end) return;
-  rows::BulkRing ring(storage);
-  Segment segment = rows::segment_of_row(joined, share.first * chunk_rows);
-  for (int64_t chunk = share.first; chunk < share.end + rows::kBulkLead; ++chunk) {
-    if (chunk < share.end) {
-      Place place[1];
-      rows::find_places(joined, chunk * chunk_rows, segment, place, chunk_rows);
-      ring.start(reinterpret_cast<const char*>(find_row<uint4>(joined, place[0])), rows_of(chunk),
-                 row_bytes);
-    }
-    const int64_t last = chunk - rows::kBulkLead;
-    if (last >= share.first) {
-      ring.store(static_cast<char*>(params.out) + last * chunk_rows * row_bytes,
-                 rows_of(last) * row_bytes);
-    }
-  }
-  ring.finish();
 }
 
 struct JaggedConcatBackwardLaunch {
@@ -226,7 +179,7 @@ __device__ __forceinline__ Place dense_place(const JoinedView& joined, const Con
 }
 
 template <typename Unit, bool kNumbers>
-__global__ __launch_bounds__(kThreads) void jagged_concat_backward_kernel(
+__global__ __launch_bounds__(kThreads, kConcatCtas) void jagged_concat_backward_kernel(
     const __grid_constant__ JaggedConcatBackwardLaunch launch) {
   const JaggedConcatBackwardParams& params = launch.params;
   const JoinedView& joined = params.joined;
@@ -274,94 +227,9 @@ __global__ __launch_bounds__(kThreads) void jagged_concat_backward_kernel(
   }
 }
 
-struct BulkConcatBackwardLaunch {
-  JaggedConcatBackwardParams params;
-  int chunk_rows;
-  int64_t ends[kConcatParts];  // the chunks of each part and of those before
-};
-
-// A chunk of the rows of one part.
-struct PartChunk {
-  int part;
-  int64_t begin;
-  int rows;
-};
-
-__device__ __forceinline__ PartChunk part_chunk(const BulkConcatBackwardLaunch& launch,
-                                                int64_t chunk) {
-  int part = 0;
-  int64_t first = 0;
-#pragma unroll
-  for (int p = 0; p + 1 < kConcatParts; ++p) {
-    if (chunk >= launch.ends[p]) {
-      part = p + 1;
-      first = launch.ends[p];
-    }
-  }
-  const int64_t begin = (chunk - first) * launch.chunk_rows;
-  const int64_t left = launch.params.joined.parts[part].offsets.total - begin;
-  return {part, begin, left < launch.chunk_rows ? static_cast<int>(left) : launch.chunk_rows};
-}
-
-__global__ __launch_bounds__(32) void bulk_concat_backward_kernel(
-    const __grid_constant__ BulkConcatBackwardLaunch launch) {
-  __shared__ rows::BulkStorage storage;
-  const JaggedConcatBackwardParams& params = launch.params;
-  const JoinedView& joined = params.joined;
-  const int chunk_rows = launch.chunk_rows, row_bytes = static_cast<int>(params.row_units) * 16;
-  const uint4* gGrad = static_cast<const uint4*>(params.grad_out);
-  const ChunkShare share(launch.ends[kConcatParts - 1]);
-  if (share.first == share.end) return;
-  rows::BulkRing ring(storage);
-  Segment segment{};
-  int searched = -1;  // the part of the segment
-  for (int64_t chunk = share.first; chunk < share.end + rows::kBulkLead; ++chunk) {
-    if (chunk < share.end) {
-      const PartChunk own = part_chunk(launch, chunk);
-      const ConcatPart& part = joined.parts[own.part];
-      const int64_t row = own.begin + threadIdx.x;
-      Place place[1];
-      if (part.offsets.data == nullptr) {
-        place[0] = dense_place(joined, part, row);
-      } else {
-        if (searched != own.part) segment = rows::segment_of_row(part.offsets, own.begin);
-        searched = own.part;
-        rows::find_places(part.offsets, own.begin, segment, place, chunk_rows);
-      }
-      const int64_t from = joined_row(joined, own.part, row, place[0]);
-      const uint4* found = from < 0 ? nullptr : gGrad + from * params.stride;
-      ring.start(reinterpret_cast<const char*>(found), own.rows, row_bytes);
-    }
-    const int64_t last = chunk - rows::kBulkLead;
-    if (last >= share.first) {
-      const PartChunk own = part_chunk(launch, last);
-      ring.store(static_cast<char*>(joined.parts[own.part].data) + own.begin * row_bytes,
-                 own.rows * row_bytes);
-    }
-  }
-  ring.finish();
-}
-
 }  // namespace
 
-// In how many pieces the rows of all parts lie.
-int64_t num_pieces(const JoinedView& joined) {
-  int64_t parts = 0;
-  for (const ConcatPart& part : joined.parts) parts += part.offsets.total > 0 ? 1 : 0;
-  return parts * joined.num_seqs;
-}
-
 cudaError_t launch_jagged_concat(const JaggedConcatParams& params, cudaStream_t stream) {
-  const int64_t row_bytes = params.row_units * params.unit_bytes;
-  if (rows::moves_in_bulk(params.unit_bytes, row_bytes, params.rows, num_pieces(params.joined))) {
-    const int chunk_rows = rows::bulk_rows(row_bytes);
-    const int64_t chunks = (params.rows + chunk_rows - 1) / chunk_rows;
-    if (chunks > 0) {
-      return launch<bulk_concat_kernel>(BulkConcatLaunch{params, chunk_rows},
-                                        {rows::bulk_ctas(chunks)}, 32, 0, stream,
-                                        "cuda.jagged_concat.bulk");
-    }
-  }
   const JaggedConcatLaunch arguments{params, rows::lanes_log2(params.row_units)};
   const int64_t cta_rows = int64_t{kWarps} * warp_rows(params.row_units);
   // At least so many that offsets take few steps.
@@ -379,20 +247,6 @@ cudaError_t launch_jagged_concat(const JaggedConcatParams& params, cudaStream_t 
 
 cudaError_t launch_jagged_concat_backward(const JaggedConcatBackwardParams& params,
                                           cudaStream_t stream) {
-  const int64_t row_bytes = params.row_units * params.unit_bytes;
-  int64_t all_rows = 0;
-  for (const ConcatPart& part : params.joined.parts) all_rows += part.offsets.total;
-  if (rows::moves_in_bulk(params.unit_bytes, row_bytes, all_rows, num_pieces(params.joined))) {
-    const int chunk_rows = rows::bulk_rows(row_bytes);
-    BulkConcatBackwardLaunch arguments{params, chunk_rows, {}};
-    int64_t chunks = 0;
-    for (int p = 0; p < kConcatParts; ++p) {
-      chunks += (params.joined.parts[p].offsets.total + chunk_rows - 1) / chunk_rows;
-      arguments.ends[p] = chunks;
-    }
-    return launch<bulk_concat_backward_kernel>(arguments, {rows::bulk_ctas(chunks)}, 32, 0, stream,
-                                               "cuda.jagged_concat_backward.bulk");
-  }
   const JaggedConcatBackwardLaunch arguments{params, rows::lanes_log2(params.row_units)};
   const int own_rows = warp_rows(params.row_units);
   int64_t warps = 0;

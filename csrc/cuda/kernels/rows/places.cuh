@@ -55,16 +55,15 @@ __device__ __forceinline__ Segment segment_of_row(const Offsets& offsets, int64_
 }
 
 // Lane i gets the places of rows first_row + kEach i to first_row + kEach (i + 1) - 1. `segment` is
-// one that holds first_row or lies before it without rows between; it becomes that of the last of
-// `rows` rows, a multiple of kEach. All lanes of a warp together.
+// one that holds first_row or lies before it without rows between; it becomes that of the last row.
+// All lanes of a warp together.
 //
 // The lanes load the bounds of the next 32 segments, and each counts those at or before its rows. Are
 // these too few, because many sequences are short, a search goes on behind all that begin where the
 // last of them does: at least one row is gained each time.
 template <int kEach, typename Offsets>
 __device__ __forceinline__ void find_places(const Offsets& offsets, int64_t first_row,
-                                            Segment& segment, Place (&places)[kEach],
-                                            int rows = 32 * kEach) {
+                                            Segment& segment, Place (&places)[kEach]) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   constexpr int kSpan = 32 * kEach;
   const int lane = threadIdx.x % 32;
@@ -98,8 +97,8 @@ __device__ __forceinline__ void find_places(const Offsets& offsets, int64_t firs
     if (next.index <= segment.index) break;  // with wrong offsets alone
     segment = next;
   }
-  segment.index = __shfl_sync(kAllLanes, index[kEach - 1], rows / kEach - 1);
-  segment.begin = __shfl_sync(kAllLanes, begin[kEach - 1], rows / kEach - 1);
+  segment.index = __shfl_sync(kAllLanes, index[kEach - 1], 31);
+  segment.begin = __shfl_sync(kAllLanes, begin[kEach - 1], 31);
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     const int64_t row = first_row + kEach * lane + e;
