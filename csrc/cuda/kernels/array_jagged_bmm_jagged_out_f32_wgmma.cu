@@ -190,14 +190,6 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   __syncthreads();  // the barriers are initialised
   if (threadIdx.x == 0) {
     for (int step = 0; step < kSlots; ++step) start_copy(step);
-#ifdef PREFETCH
-    if (depth > 0) {
-      const float* last = gA + (kTranspose ? (depth - 1) * pitch + rows : rows * pitch);
-      const uintptr_t first_byte = (reinterpret_cast<uintptr_t>(gA) + 15) / 16 * 16, last_byte = reinterpret_cast<uintptr_t>(last) / 16 * 16;
-      if (last_byte > first_byte && last_byte - first_byte < (1 << 18)) ptx::cp_async_bulk_prefetch_l2(reinterpret_cast<const void*>(first_byte), static_cast<int>(last_byte - first_byte));
-      if (PREFETCH > 1 && params.y_stride == params.columns) ptx::cp_async_bulk_prefetch_l2(static_cast<const float*>(params.y) + y_row * params.y_stride, min(depth, 256) * static_cast<int>(params.columns) * 4);
-    }
-#endif
   }
   ArrayPart<Config> a(gA, pitch, rows);
   a.load(0, depth);

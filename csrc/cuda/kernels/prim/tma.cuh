@@ -91,13 +91,6 @@ __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, 
       "l"(global), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
 }
 
-// cp.async.bulk.prefetch.L2: brings `bytes` in one piece into the L2 cache. Address and size are
-// multiples of 16 ("cp.async.bulk.prefetch").
-__device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* global, int bytes) {
-  JAGGED_CUDA_TMA("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(global),
-                  "r"(bytes) : "memory");
-}
-
 // cp.reduce.async.bulk.add.f32: adds `bytes` of floats in one piece to global memory; part of this
 // thread's bulk group ("cp.reduce.async.bulk").
 __device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, const void* shared,

@@ -206,7 +206,6 @@ template <>
 struct Wgmma<float, false, false> {
   JAGGED_CUDA_WGMMA_TF32(64, 8, 32, 33, 34, 35, 36, 37)
   JAGGED_CUDA_WGMMA_TF32(128, 16, 64, 65, 66, 67, 68, 69)
-  JAGGED_CUDA_WGMMA_TF32(256, 32, 128, 129, 130, 131, 132, 133)
 };
 
 #undef JAGGED_CUDA_WGMMA_TF32
