@@ -56,7 +56,7 @@ struct ArrayF32Config {
   using Math = Math_;
   static constexpr bool kTranspose = kTranspose_;
   static constexpr int kTileM = kTileM_;  // rows of the result
-  static constexpr int kThreads = 256, kWarps = 8;
+  static constexpr int kThreads = 256;
   static constexpr int kTileN = 128;  // columns, 64 for each warpgroup
   static constexpr int kStepK = 32;
   static constexpr int kSlots = kSlots_;
@@ -225,7 +225,11 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
         big[p][i] = ptx::ld_shared_4(y_address[i] + slot * sizeof(shared.sY[0]) +
                                      p * kProductK * YBox::kRowBytes);
         if (p * kProductK + lane % 4 * 2 + i / 2 >= exist) big[p][i] = 0;
-        if constexpr (kSplit) small[p][i] = split_tf32<true>(big[p][i]);
+        if constexpr (kSplit) {
+          // Both parts are computed here, and not between the products.
+          small[p][i] = ptx::opaque(static_cast<int>(split_tf32<true>(big[p][i])));
+          big[p][i] = ptx::opaque(static_cast<int>(big[p][i]));
+        }
       }
     }
     ptx::fence_proxy_async();
@@ -236,11 +240,17 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     const ptx::MatrixDescriptor a_rows = sA[0].descriptor();
 #pragma unroll
     for (int p = 0; p < kProducts; ++p) {
-      const int bytes = ATile::column_step_bytes(p * kProductK);
-      Product::run(sum, big[p], a_rows + bytes, true);
-      if constexpr (kSplit) {
-        Product::run(small_sum, big[p], sA[1].descriptor() + bytes, true);
-        Product::run(small_sum, small[p], a_rows + bytes, true);
+      Product::run(sum, big[p], a_rows + ATile::column_step_bytes(p * kProductK), true);
+    }
+    if constexpr (kSplit) {
+      const ptx::MatrixDescriptor a_small = sA[1].descriptor();
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+        Product::run(small_sum, big[p], a_small + ATile::column_step_bytes(p * kProductK), true);
+      }
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+        Product::run(small_sum, small[p], a_rows + ATile::column_step_bytes(p * kProductK), true);
       }
     }
     ptx::wgmma_commit_group();
