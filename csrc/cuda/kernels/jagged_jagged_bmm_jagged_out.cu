@@ -168,8 +168,8 @@ bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
     return vectors && rows <= kMaxRows && (rows <= 1 || stride >= params.inner);
   };
   const int64_t vector = is_16_bit(params.type) ? 8 : 4;  // elements of 16 bytes
-  return params.type != ElementType::kF32 && !params.mma_sync_only && params.inner % vector == 0 && params.inner > 0 &&
-         params.inner <= kMaxInner &&
+  return params.type != ElementType::kF32 && !params.mma_sync_only && params.inner % vector == 0 &&
+         params.inner > 0 && params.inner <= kMaxInner &&
          copyable(params.matrices.rows.total, params.x_stride, params.x_vectors) &&
          copyable(params.matrices.columns.total, params.y_stride, params.y_vectors) && has_wgmma();
 }
