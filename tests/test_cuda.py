@@ -468,7 +468,7 @@ def test_deep_sums_do_not_drift(
 ) -> None:
     """Tensor cores truncate as they add: over 2^20 terms of one sign, by more than f16 rounds.
 
-    Of f32, 2^15 sums are added up, each rounded by 2^-24 of the total at most: 2^-17 for almost all.
+    Of f32, up to 2^15 sums are added up, and each addition rounds.
     """
     depth, short = 2**20, 16
     dtype = _in_precision(precision, request)
