@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import itertools
 import random
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,14 +30,14 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
 
 
-def _on_hopper(path: str) -> str:
-    """The 16-bit path there."""
-    return re.sub(r"mma_sync(?=\.b?f16)", "wgmma", path) if HOPPER else path
+def _best(product: str, path: str) -> str:
+    """The path of a product with one matrix per sequence, which is another one on Hopper."""
+    stays = not HOPPER or (product == _MATRICES and path.endswith(".f32"))
+    return f"{product}.{path if stays else path.replace('mma_sync', 'wgmma')}"
 
 
 # Of a product, whatever its kind: dtype, TF32 allowed, path.
@@ -59,8 +58,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             tf32,
             choices,
-            f"{first}.{_on_hopper(path)}",
-            f"{last}.{_on_hopper(path)}",
+            _best(first, path),
+            _best(last, path),
         )
         for name, choices, first, last in (
             ("jagged_jagged_bmm_jagged_out", {}, _MATRICES, f"{_WEIGHTED}.transposed"),
@@ -300,6 +299,17 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
 
 
 PATH = pytest.mark.parametrize("path", ["best", "mma_sync"], indirect=True)
+# Of a product on tensor cores, as its kernels are named.
+PRECISION = pytest.mark.parametrize("precision", [*_DTYPES, "tf32", "f32"])
+
+
+def _in_precision(precision: str, request: pytest.FixtureRequest) -> torch.dtype:
+    """The dtype of a product in this precision, which it allows."""
+    if precision == "tf32":
+        request.getfixturevalue("tf32")
+    return _DTYPES.get(precision, torch.float32)
+
+
 LAYOUT = Layout((70, 0, 33, 1, 128, 15), base=5, tail=9)
 KEYS = Layout((3, 20, 0, 64, 1, 100), base=2, tail=4)
 
@@ -452,19 +462,20 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 @PATH
 @pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
-@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+@PRECISION
 def test_path_of_array_products(
-    dtype: torch.dtype, columns: int, path: str, transpose: bool
+    precision: str, columns: int, path: str, transpose: bool, request: pytest.FixtureRequest
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
     32 columns or fewer go without wgmma.
     """
+    dtype = _in_precision(precision, request)
     case = CASES["array_jagged_bmm_jagged_out"]
     layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
     is_wgmma = HOPPER and path == "best" and columns > 32
-    kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{_NAMES[dtype]}"
+    kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{precision}"
     names = [f"{_WEIGHTED}.{kernel}", f"{_WEIGHTED}.transposed.{kernel}"]
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     assert last_kernel("cuda") == names[transpose]
@@ -474,22 +485,35 @@ def test_path_of_array_products(
 
 @PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
-@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
-def test_path_of_matrices(dtype: torch.dtype, inner: int, path: str) -> None:
+@PRECISION
+def test_path_of_matrices(
+    precision: str, inner: int, path: str, request: pytest.FixtureRequest
+) -> None:
     """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
+    dtype = _in_precision(precision, request)
     case = CASES["jagged_jagged_bmm_jagged_out"]
     spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
-    kernel = f"wgmma.{_NAMES[dtype]}" if HOPPER and path == "best" else f"mma_sync.{_NAMES[dtype]}"
+    kernel = f"mma_sync.{precision}"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-    assert last_kernel("cuda") == f"{_MATRICES}.{kernel}"
+    kernel = _best(_MATRICES, kernel) if path == "best" else f"{_MATRICES}.{kernel}"
+    assert last_kernel("cuda") == kernel
     judge(case, spec, dtype, CUDA)
 
 
-def test_deep_sums_do_not_drift() -> None:
-    """Tensor cores truncate as they add: over 2^20 terms of one sign, by more than f16 rounds."""
+@pytest.mark.parametrize(
+    ("precision", "limit"), [("f16", 2**-10.5), ("tf32", 2**-12.0), ("f32", 2**-15.0)]
+)
+def test_deep_sums_do_not_drift(
+    precision: str, limit: float, request: pytest.FixtureRequest
+) -> None:
+    """Tensor cores truncate as they add: over 2^20 terms of one sign, by more than f16 rounds.
+
+    Of f32, up to 2^15 sums are added up, and each addition rounds.
+    """
     depth, short = 2**20, 16
+    dtype = _in_precision(precision, request)
     wide, deep = (
-        torch.rand(rows, columns, device=CUDA).mul_(0.1).add_(0.1).half()
+        torch.rand(rows, columns, device=CUDA).mul_(0.1).add_(0.1).to(dtype)
         for rows, columns in ((short, depth), (depth, 64))
     )
     rows, columns = (torch.tensor([0, length], device=CUDA) for length in (short, depth))
@@ -511,7 +535,7 @@ def test_deep_sums_do_not_drift() -> None:
     }
     for name, result in found.items():
         error = ((result.double() - expected).abs() / expected).max()
-        assert error <= 2**-10.5, name
+        assert error <= limit, name
 
 
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:

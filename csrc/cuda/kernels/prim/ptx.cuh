@@ -62,6 +62,13 @@ __device__ __forceinline__ void st_shared_16(SharedAddress shared, const float (
                : "memory");
 }
 
+// ld.shared.b32
+__device__ __forceinline__ uint32_t ld_shared_4(SharedAddress shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(shared.value) : "memory");
+  return value;
+}
+
 // ld.shared.v4.b32
 __device__ __forceinline__ uint4 ld_shared_16(SharedAddress shared) {
   uint4 value;
