@@ -232,6 +232,14 @@ FAULTS = (
         "--op jagged_flash_attention",
     ),
     Fault(
+        "dq not zeroed",
+        "cuda",
+        "cuda/kernels/attention/short_backward.cuh",
+        "      reset(dq[1]);\n",
+        "",
+        "tests/test_cuda.py -k test_path_of_short_sequences",
+    ),
+    Fault(
         "window off by one",
         "cuda",
         "cuda/kernels/attention/window.cuh",

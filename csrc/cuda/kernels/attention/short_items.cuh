@@ -1,12 +1,12 @@
-// Work on short sequences, of up to kShortRows queries and keys, that are not tiny. One persistent CTA
-// per SM takes items (sequence, head): warps copy their operands into a ring in shared memory, as far
-// ahead as there is room; other warps each take one unit of an item (some of its queries) after
-// another and wait for nothing but the item's copies.
+// What the kernels for short sequences share: sequences of up to kShortRows queries and keys that
+// are not tiny. One persistent CTA per SM takes items (sequence, head): a warp copies their operands
+// into a ring in shared memory, as far ahead as there is room; other warps each take one unit of an
+// item after another (some queries or some keys) and wait for nothing but the item's copies.
 //
 // Barriers, for each item:     arrives                              waits
 //     issued    copying warp, when the item is described            helping warps
 //     full      copying warp, with the bytes of the item            helping warps
-//     ready     last helping warp, when rows past the end are zeros computing warps
+//     ready     helping warps, when rows past the end are zeros     computing warps
 //     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
 //               its operands                                        room
 //
@@ -36,9 +36,9 @@ struct ShortItem {
   TinyRows queries;
   TinyRows keys;
   unsigned head;
-  int first_unit;  // of all units of the CTA
-  int units;       // -1: there are no more items
-  int q, k, v;     // bytes from the start of the ring
+  int first_unit;                     // of all units of the CTA
+  int units;                          // -1: there are no more items
+  int q, k, v, grad_out, lse, delta;  // bytes from the start of the ring
 };
 
 // A sequence and those of its heads that a CTA takes.
@@ -73,11 +73,11 @@ struct ShortStorage : ShortLayout {
   int next_unit;
 
   // One thread.
-  __device__ __forceinline__ void init(int max_units, int computing_warps) {
+  __device__ __forceinline__ void init(int helpers, int max_units, int computing_warps) {
     for (int i = 0; i < kDescribed; ++i) {
       ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], 1);
+      ptx::mbarrier_init(ready[i], helpers);
       ptx::mbarrier_init(empty[i], max_units);
     }
     num_listed = 0;
@@ -332,12 +332,13 @@ struct ShortUnits {
   }
 };
 
-// Rows [rows, round_up(rows, kBoxRows)) of a part become zeros; one warp.
+// Rows [rows, last) of a part become zeros; by one warp of `helpers`.
 template <typename Storage>
-__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int lane) {
+__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int last_row,
+                                                int helper, int helpers, int lane) {
   constexpr int kChunks = Storage::kRowBytes / 16;
-  const int first = rows * kChunks, last = round_up(rows, Storage::kBoxRows) * kChunks;
-  for (int chunk = first + lane; chunk < last; chunk += 32)
+  const int first = rows * kChunks, last = last_row * kChunks;
+  for (int chunk = first + helper * 32 + lane; chunk < last; chunk += helpers * 32)
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
