@@ -1,27 +1,44 @@
-// Backward of jagged_flash_attention for short sequences (short_items.cuh): head dims up to 64,
-// 16-bit elements, as many kv heads as heads, copies by TMA, products by wgmma (compute capability
-// 9.0).
+// Backward of jagged_flash_attention for short sequences (short_items.cuh says which a CTA takes): head
+// dims up to 64, 16-bit elements, as many kv heads as heads, copies by TMA, products by wgmma (compute
+// capability 9.0).
 //
 // With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
-// An item is one head of a sequence. K, V, Q and dO are copied once; delta is summed from O, which
-// three helping warps ask for ahead. Two warpgroups compute, 64 keys each of a tile of 128, on S^T and dP^T, so
-// that P^T and dS^T are operands in registers:
-//     for each tile of keys:
-//       for each 128 queries:
-//         for each 64 of them: S^T = K Q^T, dP^T = V dO^T
-//                              P^T = exp2(...), dS^T = P^T * (dP^T - delta)
-//                              dS^T to shared memory, dV += P^T dO, dK += dS^T Q
-//         meet; dQ += dS K, each warpgroup for 64 of the queries, which stays in registers
+// An item is one head of a sequence. Two warpgroups compute. Of up to 128 queries one takes an item
+// alone, so that one's exponentials run beside the other's products; of more each takes half of the
+// queries. It computes S^T and dP^T, so that P^T and dS^T are operands in registers:
+//     for each 64 keys:
+//       for each 64 of its queries (or the 32 that are left):
+//         S^T = K Q^T, dP^T = V dO^T
+//         P^T = exp2(...), dS^T = P^T * (dP^T - delta)
+//         dV += P^T dO, dK += dS^T Q, dQ += dS K, for which dS^T passes through shared memory
+//       if both take the item, the first adds the other's dK to its own, the second dV
 //       store dK, dV
-//     store dQ
-// No atomics: the same bits at every run.
+//     store dQ, which stayed in registers
+// No atomics: the same bits at every run, whichever warpgroup takes an item.
 //
-// A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0 times
-// NaN is NaN: of queries up to a multiple of 32, which the last step may be, of keys of 64.
+// Shared memory: a ring of pages of 16 KiB: 64 rows of K and V, or of Q and dO, first an item's keys,
+// then its queries. Pages of keys are given back as soon as they have been used, so that parts of the
+// next item come in. A copy may reach into the next sequence: rows past the end are overwritten with
+// zeros, since 0 times NaN is NaN: of queries up to a multiple of 32, which the last step may be. And
+// 32 KiB for dS^T, twice for each warpgroup, so that one product may read it while the next is
+// written; sums of dK or dV pass through the same place.
 //
-// Shared memory: the ring: up to 590 bytes for each row of an item; dS of a tile of keys and 128
-// queries, 32 KiB.
+// Barriers:                arrives                                   waits
+//   issued, of an item     copying warp: it is described             all others
+//   full, of a page        copying warp, with the bytes of the page  the helping warp that has it
+//   ready, of a page       helping warp: zeros, lse and delta are    computing warps
+//                          written
+//   empty, of a page       computing warps that have read it, the    copying warp, for the next page
+//                          copying warp for those that will not
+//   kOwn + w               warpgroup w: dS is written, or has been read
+//   kSums                  both: sums for the other are written
+//   kRead + w              the other warpgroup has read those of w   warpgroup w
+//
+// Without a deadlock: pages are filled in the order of items, an item has no more than there are, and
+// a warpgroup takes items in their order. kDescribed: an item described has a page or waits for one;
+// of the items before it the ring holds kPages at most, and a warpgroup that walks to its next passes
+// over no more than those that the other got in a row, at most five (ShortBackwardTurns).
 #pragma once
 
 #include "cuda/kernels/attention/epilogue.cuh"
@@ -39,15 +56,67 @@ struct ShortBackwardConfig {
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static constexpr int kHelpers = 3;  // warps
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kMaxUnits = kWarpgroups * 4;  // each computing warp takes part in each item
-  static constexpr int kRingBytes = 184 * 1024;
-  static constexpr int kQueryRows = 32, kKeyRows = 64;  // of which rows in the ring are a multiple
+  static constexpr int kPages = 11, kPageRows = 64;
+  static constexpr int kAloneQueries = 128;  // up to which one warpgroup takes an item
   static constexpr PathName kName = PathName("cuda.attention.backward.short.d64");
-  using Rows = WarpgroupTile<Element, 64, ShortLayout::kColumns>;
-  struct Storage : ShortStorage<kRingBytes> {
-    WarpgroupTile<Element, 128, 128> grad_scores;  // [keys, queries]
+};
+
+// One head of one sequence.
+struct ShortBackwardItem {
+  enum Owner { kNone = -1, kFirst = 0, kSecond = 1, kBoth = 2 };  // kNone: there are no more items
+  TinyRows queries;
+  TinyRows keys;
+  unsigned head;
+  int owner;
+  int first_page;  // of all pages of the CTA
+  int first_slot;  // its place in the ring
+  int parity;      // how often, modulo 2, that place was used before
+
+  __device__ __forceinline__ int key_pages() const { return (keys.len + 63) / 64; }
+  __device__ __forceinline__ int query_pages() const { return (queries.len + 63) / 64; }
+};
+
+template <typename Config>
+struct ShortBackwardStorage : ShortLayout {
+  using Rows = WarpgroupTile<typename Config::Element, Config::kPageRows, ShortLayout::kColumns>;
+  static constexpr int kPages = Config::kPages;
+  // Rows of K or Q, then of V or dO.
+  struct Page {
+    Rows rows[2];
   };
-  static_assert(sizeof(Storage) <= 227 * 1024);
+  Page pages[kPages];
+  Rows grad_scores[Config::kWarpgroups][2];  // [keys, queries]
+  float lse[kPages][Config::kPageRows], delta[kPages][Config::kPageRows];
+  ShortBackwardItem items[kDescribed];
+  uint64_t issued[kDescribed], full[kPages], ready[kPages], empty[kPages];
+  ShortSequence list[kList];
+  int num_listed;
+  int warp_costs[4];
+
+  // One thread.
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < kDescribed; ++i) ptx::mbarrier_init(issued[i], 1);
+    for (int i = 0; i < kPages; ++i) {
+      ptx::mbarrier_init(full[i], 1);
+      ptx::mbarrier_init(ready[i], 1);
+      ptx::mbarrier_init(empty[i], Config::kWarpgroups * 4);
+    }
+    num_listed = 0;
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// A page's place in the ring.
+struct ShortPlace {
+  int slot;
+  int parity;
+
+  template <int kPages>
+  __device__ __forceinline__ static ShortPlace of(const ShortBackwardItem& item, int page) {
+    const int slot = item.first_slot + page;
+    return slot < kPages ? ShortPlace{slot, item.parity}
+                         : ShortPlace{slot - kPages, item.parity ^ 1};
+  }
 };
 
 struct ShortBackwardParams {
@@ -67,101 +136,226 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// Statistics and zeros of one item; one warp of kHelpers.
-template <typename Config>
-__device__ __forceinline__ void prepare_short(const AttentionBackwardParams& params,
-                                              typename Config::Storage& shared,
-                                              const ShortItem& item, uint64_t& full, int parity,
-                                              int helper, int lane) {
-  constexpr int kHelpers = Config::kHelpers;
-  const int num_queries = item.queries.len, query_rows = round_up(num_queries, Config::kQueryRows),
-            key_rows = round_up(item.keys.len, Config::kKeyRows);
-  float* lse = reinterpret_cast<float*>(shared.ring + item.lse);
-  float* delta = reinterpret_cast<float*>(shared.ring + item.delta);
-  const uint64_t first = static_cast<uint64_t>(item.queries.begin) * params.heads + item.head;
-  const LaneRows out(params.out, item.queries.begin, item.head, 0);
+// Rows [first, last) of both halves of a page become zeros; one warp.
+template <typename Page>
+__device__ __forceinline__ void zero_page_rows(Page& page, int first, int last, int lane) {
+  constexpr int kChunks = ShortLayout::kRowBytes / 16;
 #pragma unroll 1
-  for (int query = helper * 32 + lane; query < query_rows; query += kHelpers * 32) {
-    const uint64_t place = first + static_cast<uint64_t>(query) * params.heads;
-    const bool exists = query < num_queries;
-    if (exists) ptx::prefetch_l2(out.row(query));  // for add_delta
-    // A query past the end, or one that sees nothing, has P = 0.
-    const float value = exists ? __ldg(static_cast<const float*>(params.lse) + place) : -INFINITY;
-    const float grad = exists && params.grad_lse != nullptr
-                           ? __ldg(static_cast<const float*>(params.grad_lse) + place)
-                           : 0.0f;
-    lse[query] = value == -INFINITY ? INFINITY : value * kLog2E;
-    delta[query] = -grad;
+  for (int chunk = first * kChunks + lane; chunk < last * kChunks; chunk += 32) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      reinterpret_cast<uint4*>(page.rows[i].data)[chunk] = make_uint4(0, 0, 0, 0);
   }
-  ptx::mbarrier_wait(full, parity);
-  zero_short_rows(shared, item.q, num_queries, query_rows, helper, kHelpers, lane);
-  zero_short_rows(shared, item.grad_out, num_queries, query_rows, helper, kHelpers, lane);
-  zero_short_rows(shared, item.k, item.keys.len, key_rows, helper, kHelpers, lane);
-  zero_short_rows(shared, item.v, item.keys.len, key_rows, helper, kHelpers, lane);
-  ptx::fence_proxy_async();
 }
+
+// A page of queries: their statistics, and zeros behind them; one warp. A lane sums one chunk of 8
+// columns of every fourth row.
+template <typename Config>
+__device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& params,
+                                                ShortBackwardStorage<Config>& shared,
+                                                const ShortBackwardItem& item, int page,
+                                                const ShortPlace& place, int lane) {
+  using Element = typename Config::Element;
+  constexpr int kAtOnce = 8;
+  const int first = page * Config::kPageRows, rows = min(item.queries.len - first, 64),
+            chunk = lane % 8;
+  const unsigned begin = item.queries.begin + first;
+  const LaneRows out(params.out, begin + lane / 8, item.head, chunk * 8);
+  const bool column = chunk * 8 < params.dim_v;
+  uint4 a[kAtOnce];
+  const char* next = out.data;
+  const auto load = [&](int half) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      a[i] = ptx::ld_global_nc_16(next, half * 32 + i * 4 + lane / 8 < rows && column);
+      next += out.row_bytes * uint64_t{4};
+    }
+  };
+  load(0);
+  if (lane + 32 < rows) ptx::prefetch_l2(LaneRows(params.out, begin + lane + 32, item.head, 0).data);
+  float lse[2], grad[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * 32 + lane;
+    const uint64_t statistic =
+        static_cast<uint64_t>(begin + row) * static_cast<unsigned>(params.heads) + item.head;
+    // A query past the end, or one that sees nothing, has P = 0.
+    const float value =
+        row < rows ? __ldg(static_cast<const float*>(params.lse) + statistic) : -INFINITY;
+    lse[half] = value == -INFINITY ? INFINITY : value * kLog2E;
+    grad[half] = row < rows && params.grad_lse != nullptr
+                     ? __ldg(static_cast<const float*>(params.grad_lse) + statistic)
+                     : 0.0f;
+  }
+  ptx::mbarrier_wait(shared.full[place.slot], place.parity);
+  float* delta = shared.delta[place.slot];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    shared.lse[place.slot][half * 32 + lane] = lse[half];
+    delta[half * 32 + lane] = -grad[half];
+  }
+  __syncwarp();
+  const char* grad_out = reinterpret_cast<const char*>(shared.pages[place.slot].rows[1].data);
+#pragma unroll 1
+  for (int half = 0; half < 2 && half * 32 < rows; ++half) {
+    float sum[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = half * 32 + i * 4 + lane / 8;
+      const uint4 b = *reinterpret_cast<const uint4*>(grad_out + row * ShortLayout::kRowBytes +
+                                                      (chunk ^ (row & 7)) * 16);
+      const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b.x, b.y, b.z, b.w};
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float2 u = unpack<Element>(x[pair]), v = unpack<Element>(y[pair]);
+        sum[i] = __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum[i]));
+      }
+    }
+    if (half == 0) load(1);
+#pragma unroll
+    for (int other = 1; other < 8; other *= 2) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], other);
+    }
+    if (chunk == 0) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = half * 32 + i * 4 + lane / 8;
+        if (row < rows) delta[row] += sum[i];
+      }
+    }
+  }
+  zero_page_rows(shared.pages[place.slot], rows, round_up(rows, 32), lane);
+}
+
+// A helping warp takes every kHelpers-th page.
+template <typename Config>
+__device__ __forceinline__ void help_short_backward(const AttentionBackwardParams& params,
+                                                    ShortBackwardStorage<Config>& shared,
+                                                    int helper, int lane) {
+  using Storage = ShortBackwardStorage<Config>;
+  for (int position = 0;; ++position) {
+    const int described = position % Storage::kDescribed;
+    ptx::mbarrier_wait(shared.issued[described], position / Storage::kDescribed % 2);
+    const ShortBackwardItem& item = shared.items[described];
+    if (item.owner == ShortBackwardItem::kNone) return;
+    const int key_pages = item.key_pages(), pages = key_pages + item.query_pages(),
+              passed = item.first_page % Config::kHelpers;
+#pragma unroll 1
+    for (int page = (helper + Config::kHelpers - passed) % Config::kHelpers; page < pages;
+         page += Config::kHelpers) {
+      const auto place = ShortPlace::of<Storage::kPages>(item, page);
+      if (page < key_pages) {
+        ptx::mbarrier_wait(shared.full[place.slot], place.parity);
+        zero_page_rows(shared.pages[place.slot], item.keys.len - page * Config::kPageRows, 64,
+                       lane);
+      } else {
+        prepare_queries<Config>(params, shared, item, page - key_pages, place, lane);
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(shared.ready[place.slot]);
+    }
+  }
+}
+
+// Which warpgroup takes an item alone: the one that has got less.
+struct ShortBackwardTurns {
+  int ahead = 0;  // of what the first got, less what the second got
+
+  // In units of 64 keys by 32 queries: from 4 to 19.
+  __device__ __forceinline__ int next(const ShortBackwardItem& item) {
+    const int cost = 3 + max(1, item.key_pages() * ((item.queries.len + 31) / 32));
+    const bool second = ahead > 0;
+    ahead += second ? -cost : cost;
+    return second ? ShortBackwardItem::kSecond : ShortBackwardItem::kFirst;
+  }
+};
 
 template <typename Config>
 __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams& params,
-                                                       typename Config::Storage& shared, int warp,
-                                                       int lane) {
-  using Storage = typename Config::Storage;
+                                                       ShortBackwardStorage<Config>& shared,
+                                                       int warp, int lane) {
+  using Storage = ShortBackwardStorage<Config>;
   const AttentionBackwardParams& attention = params.attention;
   const bool listed = lists_all(attention);
   if (listed) list_short(attention, shared, warp * 32 + lane);
   if (warp > 0) {
-    for (int position = 0;; ++position) {
-      const int slot = position % Storage::kDescribed, parity = position / Storage::kDescribed % 2;
-      ptx::mbarrier_wait(shared.issued[slot], parity);
-      const ShortItem& item = shared.items[slot];
-      const bool more = item.units >= 0;
-      if (more) {
-        prepare_short<Config>(attention, shared, item, shared.full[slot], parity, warp - 1, lane);
+    help_short_backward<Config>(attention, shared, warp - 1, lane);
+    return;
+  }
+  int described = 0, first_page = 0, slot = 0, parity = 0;
+  ShortBackwardTurns turns;
+  const auto describe = [&](const ShortBackwardItem& item) {
+    if (lane == 0) {
+      shared.items[described] = item;
+      ptx::mbarrier_arrive(shared.issued[described]);
+    }
+    described = (described + 1) % Storage::kDescribed;
+  };
+  visit_short(attention, shared, listed, lane, [&](const ShortSequence& sequence, unsigned head) {
+    ShortBackwardItem item{sequence.queries, sequence.keys, head, ShortBackwardItem::kBoth,
+                           first_page,       slot,          parity};
+    const bool alone = item.queries.len <= Config::kAloneQueries;
+    if (alone) item.owner = turns.next(item);
+    describe(item);
+    const int key_pages = item.key_pages(), pages = key_pages + item.query_pages();
+    first_page += pages;
+#pragma unroll 1
+    for (int page = 0; page < pages; ++page) {
+      ptx::mbarrier_wait(shared.empty[slot], parity ^ 1);
+      if (lane == 0) {
+        const bool is_keys = page < key_pages;
+        const TinyRows& range = is_keys ? item.keys : item.queries;
+        const int row = (is_keys ? page : page - key_pages) * Config::kPageRows,
+                  rows = min(64, round_up(range.len - row, Storage::kBoxRows));
+        // Both warpgroups read all keys, and of three pages of queries the one between.
+        if (alone || (!is_keys && !(pages - key_pages == 3 && page - key_pages == 1)))
+          ptx::mbarrier_arrive_count(shared.empty[slot], 4);
+        uint64_t& full = shared.full[slot];
+        ptx::mbarrier_arrive_expect_tx(full, 2 * rows * Storage::kRowBytes);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const ShortMaps& maps =
+              is_keys ? (i == 0 ? params.k : params.v) : (i == 0 ? params.q : params.grad_out);
+          char* to = reinterpret_cast<char*>(shared.pages[slot].rows[i].data);
+          const int from = static_cast<int>(range.begin) + row, own_head = static_cast<int>(head);
+          if (rows == Storage::kWideBoxRows) {
+            ptx::cp_async_bulk_tensor_3d(to, maps.wide, 0, own_head, from, full);
+          } else {
+#pragma unroll 1
+            for (int box = 0; box < rows; box += Storage::kBoxRows)
+              ptx::cp_async_bulk_tensor_3d(to + box * Storage::kRowBytes, maps.narrow, 0, own_head,
+                                           from + box, full);
+          }
+        }
       }
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
-      if (!more) return;
+      if (++slot == Storage::kPages) {
+        slot = 0;
+        parity ^= 1;
+      }
     }
-  }
-  ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
-  producer.run(listed, [&](const ShortSequence& sequence, unsigned head) {
-    ShortItem item{};
-    item.queries = sequence.queries;
-    item.keys = sequence.keys;
-    item.head = head;
-    item.units = Config::kMaxUnits;
-    const int query_rows = round_up(item.queries.len, Config::kQueryRows),
-              key_rows = round_up(item.keys.len, Config::kKeyRows);
-    producer.begin_item();
-    item.k = producer.allocate_rows(key_rows);
-    item.q = producer.allocate_rows(query_rows);
-    item.v = producer.allocate_rows(key_rows);
-    item.grad_out = producer.allocate_rows(query_rows);
-    item.lse = producer.allocate(round_up(query_rows * 8, 1024));
-    item.delta = item.lse + query_rows * 4;
-    const int rows =
-        round_up(item.queries.len, Storage::kBoxRows) + round_up(item.keys.len, Storage::kBoxRows);
-    uint64_t& full = producer.push(item, 2 * rows * Storage::kRowBytes);
-    copy_short_rows(shared, params.grad_out, item.grad_out, item.queries, head, full, lane);
-    copy_short_rows(shared, params.q, item.q, item.queries, head, full, lane);
-    copy_short_rows(shared, params.k, item.k, item.keys, head, full, lane);
-    copy_short_rows(shared, params.v, item.v, item.keys, head, full, lane);
   });
+  ShortBackwardItem end{};
+  end.owner = ShortBackwardItem::kNone;
+  describe(end);
 }
 
-// A warpgroup that computes 64 keys of each tile and 64 of each 128 queries.
+// A warpgroup that computes.
 template <typename Config>
 struct ShortBackwardConsumer {
   using Element = typename Config::Element;
-  using Storage = typename Config::Storage;
-  using Rows = typename Config::Rows;
-  using Scores = WarpgroupTile<Element, 128, 128>;
-  static constexpr int kScoresBarrier = 1 + 1;  // list_short has the first
+  using Storage = ShortBackwardStorage<Config>;
+  using Rows = typename Storage::Rows;
+  static constexpr int kOwn = 1 + 1, kSums = kOwn + 2, kRead = kSums + 1;  // list_short has 1
 
   const AttentionBackwardParams& params;
   Storage& shared;
   const int warpgroup, lane, warp;
   const float scale_log2;
+  int next_scores = 0;  // of its two places for dS
   Accumulator<1, 8> dk, dv, dq[2];
 
   __device__ __forceinline__ ShortBackwardConsumer(const AttentionBackwardParams& attention,
@@ -173,10 +367,6 @@ struct ShortBackwardConsumer {
         lane(own_lane),
         warp(own_warp),
         scale_log2(static_cast<float>(attention.scale) * kLog2E) {}
-
-  __device__ __forceinline__ Rows& rows_of(int part, int row) const {
-    return *reinterpret_cast<Rows*>(shared.ring + part + row * Storage::kRowBytes);
-  }
 
   __device__ __forceinline__ static void reset(Accumulator<1, 8>& sum) {
 #pragma unroll
@@ -194,36 +384,39 @@ struct ShortBackwardConsumer {
         view.row_stride, range.len - own_row, columns, lane);
   }
 
-  // dS^T of half a step's queries to shared memory.
-  template <int kBlocks>
-  __device__ __forceinline__ void write_grad_scores(const PackedRows<Element, kBlocks>& ds,
-                                                    int half) {
-    const int row = warpgroup * 64 + warp * 16 + lane % 16;
-    const uint32_t base = ptx::shared_address(shared.grad_scores.data) +
-                          half * Scores::kGroupBytes + row * Scores::kRowBytes;
-#pragma unroll
-    for (int k = 0; k < kBlocks / 2; ++k)
-      ptx::stmatrix_x4(base + (((2 * k + lane / 16) ^ (row & 7)) * 16), ds.fragments[k]);
+  __device__ __forceinline__ void wait_ready(const ShortPlace& place) const {
+    ptx::mbarrier_wait(shared.ready[place.slot], place.parity);
+  }
+  // This warp has read all that it will of a page, if only that it has come.
+  __device__ __forceinline__ void release(const ShortPlace& place) const {
+    wait_ready(place);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.empty[place.slot]);
   }
 
-  // kBlocks * 8 queries from `query` on and the keys from `key` on.
+  // The keys from `key` on, in `keys`, and kBlocks * 8 queries from `query` on, which are in a page's
+  // rows from `offset` on; adds to the dQ of that page.
   template <int kBlocks>
-  __device__ __forceinline__ void step(const ShortItem& item, const WindowOf<int>& seen, int key,
-                                       int query) {
+  __device__ __forceinline__ void step(Accumulator<1, 8>& grad_q, const WindowOf<int>& seen,
+                                       typename Storage::Page& keys, int key, int num_keys,
+                                       int slot, int query, int offset) {
     constexpr int kQueries = kBlocks * 8;
-    Rows& tile_q = rows_of(item.q, query);
-    Rows& tile_grad_out = rows_of(item.grad_out, query);
+    const auto rows_from = [&](Rows& rows) -> Rows& {
+      return *reinterpret_cast<Rows*>(reinterpret_cast<char*>(rows.data) +
+                                      offset * Storage::kRowBytes);
+    };
+    Rows& tile_q = rows_from(shared.pages[slot].rows[0]);
+    Rows& tile_grad_out = rows_from(shared.pages[slot].rows[1]);
     Accumulator<1, kBlocks> s, dp;
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, rows_of(item.k, key), 0, tile_q);
+    wgmma_rows_by_rows(s, keys.rows[0], 0, tile_q);
     ptx::wgmma_commit_group();
-    wgmma_rows_by_rows(dp, rows_of(item.v, key), 0, tile_grad_out);
+    wgmma_rows_by_rows(dp, keys.rows[1], 0, tile_grad_out);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
-    const auto* lse = reinterpret_cast<const float*>(shared.ring + item.lse) + query + lane % 4 * 2;
-    const auto* delta =
-        reinterpret_cast<const float*>(shared.ring + item.delta) + query + lane % 4 * 2;
+    const float* lse = shared.lse[slot] + offset + lane % 4 * 2;
+    const float* delta = shared.delta[slot] + offset + lane % 4 * 2;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float2 own = *reinterpret_cast<const float2*>(lse + block * 8);
@@ -248,12 +441,12 @@ struct ShortBackwardConsumer {
         }
       }
     }
-    if (key + 64 > item.keys.len) {
+    if (key + 64 > num_keys) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < kBlocks * 2; ++i) {
-          if (own_key + half * 8 >= item.keys.len) s[0][i / 2][2 * half + i % 2] = 0.0f;
+          if (own_key + half * 8 >= num_keys) s[0][i / 2][2 * half + i % 2] = 0.0f;
         }
       }
     }
@@ -277,143 +470,140 @@ struct ShortBackwardConsumer {
         ds.set(block, half, pair);
       }
     }
-    write_grad_scores(ds, query / 64 % 2);
+    // No product reads this place any more: all warps have waited for the one before the last before
+    // they met for the last.
+    Rows& scores = shared.grad_scores[warpgroup][next_scores];
+    next_scores ^= 1;
+    const int row = warp * 16 + lane % 16;
+    const uint32_t base = ptx::shared_address(scores.data) + row * Storage::kRowBytes;
+#pragma unroll
+    for (int k = 0; k < kBlocks / 2; ++k)
+      ptx::stmatrix_x4(base + (((offset / 8 + 2 * k + lane / 16) ^ (row & 7)) * 16),
+                       ds.fragments[k]);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dk, ds, tile_q);
     ptx::wgmma_commit_group();
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kOwn + warpgroup, 128);
+    // Rows of dQ whose queries are not of this step add up what is not used.
+    using Product = ptx::Wgmma<Element, true, true>;
+    const ptx::MatrixDescriptor a = scores.descriptor(), b = keys.rows[0].descriptor();
+    ptx::fence_operands(grad_q[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 64; k += 16)
+      Product::run(grad_q[0], a + Rows::row_step_bytes(k), b + Rows::row_step_bytes(k), true);
+    ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
+    ptx::fence_operands(grad_q[0]);
   }
 
-  // Adds to dQ of this warpgroup's half of a step what kKeys keys from `key` on give.
-  template <int kKeys>
-  __device__ __forceinline__ void add_grad_q(Accumulator<1, 8>& sum, const ShortItem& item,
-                                             int key) {
-    using Product = ptx::Wgmma<Element, true, true>;
-    const ptx::MatrixDescriptor scores = shared.grad_scores.descriptor() +
-                                         warpgroup * Scores::kGroupBytes,
-                                keys = rows_of(item.k, key).descriptor();
-    ptx::fence_operands(sum[0]);
-    ptx::wgmma_fence();
+  // Adds the other warpgroup's `kept` to this one's, and gives it `given`, which is of no use here any
+  // more.
+  __device__ __forceinline__ void exchange(Accumulator<1, 8>& kept,
+                                           const Accumulator<1, 8>& given) {
+    const int other = warpgroup ^ 1, thread = warp * 32 + lane;
+    static_assert(sizeof(shared.grad_scores[0]) == 128 * 32 * sizeof(float));
+    auto* to = reinterpret_cast<float4*>(shared.grad_scores[warpgroup]) + thread;
+    const auto* from = reinterpret_cast<const float4*>(shared.grad_scores[other]) + thread;
+    ptx::bar_sync(kOwn + warpgroup, 128);
 #pragma unroll
-    for (int k = 0; k < kKeys; k += 16)
-      Product::run(sum[0], scores + Scores::row_step_bytes(k), keys + Rows::row_step_bytes(k),
-                   true);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(sum[0]);
-  }
-
-  __device__ __forceinline__ void meet() {
-    ptx::bar_sync(kScoresBarrier, Config::kWarpgroups * 128);
-  }
-
-  // delta += rowsum(dO * O); both warpgroups.
-  __device__ __forceinline__ void add_delta(const ShortItem& item) {
-    constexpr int kAtOnce = 4, kStep = Config::kWarpgroups * 16;  // rows
-    const int num_queries = item.queries.len, chunk = lane % 8, first = (warpgroup * 4 + warp) * 4;
-    float* delta = reinterpret_cast<float*>(shared.ring + item.delta);
-    const LaneRows out(params.out, item.queries.begin, item.head, chunk * 8);
-#pragma unroll 1
-    for (int row = first; row < num_queries; row += kAtOnce * kStep) {
-      const int own_row = row + lane / 8;
-      uint4 a[kAtOnce];
-      float sum[kAtOnce] = {};
+    for (int i = 0; i < 8; ++i)
+      to[i * 128] = make_float4(given[0][i][0], given[0][i][1], given[0][i][2], given[0][i][3]);
+    ptx::bar_sync(kSums, 256);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        a[i] = ptx::ld_global_nc_16(out.row(own_row + i * kStep),
-                                    own_row + i * kStep < num_queries && chunk * 8 < params.dim_v);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int query = min(own_row + i * kStep, num_queries - 1);
-        const uint4 b = *reinterpret_cast<const uint4*>(
-            shared.ring + item.grad_out + query * Storage::kRowBytes + (chunk ^ (query & 7)) * 16);
-        const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const float2 u = unpack<Element>(x[pair]), v = unpack<Element>(y[pair]);
-          sum[i] = __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum[i]));
-        }
-      }
-#pragma unroll
-      for (int other = 1; other < 8; other *= 2) {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], other);
-      }
-      if (chunk == 0) {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (own_row + i * kStep < num_queries) delta[own_row + i * kStep] += sum[i];
-        }
-      }
+    for (int i = 0; i < 8; ++i) {
+      const float4 sum = from[i * 128];
+      kept[0][i][0] += sum.x;
+      kept[0][i][1] += sum.y;
+      kept[0][i][2] += sum.z;
+      kept[0][i][3] += sum.w;
     }
-    meet();
+    ptx::bar_arrive(kRead + other, 256);
   }
 
-  // A tile of keys, of which this warpgroup computes those from `key` + 64 w on.
-  __device__ __forceinline__ void tile(const ShortItem& item, int key) {
+  __device__ __forceinline__ void compute(const ShortBackwardItem& item) {
+    constexpr int kPages = Storage::kPages;
+    const bool alone = item.owner != ShortBackwardItem::kBoth;
+    const int num_queries = item.queries.len, num_keys = item.keys.len,
+              key_pages = item.key_pages();
+    const bool shares_page = !alone && item.query_pages() == 3;  // the one between
+    const bool is_second = !alone && warpgroup == 1;
+    // Its queries: of two pages from the first on the rows [first, last).
+    const int first_page = is_second ? (shares_page ? 1 : 2) : 0;
+    int first[2] = {shares_page && is_second ? 32 : 0, 0}, last[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) last[i] = min(num_queries - (first_page + i) * 64, 64);
+    if (shares_page && !is_second) last[1] = 32;
     const WindowOf<int> seen =
-        WindowOf<int>{item.keys.len - item.queries.len, window_rows32(params.window_left),
+        WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),
                       window_rows32(params.window_right)}
             .transposed();  // rows are keys
-    const int own_key = key + warpgroup * 64, num_queries = item.queries.len;
-    const bool active = own_key < item.keys.len, both = key + 64 < item.keys.len;
-    const int first = seen.first_column(key),
-              last = seen.last_column(key, min(128, item.keys.len - key), num_queries);
-    reset(dk);
-    reset(dv);
+    const float scale = static_cast<float>(params.scale);
+    const auto release_queries = [&] {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i * 128 >= last || i * 128 + 128 <= first) continue;  // the same in both warpgroups
+      for (int i = 0; i < 2; ++i) {
+        if (last[i] > 0) release(ShortPlace::of<kPages>(item, key_pages + first_page + i));
+      }
+    };
+    reset(dq[0]);
+    reset(dq[1]);
+    if (key_pages == 0) release_queries();
 #pragma unroll 1
-      for (int query = i * 128; query < min(num_queries, i * 128 + 128); query += 64) {
-        if (!active) break;
-        if (query >= last || query + 64 <= first) {
-          write_grad_scores(PackedRows<Element, 8>(Accumulator<1, 8>{}), query / 64 % 2);
-        } else if (query + 32 < num_queries) {
-          step<8>(item, seen, own_key, query);
+    for (int page = 0; page < key_pages; ++page) {
+      const auto place = ShortPlace::of<kPages>(item, page);
+      wait_ready(place);
+      const int key = page * 64;
+      const int first_query = seen.first_column(key),
+                last_query = seen.last_column(key, min(64, num_keys - key), num_queries);
+      reset(dk);
+      reset(dv);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int begin = (first_page + i) * 64, query = begin + first[i], end = begin + last[i];
+        if (query >= end || query >= last_query || end <= first_query) continue;
+        const auto own = ShortPlace::of<kPages>(item, key_pages + first_page + i);
+        wait_ready(own);
+        if (end - query > 32) {
+          step<8>(dq[i], seen, shared.pages[place.slot], key, num_keys, own.slot, query, 0);
         } else {
-          step<4>(item, seen, own_key, query);
+          step<4>(dq[i], seen, shared.pages[place.slot], key, num_keys, own.slot, query, first[i]);
         }
       }
-      ptx::fence_proxy_async();
-      meet();
-      if (both) {
-        add_grad_q<128>(dq[i], item, key);
-      } else {
-        add_grad_q<64>(dq[i], item, key);
+      release(place);
+      if (page + 1 == key_pages) release_queries();
+      if (!alone) {
+        if (warpgroup == 0) {
+          exchange(dk, dv);
+        } else {
+          exchange(dv, dk);
+        }
       }
-      meet();  // before dS is written again
+      if (alone || warpgroup == 0)
+        store(dk, scale, params.grad_k, item.keys, item.head, key, params.dim_qk);
+      if (alone || warpgroup == 1)
+        store(dv, 1.0f, params.grad_v, item.keys, item.head, key, params.dim_v);
+      // Before dS or sums are written again.
+      if (!alone) ptx::bar_sync(kRead + warpgroup, 256);
     }
-    if (active) {
-      store(dk, static_cast<float>(params.scale), params.grad_k, item.keys, item.head, own_key,
-            params.dim_qk);
-      store(dv, 1.0f, params.grad_v, item.keys, item.head, own_key, params.dim_v);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (warp * 16 >= first[i] && warp * 16 < last[i])
+        store(dq[i], scale, params.grad_q, item.queries, item.head, (first_page + i) * 64,
+              params.dim_qk);
     }
   }
 
   __device__ __forceinline__ void run() {
     for (int position = 0;; ++position) {
-      const int slot = position % Storage::kDescribed;
-      ptx::mbarrier_wait(shared.ready[slot], position / Storage::kDescribed % 2);
-      const ShortItem item = shared.items[slot];
-      if (item.units < 0) return;
-      add_delta(item);
-      reset(dq[0]);
-      reset(dq[1]);
-#pragma unroll 1
-      for (int key = 0; key < item.keys.len; key += 128) tile(item, key);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int query = i * 128 + warpgroup * 64;
-        if (query < item.queries.len)
-          store(dq[i], static_cast<float>(params.scale), params.grad_q, item.queries, item.head,
-                query, params.dim_qk);
-      }
+      const int described = position % Storage::kDescribed;
+      ptx::mbarrier_wait(shared.issued[described], position / Storage::kDescribed % 2);
+      const ShortBackwardItem& item = shared.items[described];
+      if (item.owner == ShortBackwardItem::kNone) return;
+      if (item.owner == ShortBackwardItem::kBoth || item.owner == warpgroup) compute(item);
     }
   }
 };
@@ -421,11 +611,12 @@ struct ShortBackwardConsumer {
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
     const __grid_constant__ ShortBackwardParams params) {
-  using Storage = typename Config::Storage;
+  using Storage = ShortBackwardStorage<Config>;
+  static_assert(sizeof(Storage) <= 227 * 1024);
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) shared.init(Config::kHelpers, Config::kMaxUnits, 0);
+  if (threadIdx.x == 0) shared.init();
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;
@@ -458,7 +649,7 @@ cudaError_t launch_backward_short(const AttentionBackwardParams& attention, cuda
     if (error != cudaSuccess) return error;
   }
   return launch_longer<backward_short<Config>>(attention, params, Grid{num_sms}, Config::kThreads,
-                                               sizeof(typename Config::Storage), stream,
+                                               sizeof(ShortBackwardStorage<Config>), stream,
                                                Config::kName);
 }
 

@@ -85,8 +85,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
       } else if (warp == 3) {
         if (more) {
           ptx::mbarrier_wait(full, parity);
-          zero_short_rows(shared, item.v, item.keys.len, round_up(item.keys.len, Storage::kBoxRows),
-                          0, 1, lane);
+          zero_short_rows(shared, item.v, item.keys.len, lane);
           ptx::fence_proxy_async();
         }
         __syncwarp();
@@ -187,7 +186,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) shared.init(1, Config::kMaxUnits, Config::kConsumers / 32);
+  if (threadIdx.x == 0) shared.init(Config::kMaxUnits, Config::kConsumers / 32);
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;

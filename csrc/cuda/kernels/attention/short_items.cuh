@@ -1,12 +1,12 @@
-// What the kernels for short sequences share: sequences of up to kShortRows queries and keys that
-// are not tiny. One persistent CTA per SM takes items (sequence, head): a warp copies their operands
-// into a ring in shared memory, as far ahead as there is room; other warps each take one unit of an
-// item after another (some queries or some keys) and wait for nothing but the item's copies.
+// Work on short sequences, of up to kShortRows queries and keys, that are not tiny. One persistent CTA
+// per SM takes items (sequence, head): warps copy their operands into a ring in shared memory, as far
+// ahead as there is room; other warps each take one unit of an item (some of its queries) after
+// another and wait for nothing but the item's copies.
 //
 // Barriers, for each item:     arrives                              waits
 //     issued    copying warp, when the item is described            helping warps
 //     full      copying warp, with the bytes of the item            helping warps
-//     ready     helping warps, when rows past the end are zeros     computing warps
+//     ready     last helping warp, when rows past the end are zeros computing warps
 //     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
 //               its operands                                        room
 //
@@ -36,9 +36,9 @@ struct ShortItem {
   TinyRows queries;
   TinyRows keys;
   unsigned head;
-  int first_unit;                     // of all units of the CTA
-  int units;                          // -1: there are no more items
-  int q, k, v, grad_out, lse, delta;  // bytes from the start of the ring
+  int first_unit;  // of all units of the CTA
+  int units;       // -1: there are no more items
+  int q, k, v;     // bytes from the start of the ring
 };
 
 // A sequence and those of its heads that a CTA takes.
@@ -73,11 +73,11 @@ struct ShortStorage : ShortLayout {
   int next_unit;
 
   // One thread.
-  __device__ __forceinline__ void init(int helpers, int max_units, int computing_warps) {
+  __device__ __forceinline__ void init(int max_units, int computing_warps) {
     for (int i = 0; i < kDescribed; ++i) {
       ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], helpers);
+      ptx::mbarrier_init(ready[i], 1);
       ptx::mbarrier_init(empty[i], max_units);
     }
     num_listed = 0;
@@ -154,6 +154,48 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
   ptx::bar_sync(1, 128);
 }
 
+// Lists the sequences of round `round`, where they go round; false if there are no more. One warp.
+template <typename Storage>
+__device__ __forceinline__ bool list_round(const AttentionParams& params, Storage& shared,
+                                           int round, int lane) {
+  constexpr int kRun = 8, kRunsAtOnce = 32 / kRun, kLoads = 4;
+  const auto run_of = [&](int run) {
+    return (static_cast<int64_t>(round) * kLoads * kRunsAtOnce + run) * gridDim.x + blockIdx.x;
+  };
+  if (run_of(0) * kRun >= params.q_offsets.num_seqs) return false;
+  ShortSequence sequences[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i)
+    sequences[i] =
+        short_sequence(params, run_of(i * kRunsAtOnce + lane / kRun) * kRun + lane % kRun);
+  int listed = 0;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const bool any = sequences[i].queries.len + sequences[i].keys.len > 0;
+    const unsigned all = __ballot_sync(0xffffffffu, any);
+    if (any) shared.list[listed + __popc(all & ((1u << lane) - 1))] = sequences[i];
+    listed += __popc(all);
+  }
+  if (lane == 0) shared.num_listed = listed;
+  __syncwarp();
+  return true;
+}
+
+// Visits each item; all sequences of the CTA are listed already, or go round. One warp.
+template <typename Storage, typename Visit>
+__device__ __forceinline__ void visit_short(const AttentionParams& params, Storage& shared,
+                                            bool listed, int lane, Visit visit) {
+  for (int round = 0; listed ? round == 0 : list_round(params, shared, round, lane); ++round) {
+    const int num_listed = shared.num_listed;
+    for (int i = 0; i < num_listed; ++i) {
+      const ShortSequence sequence = shared.list[i];
+      for (int head = sequence.first_head; head < sequence.last_head; ++head)
+        visit(sequence, static_cast<unsigned>(head));
+    }
+  }
+}
+
 // The copying warp.
 template <typename Storage>
 struct ShortProducer {
@@ -223,43 +265,10 @@ struct ShortProducer {
     }
   }
 
-  // Lists the sequences of round `round`, where they go round; false if there are no more.
-  __device__ __forceinline__ bool list_round(int round) {
-    constexpr int kRun = 8, kRunsAtOnce = 32 / kRun, kLoads = 4;
-    const auto run_of = [&](int run) {
-      return (static_cast<int64_t>(round) * kLoads * kRunsAtOnce + run) * gridDim.x + blockIdx.x;
-    };
-    if (run_of(0) * kRun >= params.q_offsets.num_seqs) return false;
-    ShortSequence sequences[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      sequences[i] =
-          short_sequence(params, run_of(i * kRunsAtOnce + lane / kRun) * kRun + lane % kRun);
-    int listed = 0;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool any = sequences[i].queries.len + sequences[i].keys.len > 0;
-      const unsigned all = __ballot_sync(0xffffffffu, any);
-      if (any) shared.list[listed + __popc(all & ((1u << lane) - 1))] = sequences[i];
-      listed += __popc(all);
-    }
-    if (lane == 0) shared.num_listed = listed;
-    __syncwarp();
-    return true;
-  }
-
   // Visits each item; all sequences of the CTA are listed already, or go round.
   template <typename Visit>
   __device__ __forceinline__ void run(bool listed, Visit visit) {
-    for (int round = 0; listed ? round == 0 : list_round(round); ++round) {
-      const int num_listed = shared.num_listed;
-      for (int i = 0; i < num_listed; ++i) {
-        const ShortSequence sequence = shared.list[i];
-        for (int head = sequence.first_head; head < sequence.last_head; ++head)
-          visit(sequence, static_cast<unsigned>(head));
-      }
-    }
+    visit_short(params, shared, listed, lane, visit);
     finish();
   }
 };
@@ -332,13 +341,12 @@ struct ShortUnits {
   }
 };
 
-// Rows [rows, last) of a part become zeros; by one warp of `helpers`.
+// Rows [rows, round_up(rows, kBoxRows)) of a part become zeros; one warp.
 template <typename Storage>
-__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int last_row,
-                                                int helper, int helpers, int lane) {
+__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int lane) {
   constexpr int kChunks = Storage::kRowBytes / 16;
-  const int first = rows * kChunks, last = last_row * kChunks;
-  for (int chunk = first + helper * 32 + lane; chunk < last; chunk += helpers * 32)
+  const int first = rows * kChunks, last = round_up(rows, Storage::kBoxRows) * kChunks;
+  for (int chunk = first + lane; chunk < last; chunk += 32)
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
