@@ -235,7 +235,7 @@ FAULTS = (
         "dq not zeroed",
         "cuda",
         "cuda/kernels/attention/short_backward.cuh",
-        "      reset(dq[1]);\n",
+        "    reset(dq[1]);\n",
         "",
         "tests/test_cuda.py -k test_path_of_short_sequences",
     ),

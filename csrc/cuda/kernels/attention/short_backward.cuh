@@ -89,9 +89,7 @@ struct ShortBackwardStorage : ShortLayout {
   float lse[kPages][Config::kPageRows], delta[kPages][Config::kPageRows];
   ShortBackwardItem items[kDescribed];
   uint64_t issued[kDescribed], full[kPages], ready[kPages], empty[kPages];
-  ShortSequence list[kList];
-  int num_listed;
-  int warp_costs[4];
+  ShortList listed;
 
   // One thread.
   __device__ __forceinline__ void init() {
@@ -101,7 +99,7 @@ struct ShortBackwardStorage : ShortLayout {
       ptx::mbarrier_init(ready[i], 1);
       ptx::mbarrier_init(empty[i], Config::kWarpgroups * 4);
     }
-    num_listed = 0;
+    listed.init();
     ptx::fence_mbarrier_init();
   }
 };
@@ -172,7 +170,8 @@ __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& p
     }
   };
   load(0);
-  if (lane + 32 < rows) ptx::prefetch_l2(LaneRows(params.out, begin + lane + 32, item.head, 0).data);
+  if (lane + 32 < rows)
+    ptx::prefetch_l2(LaneRows(params.out, begin + lane + 32, item.head, 0).data);
   float lse[2], grad[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -280,7 +279,12 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
   using Storage = ShortBackwardStorage<Config>;
   const AttentionBackwardParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short(attention, shared, warp * 32 + lane);
+  // Those that both warpgroups take come first, so that they seldom wait for each other, and the last
+  // items are small.
+  const auto is_first = [](const ShortSequence& sequence) {
+    return sequence.queries.len > Config::kAloneQueries;
+  };
+  if (listed) list_short(attention, shared.listed, warp * 32 + lane, is_first);
   if (warp > 0) {
     help_short_backward<Config>(attention, shared, warp - 1, lane);
     return;
@@ -294,10 +298,10 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     }
     described = (described + 1) % Storage::kDescribed;
   };
-  visit_short(attention, shared, listed, lane, [&](const ShortSequence& sequence, unsigned head) {
-    ShortBackwardItem item{sequence.queries, sequence.keys, head, ShortBackwardItem::kBoth,
+  const auto visit = [&](const ShortSequence& sequence, unsigned head) {
+    ShortBackwardItem item{sequence.queries, sequence.keys, head,  ShortBackwardItem::kBoth,
                            first_page,       slot,          parity};
-    const bool alone = item.queries.len <= Config::kAloneQueries;
+    const bool alone = !is_first(sequence);
     if (alone) item.owner = turns.next(item);
     describe(item);
     const int key_pages = item.key_pages(), pages = key_pages + item.query_pages();
@@ -337,7 +341,8 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
         parity ^= 1;
       }
     }
-  });
+  };
+  visit_short(attention, shared.listed, listed, lane, is_first, visit);
   ShortBackwardItem end{};
   end.owner = ShortBackwardItem::kNone;
   describe(end);
