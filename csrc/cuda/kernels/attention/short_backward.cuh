@@ -41,7 +41,6 @@
 // over no more than those that the other got in a row, at most five (ShortBackwardTurns).
 #pragma once
 
-#include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/short_items.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
@@ -378,15 +377,49 @@ struct ShortBackwardConsumer {
     for (int e = 0; e < 32; ++e) sum[0][e / 4][e % 4] = 0.0f;
   }
 
+  // This warp's 16 rows of its place for the next dS, which no product reads any more: all warps waited
+  // for the last but one before they met for the last.
+  __device__ __forceinline__ uint32_t own_rows() const {
+    return ptx::shared_address(shared.grad_scores[warpgroup][next_scores].data) +
+           warp * 16 * Storage::kRowBytes;
+  }
+  // Packed rows to there, from chunk `first` on.
+  template <int kBlocks>
+  __device__ __forceinline__ void write_rows(const PackedRows<Element, kBlocks>& packed,
+                                             int first) const {
+    const uint32_t row = own_rows() + lane % 16 * Storage::kRowBytes;
+#pragma unroll
+    for (int k = 0; k < kBlocks / 2; ++k)
+      ptx::stmatrix_x4(row + (((first + 2 * k + lane / 16) ^ (lane & 7)) * 16),
+                       packed.fragments[k]);
+  }
+
+  // Writes 64 rows from `row` on, times `scale`: each warp its own, through own_rows().
   __device__ __forceinline__ void store(const Accumulator<1, 8>& sum, float scale,
                                         const HeadsView& view, const TinyRows& range, unsigned head,
                                         int row, int columns) const {
-    const float scales[2] = {scale, scale};
-    const int own_row = row + warp * 16 + lane / 4;
-    store_quads(
-        sum, scales,
-        row_of<Element>(view, static_cast<int64_t>(range.begin) + own_row, static_cast<int>(head)),
-        view.row_stride, range.len - own_row, columns, lane);
+    PackedRows<Element, 8> packed;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float pair[2] = {sum[0][i / 2][i % 2 * 2] * scale,
+                             sum[0][i / 2][i % 2 * 2 + 1] * scale};
+      packed.set(i / 2, i % 2, pair);
+    }
+    __syncwarp();
+    write_rows(packed, 0);
+    __syncwarp();
+    const int own_row = row + warp * 16 + lane / 8, chunk = lane % 8,
+              rows = chunk * 8 < columns ? range.len - own_row : 0;
+    const LaneRows g(view, range.begin + own_row, head, chunk * 8);
+    const uint32_t own = own_rows() + lane / 8 * Storage::kRowBytes;
+    char* target = g.data;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 value = ptx::ld_shared_16(own + i * 4 * Storage::kRowBytes +
+                                            ((chunk ^ (i % 2 * 4 + lane / 8)) * 16));
+      if (i * 4 < rows) ptx::st_global_16(target, value);
+      target += uint64_t{4} * g.row_bytes;
+    }
   }
 
   __device__ __forceinline__ void wait_ready(const ShortPlace& place) const {
@@ -475,16 +508,9 @@ struct ShortBackwardConsumer {
         ds.set(block, half, pair);
       }
     }
-    // No product reads this place any more: all warps have waited for the one before the last before
-    // they met for the last.
+    write_rows(ds, offset / 8);
     Rows& scores = shared.grad_scores[warpgroup][next_scores];
     next_scores ^= 1;
-    const int row = warp * 16 + lane % 16;
-    const uint32_t base = ptx::shared_address(scores.data) + row * Storage::kRowBytes;
-#pragma unroll
-    for (int k = 0; k < kBlocks / 2; ++k)
-      ptx::stmatrix_x4(base + (((offset / 8 + 2 * k + lane / 16) ^ (row & 7)) * 16),
-                       ds.fragments[k]);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dk, ds, tile_q);
@@ -586,13 +612,12 @@ struct ShortBackwardConsumer {
         } else {
           exchange(dv, dk);
         }
+        ptx::bar_sync(kRead + warpgroup, 256);  // before these places are written again
       }
       if (alone || warpgroup == 0)
         store(dk, scale, params.grad_k, item.keys, item.head, key, params.dim_qk);
       if (alone || warpgroup == 1)
         store(dv, 1.0f, params.grad_v, item.keys, item.head, key, params.dim_v);
-      // Before dS or sums are written again.
-      if (!alone) ptx::bar_sync(kRead + warpgroup, 256);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
