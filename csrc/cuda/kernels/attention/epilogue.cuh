@@ -45,7 +45,8 @@ __device__ __forceinline__ void store_quads(const Accumulator<1, kBlocks>& o,
         (high ? words[i] : words[i + 2]) = other;
       }
       if (half * 8 < rows && first * 8 + quad_lane * 8 < columns) {
-        ptx::st_global_16(row + first * 8, make_uint4(words[0], words[1], words[2], words[3]));
+        *reinterpret_cast<uint4*>(row + first * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }

@@ -120,10 +120,8 @@ struct ShortPlace {
 };
 
 struct ShortBackwardParams {
-  ShortMaps q;
-  ShortMaps k;
-  ShortMaps v;
-  ShortMaps grad_out;
+  CUtensorMap keys[2];     // K, V
+  CUtensorMap queries[2];  // Q, dO
   AttentionBackwardParams attention;
 };
 
@@ -330,29 +328,19 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
       ptx::mbarrier_wait(shared.empty[slot], parity ^ 1);
       if (lane == 0) {
         const bool is_keys = page < key_pages;
-        const TinyRows& range = is_keys ? item.keys : item.queries;
-        const int row = (is_keys ? page : page - key_pages) * Config::kPageRows,
-                  rows = min(64, round_up(range.len - row, Storage::kBoxRows));
+        const TinyRows range = is_keys ? item.keys : item.queries;
+        const int row = (is_keys ? page : page - key_pages) * Config::kPageRows;
         // Both warpgroups read all keys, and of three pages of queries the one between.
         if (alone || (!is_keys && !(pages - key_pages == 3 && page - key_pages == 1)))
           ptx::mbarrier_arrive_count(shared.empty[slot], 4);
         uint64_t& full = shared.full[slot];
-        ptx::mbarrier_arrive_expect_tx(full, 2 * rows * Storage::kRowBytes);
+        ptx::mbarrier_arrive_expect_tx(full, sizeof(typename Storage::Page));
+        const CUtensorMap* maps = is_keys ? params.keys : params.queries;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const ShortMaps& maps =
-              is_keys ? (i == 0 ? params.k : params.v) : (i == 0 ? params.q : params.grad_out);
-          char* to = reinterpret_cast<char*>(shared.pages[slot].rows[i].data);
-          const int from = static_cast<int>(range.begin) + row, own_head = static_cast<int>(head);
-          if (rows == Storage::kWideBoxRows) {
-            ptx::cp_async_bulk_tensor_3d(to, maps.wide, 0, own_head, from, full);
-          } else {
-#pragma unroll 1
-            for (int box = 0; box < rows; box += Storage::kBoxRows)
-              ptx::cp_async_bulk_tensor_3d(to + box * Storage::kRowBytes, maps.narrow, 0, own_head,
-                                           from + box, full);
-          }
-        }
+        for (int i = 0; i < 2; ++i)
+          ptx::cp_async_bulk_tensor_3d(shared.pages[slot].rows[i].data, maps[i], 0,
+                                       static_cast<int>(head), static_cast<int>(range.begin) + row,
+                                       full);
       }
       __syncwarp();
       if (++slot == Storage::kPages) {
@@ -687,12 +675,15 @@ cudaError_t launch_backward_short(const AttentionBackwardParams& attention, cuda
   params.attention = attention;
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int device = 0, num_sms = 0;
+  const auto encode = [&](CUtensorMap& map, const HeadsView& view, int64_t rows, int64_t dim) {
+    return encode_heads<typename ShortBackwardStorage<Config>::Rows>(map, attention, view, rows,
+                                                                     attention.heads, dim);
+  };
   const cudaError_t errors[] = {
-      params.q.encode<Element>(attention, attention.q, queries, attention.heads, attention.dim_qk),
-      params.k.encode<Element>(attention, attention.k, keys, attention.heads, attention.dim_qk),
-      params.v.encode<Element>(attention, attention.v, keys, attention.heads, attention.dim_v),
-      params.grad_out.encode<Element>(attention, attention.grad_out, queries, attention.heads,
-                                      attention.dim_v),
+      encode(params.keys[0], attention.k, keys, attention.dim_qk),
+      encode(params.keys[1], attention.v, keys, attention.dim_v),
+      encode(params.queries[0], attention.q, queries, attention.dim_qk),
+      encode(params.queries[1], attention.grad_out, queries, attention.dim_v),
       cudaGetDevice(&device),
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};
   for (cudaError_t error : errors) {
