@@ -17,9 +17,8 @@
 //     store dQ, which stayed in registers
 // No atomics: the same bits at every run, whichever warpgroup takes an item.
 //
-// Shared memory: a ring of pages of 16 KiB: 64 rows of K and V, or of Q and dO, first an item's keys,
-// then its queries. Pages of keys are given back as soon as they have been used, so that parts of the
-// next item come in. A copy may reach into the next sequence: rows past the end are overwritten with
+// Shared memory: a ring of pages of 16 KiB: 64 rows of K and V, or of Q and dO. Pages of keys are given
+// back as soon as they have been used, so that parts of the next item come in. A copy may reach into the next sequence: rows past the end are overwritten with
 // zeros, since 0 times NaN is NaN: of queries up to a multiple of 32, which the last step may be. And
 // 32 KiB for dS^T, twice for each warpgroup, so that one product may read it while the next is
 // written; sums of dK or dV pass through the same place.
@@ -62,18 +61,62 @@ struct ShortBackwardConfig {
 };
 
 // One head of one sequence.
-struct ShortBackwardItem {
+struct alignas(16) ShortBackwardItem {
   enum Owner { kNone = -1, kFirst = 0, kSecond = 1, kBoth = 2 };  // kNone: there are no more items
   TinyRows queries;
   TinyRows keys;
   unsigned head;
   int owner;
-  int first_page;  // of all pages of the CTA
-  int first_slot;  // its place in the ring
-  int parity;      // how often, modulo 2, that place was used before
+  int first_copy;  // how many pages the CTA copied before
+  unsigned
+      slots;  // the places of its pages in the ring, first of keys, then of queries: 4 bits each
+  unsigned parities;  // how often, modulo 2, those were used before: a bit each
 
   __device__ __forceinline__ int key_pages() const { return (keys.len + 63) / 64; }
   __device__ __forceinline__ int query_pages() const { return (queries.len + 63) / 64; }
+  // The page that is copied as number `copy`: the first of keys and all of queries, then the others,
+  // each of which is wanted when the one before has been used.
+  __device__ __forceinline__ int page_of(int copy) const {
+    const int num_keys = key_pages(), num_queries = query_pages();
+    if (num_keys == 0 || copy == 0) return copy;
+    return copy <= num_queries ? num_keys + copy - 1 : copy - num_queries;
+  }
+};
+
+// A page's place in the ring.
+struct ShortPlace {
+  int slot;
+  int parity;
+
+  __device__ __forceinline__ ShortPlace(const ShortBackwardItem& item, int page)
+      : slot(item.slots >> (4 * page) & 15), parity(item.parities >> page & 1) {}
+};
+
+// Places of the ring in the order in which they become free: an item's pages of keys, then those of
+// queries.
+struct ShortPlaces {
+  uint64_t next;      // 4 bits each, the first lowest
+  unsigned uses = 0;  // of each place, modulo 2
+
+  template <int kPages>
+  __device__ __forceinline__ static ShortPlaces all() {
+    uint64_t next = 0;
+#pragma unroll
+    for (int slot = 0; slot < kPages; ++slot) next |= static_cast<uint64_t>(slot) << (4 * slot);
+    return {next};
+  }
+  template <int kPages>
+  __device__ __forceinline__ void assign(ShortBackwardItem& item, int pages) {
+    item.slots = item.parities = 0;
+    for (int copy = 0; copy < pages; ++copy) {
+      const int page = item.page_of(copy), slot = static_cast<int>(next & 15);
+      next >>= 4;
+      item.slots |= static_cast<unsigned>(slot) << (4 * page);
+      item.parities |= (uses >> slot & 1) << page;
+      uses ^= 1u << slot;
+    }
+    next |= static_cast<uint64_t>(item.slots) << (4 * (kPages - pages));
+  }
 };
 
 template <typename Config>
@@ -106,19 +149,6 @@ struct ShortBackwardStorage : ShortLayout {
   }
 };
 
-// A page's place in the ring.
-struct ShortPlace {
-  int slot;
-  int parity;
-
-  template <int kPages>
-  __device__ __forceinline__ static ShortPlace of(const ShortBackwardItem& item, int page) {
-    const int slot = item.first_slot + page;
-    return slot < kPages ? ShortPlace{slot, item.parity}
-                         : ShortPlace{slot - kPages, item.parity ^ 1};
-  }
-};
-
 struct ShortBackwardParams {
   CUtensorMap keys[2];     // K, V
   CUtensorMap queries[2];  // Q, dO
@@ -131,6 +161,21 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   } else {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+}
+
+// A pair of elements times two numbers, rounded to Element. bf16 rounds those first, for a third of the
+// instructions; f16 has not their range.
+template <typename Element>
+__device__ __forceinline__ uint32_t times(uint32_t pair, const float (&factors)[2]) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    const float2 elements = unpack<Element>(pair);
+    return pack<Element>(elements.x * factors[0], elements.y * factors[1]);
+  } else {
+    const uint32_t rounded = pack<Element>(factors[0], factors[1]);
+    const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair),
+                                           *reinterpret_cast<const __nv_bfloat162*>(&rounded));
+    return *reinterpret_cast<const uint32_t*>(&product);
   }
 }
 
@@ -228,7 +273,7 @@ __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& p
   zero_page_rows(shared.pages[place.slot], rows, round_up(rows, 32), lane);
 }
 
-// A helping warp takes every kHelpers-th page.
+// A helping warp takes every kHelpers-th page, in the order of copies.
 template <typename Config>
 __device__ __forceinline__ void help_short_backward(const AttentionBackwardParams& params,
                                                     ShortBackwardStorage<Config>& shared,
@@ -240,11 +285,12 @@ __device__ __forceinline__ void help_short_backward(const AttentionBackwardParam
     const ShortBackwardItem& item = shared.items[described];
     if (item.owner == ShortBackwardItem::kNone) return;
     const int key_pages = item.key_pages(), pages = key_pages + item.query_pages(),
-              passed = item.first_page % Config::kHelpers;
+              passed = item.first_copy % Config::kHelpers;
 #pragma unroll 1
-    for (int page = (helper + Config::kHelpers - passed) % Config::kHelpers; page < pages;
-         page += Config::kHelpers) {
-      const auto place = ShortPlace::of<Storage::kPages>(item, page);
+    for (int copy = (helper + Config::kHelpers - passed) % Config::kHelpers; copy < pages;
+         copy += Config::kHelpers) {
+      const int page = item.page_of(copy);
+      const ShortPlace place(item, page);
       if (page < key_pages) {
         ptx::mbarrier_wait(shared.full[place.slot], place.parity);
         zero_page_rows(shared.pages[place.slot], item.keys.len - page * Config::kPageRows, 64,
@@ -306,7 +352,8 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     help_short_backward<Config>(attention, shared, warp - 1, lane);
     return;
   }
-  int described = 0, first_page = 0, slot = 0, parity = 0;
+  int described = 0, copied = 0;
+  auto places = ShortPlaces::all<Storage::kPages>();
   ShortBackwardTurns turns;
   const auto describe = [&](const ShortBackwardItem& item) {
     if (lane == 0) {
@@ -316,16 +363,19 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     described = (described + 1) % Storage::kDescribed;
   };
   const auto visit = [&](const ShortSequence& sequence, unsigned head) {
-    ShortBackwardItem item{sequence.queries, sequence.keys, head,  ShortBackwardItem::kBoth,
-                           first_page,       slot,          parity};
+    ShortBackwardItem item{sequence.queries, sequence.keys, head, ShortBackwardItem::kBoth, copied};
     const bool alone = !is_first(sequence);
     if (alone) item.owner = turns.next(item);
-    describe(item);
     const int key_pages = item.key_pages(), pages = key_pages + item.query_pages();
-    first_page += pages;
+    places.assign<Storage::kPages>(item, pages);
+    describe(item);
+    copied += pages;
 #pragma unroll 1
-    for (int page = 0; page < pages; ++page) {
-      ptx::mbarrier_wait(shared.empty[slot], parity ^ 1);
+    for (int copy = 0; copy < pages; ++copy) {
+      const int page = item.page_of(copy);
+      const ShortPlace place(item, page);
+      const int slot = place.slot;
+      ptx::mbarrier_wait(shared.empty[slot], place.parity ^ 1);
       if (lane == 0) {
         const bool is_keys = page < key_pages;
         const TinyRows range = is_keys ? item.keys : item.queries;
@@ -343,10 +393,6 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
                                        full);
       }
       __syncwarp();
-      if (++slot == Storage::kPages) {
-        slot = 0;
-        parity ^= 1;
-      }
     }
   };
   visit_short(attention, shared.listed, listed, lane, is_first, visit);
@@ -433,9 +479,8 @@ struct ShortBackwardConsumer {
   __device__ __forceinline__ void wait_ready(const ShortPlace& place) const {
     ptx::mbarrier_wait(shared.ready[place.slot], place.parity);
   }
-  // This warp has read all that it will of a page, if only that it has come.
+  // This warp has read all that it will of a page, for which it has waited.
   __device__ __forceinline__ void release(const ShortPlace& place) const {
-    wait_ready(place);
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.empty[place.slot]);
   }
@@ -510,10 +555,9 @@ struct ShortBackwardConsumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // P as rounded, which saves registers.
-        const float2 probs = unpack<Element>(p.fragments[block / 2][block % 2 * 2 + half]);
-        const float pair[2] = {probs.x * (dp[0][block][2 * half] - own.x),
-                               probs.y * (dp[0][block][2 * half + 1] - own.y)};
-        ds.set(block, half, pair);
+        const uint32_t probs = p.fragments[block / 2][block % 2 * 2 + half];
+        const float pair[2] = {dp[0][block][2 * half] - own.x, dp[0][block][2 * half + 1] - own.y};
+        ds.fragments[block / 2][block % 2 * 2 + half] = times<Element>(probs, pair);
       }
     }
     write_rows(ds, offset / 8);
@@ -565,7 +609,6 @@ struct ShortBackwardConsumer {
   }
 
   __device__ __forceinline__ void compute(const ShortBackwardItem& item) {
-    constexpr int kPages = Storage::kPages;
     const bool alone = item.owner != ShortBackwardItem::kBoth;
     const int num_queries = item.queries.len, num_keys = item.keys.len,
               key_pages = item.key_pages();
@@ -585,15 +628,19 @@ struct ShortBackwardConsumer {
     const auto release_queries = [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (last[i] > 0) release(ShortPlace::of<kPages>(item, key_pages + first_page + i));
+        if (last[i] > 0) release(ShortPlace(item, key_pages + first_page + i));
       }
     };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (last[i] > 0) wait_ready(ShortPlace(item, key_pages + first_page + i));
+    }
     reset(dq[0]);
     reset(dq[1]);
     if (key_pages == 0) release_queries();
 #pragma unroll 1
     for (int page = 0; page < key_pages; ++page) {
-      const auto place = ShortPlace::of<kPages>(item, page);
+      const ShortPlace place(item, page);
       wait_ready(place);
       const int key = page * 64;
       const int first_query = seen.first_column(key),
@@ -604,8 +651,7 @@ struct ShortBackwardConsumer {
       for (int i = 0; i < 2; ++i) {
         const int begin = (first_page + i) * 64, query = begin + first[i], end = begin + last[i];
         if (query >= end || query >= last_query || end <= first_query) continue;
-        const auto own = ShortPlace::of<kPages>(item, key_pages + first_page + i);
-        wait_ready(own);
+        const ShortPlace own(item, key_pages + first_page + i);
         if (end - query > 32) {
           step<8>(dq[i], seen, shared.pages[place.slot], key, num_keys, own.slot, query, 0);
         } else {
@@ -639,7 +685,7 @@ struct ShortBackwardConsumer {
     for (int position = 0;; ++position) {
       const int described = position % Storage::kDescribed;
       ptx::mbarrier_wait(shared.issued[described], position / Storage::kDescribed % 2);
-      const ShortBackwardItem& item = shared.items[described];
+      const ShortBackwardItem item = shared.items[described];
       if (item.owner == ShortBackwardItem::kNone) return;
       if (item.owner == ShortBackwardItem::kBoth || item.owner == warpgroup) compute(item);
     }
