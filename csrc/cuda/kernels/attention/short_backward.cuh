@@ -424,7 +424,13 @@ struct ShortBackwardConsumer {
         warpgroup(own_warpgroup),
         lane(own_lane),
         warp(own_warp),
-        scale_log2(static_cast<float>(attention.scale) * kLog2E) {}
+        scale_log2(scale_of(attention)) {}
+
+  // At least a tiny number: with scale 0 all scores are equal, but masked ones, infinite, stay so.
+  __device__ __forceinline__ static float scale_of(const AttentionParams& attention) {
+    const float scale = static_cast<float>(attention.scale) * kLog2E;
+    return copysignf(fmaxf(fabsf(scale), 1e-30f), scale);
+  }
 
   __device__ __forceinline__ static void reset(Accumulator<1, 8>& sum) {
 #pragma unroll
@@ -491,7 +497,7 @@ struct ShortBackwardConsumer {
   __device__ __forceinline__ void step(Accumulator<1, 8>& grad_q, const WindowOf<int>& seen,
                                        typename Storage::Page& keys, int key, int num_keys,
                                        int slot, int query, int offset) {
-    constexpr int kQueries = kBlocks * 8;
+    constexpr int kQueries = kBlocks * 8, kEarly = 4;
     const auto rows_from = [&](Rows& rows) -> Rows& {
       return *reinterpret_cast<Rows*>(reinterpret_cast<char*>(rows.data) +
                                       offset * Storage::kRowBytes);
@@ -504,21 +510,18 @@ struct ShortBackwardConsumer {
     ptx::wgmma_commit_group();
     wgmma_rows_by_rows(dp, keys.rows[1], 0, tile_grad_out);
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
-    ptx::fence_operands(s[0]);
     const float* lse = shared.lse[slot] + offset + lane % 4 * 2;
     const float* delta = shared.delta[slot] + offset + lane % 4 * 2;
+    float2 early[kEarly];  // asked for before the wait
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float2 own = *reinterpret_cast<const float2*>(lse + block * 8);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& score = s[0][block][i];
-        score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, i % 2 == 0 ? -own.x : -own.y));
-      }
-    }
+    for (int block = 0; block < kEarly; ++block)
+      early[block] = *reinterpret_cast<const float2*>(lse + block * 8);
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    // Masked before the exponentials, so that nothing comes between these and what follows.
     const int own_key = key + warp * 16 + lane / 4;
     if (seen.cuts_tile(key, 64, query, kQueries, query + kQueries)) {
+      const float unseen = scale_log2 < 0.0f ? INFINITY : -INFINITY;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const VisibleColumns visible(seen, own_key + half * 8, query, kQueries, query + kQueries);
@@ -527,18 +530,19 @@ struct ShortBackwardConsumer {
         for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            if (block * 8 + i < first || block * 8 + i >= last) s[0][block][2 * half + i] = 0.0f;
+            if (block * 8 + i < first || block * 8 + i >= last) s[0][block][2 * half + i] = unseen;
           }
         }
       }
     }
-    if (key + 64 > num_keys) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    for (int block = 0; block < kBlocks; ++block) {
+      const float2 own =
+          block < kEarly ? early[block] : *reinterpret_cast<const float2*>(lse + block * 8);
 #pragma unroll
-        for (int i = 0; i < kBlocks * 2; ++i) {
-          if (own_key + half * 8 >= num_keys) s[0][i / 2][2 * half + i % 2] = 0.0f;
-        }
+      for (int i = 0; i < 4; ++i) {
+        float& score = s[0][block][i];
+        score = ptx::ex2_approx(__fmaf_rn(score, scale_log2, i % 2 == 0 ? -own.x : -own.y));
       }
     }
     const PackedRows<Element, kBlocks> p(s);
@@ -546,18 +550,31 @@ struct ShortBackwardConsumer {
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dv, p, tile_grad_out);
     ptx::wgmma_commit_group();
+#pragma unroll
+    for (int block = 0; block < kEarly; ++block)
+      early[block] = *reinterpret_cast<const float2*>(delta + block * 8);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dp[0]);
     PackedRows<Element, kBlocks> ds;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const float2 own = *reinterpret_cast<const float2*>(delta + block * 8);
+      const float2 own =
+          block < kEarly ? early[block] : *reinterpret_cast<const float2*>(delta + block * 8);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // P as rounded, which saves registers.
         const uint32_t probs = p.fragments[block / 2][block % 2 * 2 + half];
         const float pair[2] = {dp[0][block][2 * half] - own.x, dp[0][block][2 * half + 1] - own.y};
         ds.fragments[block / 2][block % 2 * 2 + half] = times<Element>(probs, pair);
+      }
+    }
+    if (key + 64 > num_keys) {  // what keys past the end give to dK and dV is not stored
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          if (own_key + half * 8 >= num_keys) ds.fragments[block / 2][block % 2 * 2 + half] = 0;
+        }
       }
     }
     write_rows(ds, offset / 8);
