@@ -98,8 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});
   Tensor grad_k = allocate(op, q, {sizes.Tk, sizes.G, sizes.D});
   Tensor grad_v = allocate(op, q, {sizes.Tk, sizes.G, sizes.Dv});
-  // One row more than sums: kernels leave word to those behind them.
-  const Tensor delta = allocate(op, q, {sizes.Tq + 1, sizes.H}, sum_dtype(q.scalar_type()));
+  const Tensor delta = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
   AttentionBackwardParams params{};
   fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
               max_len, key_ranges, biases);

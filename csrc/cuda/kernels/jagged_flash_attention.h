@@ -95,8 +95,7 @@ constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
-  // [Tq + 1, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight(). Of
-  // the last row see attention/any_longer.cuh.
+  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
   void* delta;
   HeadsView grad_q;  // [Tq, H, D] contiguous
   HeadsView grad_k;  // [Tk, G, D] contiguous

@@ -21,7 +21,6 @@
 // without queries gives zeros to its keys.
 #pragma once
 
-#include "cuda/kernels/attention/any_longer.cuh"
 #include "cuda/kernels/attention/backward_mma_sync.cuh"
 #include "cuda/kernels/attention/forward_wgmma.cuh"
 
@@ -115,7 +114,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
   ptx::griddepcontrol_launch_dependents();
-  if (none_longer(params)) return;
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   const JaggedTile tile = find_tile_of<kRows>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
@@ -241,7 +239,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
-  if (none_longer(params)) return;
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
   const JaggedTile tile = find_tile_of<kRows>(params, params.kv_offsets);

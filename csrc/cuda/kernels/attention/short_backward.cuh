@@ -40,7 +40,6 @@
 // over no more than those that the other got in a row, at most five (ShortBackwardTurns).
 #pragma once
 
-#include "cuda/kernels/attention/any_longer.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/short_items.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
@@ -133,7 +132,6 @@ struct ShortBackwardStorage : ShortLayout {
   ShortBackwardItem items[kDescribed];
   uint64_t issued[kDescribed], full[kPages], ready[kPages], empty[kPages];
   ShortList listed;
-  bool any_longer;
 
   // One thread.
   __device__ __forceinline__ void init() {
@@ -144,7 +142,6 @@ struct ShortBackwardStorage : ShortLayout {
       ptx::mbarrier_init(empty[i], Config::kWarpgroups * 4);
     }
     listed.init();
-    any_longer = false;
     ptx::fence_mbarrier_init();
   }
 };
@@ -318,22 +315,6 @@ struct ShortBackwardTurns {
   }
 };
 
-// Leaves word whether any sequence is longer than short; 128 threads of one CTA. Where sequences go
-// round this is not worth its time: then one may be.
-template <typename Storage>
-__device__ __forceinline__ void report_longer(const AttentionBackwardParams& params,
-                                              Storage& shared, bool listed, int thread) {
-  const int64_t num_seqs = listed ? params.q_offsets.num_seqs : 0;
-  bool longer = !listed;
-#pragma unroll 8
-  for (int64_t seq = thread; seq < num_seqs; seq += 128)
-    longer |= max(sequence_rows(params.q_offsets, seq).len,
-                  sequence_rows(params.kv_offsets, seq).len) > kShortRows;
-  if (longer) shared.any_longer = true;  // the same by all that write
-  ptx::bar_sync(1, 128);
-  if (thread == 0) *any_longer_word(params) = shared.any_longer ? 1.0f : 0.0f;
-}
-
 template <typename Config>
 __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams& params,
                                                        ShortBackwardStorage<Config>& shared,
@@ -347,7 +328,6 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     return sequence.queries.len > Config::kAloneQueries;
   };
   if (listed) list_short(attention, shared.listed, warp * 32 + lane, is_first);
-  if (blockIdx.x == 0) report_longer(attention, shared, listed, warp * 32 + lane);
   if (warp > 0) {
     help_short_backward<Config>(attention, shared, warp - 1, lane);
     return;
