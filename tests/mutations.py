@@ -240,6 +240,22 @@ FAULTS = (
         "--op jagged_flash_attention",
     ),
     Fault(
+        "queries counted twice",
+        "cuda",
+        "cuda/kernels/attention/short_backward.cuh",
+        "    if (shares_page && !is_second) last[1] = 32;\n",
+        "",
+        "tests/test_cuda.py -k test_path_of_short_sequences",
+    ),
+    Fault(
+        "sums of half the queries",
+        "cuda",
+        "cuda/kernels/attention/short_backward.cuh",
+        "      kept[0][i][3] += sum.w;\n",
+        "",
+        "tests/test_cuda.py -k test_path_of_short_sequences",
+    ),
+    Fault(
         "window off by one",
         "cuda",
         "cuda/kernels/attention/window.cuh",

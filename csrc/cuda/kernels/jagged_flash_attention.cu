@@ -57,6 +57,12 @@ bool takes_short(const AttentionParams& params) {
   return params.split_by_length && attention::dim_bucket(params) == 64;
 }
 
+// The same in the backward pass, where that kernel sums nothing over the heads of a group.
+bool takes_short_backward(const AttentionBackwardParams& params) {
+  return takes_short(params) && params.heads == params.kv_heads &&
+         copyable(params.grad_out, params.q_offsets.total, params.heads);
+}
+
 // Whether no sequence can be longer than short.
 bool all_short(const AttentionParams& params) {
   return (params.max_len > 0 && params.max_len <= kShortRows) ||
@@ -148,7 +154,14 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
         }
         if (is_wide(longer) || !takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
-        cudaError_t error = attention::launch_backward_wgmma<Element>(longer, stream);
+        cudaError_t error = cudaSuccess;
+        if (takes_short_backward(longer)) {
+          error = attention::launch_backward_short<Element>(longer, stream);
+          if (error == cudaSuccess && all_short(longer)) return error;
+          if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+          longer.short_apart = error == cudaSuccess;
+        }
+        error = attention::launch_backward_wgmma<Element>(longer, stream);
         if (error != cudaSuccess || longer.long_plan == nullptr) return error;
         error = attention::launch_backward_long<Element>(longer, stream);
         if (error != cudaErrorNotSupported) return error;

@@ -15,8 +15,8 @@ namespace jagged_cuda {
 
 // Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
 constexpr int kTinyRows = 64;
-// Others of at most this many queries and keys have a forward kernel of their own on compute
-// capability 9.0, for head dims of 33 to 64.
+// Others of at most this many queries and keys have kernels of their own on compute capability 9.0,
+// for head dims of 33 to 64 (attention/launch.h).
 constexpr int kShortRows = 256;
 // Head dims above 128.
 template <typename Params>

@@ -128,7 +128,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
-  if (left_to_tiny(params, tile.rows.len, kv.len) || left_to_long(params, tile.rows.len)) return;
+  if (left_to_tiny(params, tile.rows.len, kv.len) || left_to_short(params, tile.rows.len, kv.len) ||
+      left_to_long(params, tile.rows.len))
+    return;
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
@@ -254,7 +256,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
-  if (left_to_tiny(params, queries.len, tile.rows.len) || left_to_long(params, queries.len)) return;
+  if (left_to_tiny(params, queries.len, tile.rows.len) ||
+      left_to_short(params, queries.len, tile.rows.len) || left_to_long(params, queries.len))
+    return;
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window =
       WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),

@@ -65,10 +65,13 @@ cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stre
 template <typename Element>
 cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny: behind the
-// kernel for tiny ones. cudaErrorNotSupported where an operand has no tensor map.
+// 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny, in the
+// backward pass as many kv heads as heads: behind the kernel for tiny ones. cudaErrorNotSupported
+// where an operand has no tensor map.
 template <typename Element>
 cudaError_t launch_forward_short(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_short(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // The gradients of tables, of 16-bit elements, and of f32 and f64.
 template <typename Element>
