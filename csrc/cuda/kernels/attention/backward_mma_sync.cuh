@@ -180,14 +180,14 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
   using Bias = TileBias<false, kRows, kStep, kRowBlocks>;
   std::conditional_t<Config::kGeneral, Bias, Unbiased> bias(params, tile.rows, kv, tile.row,
                                                             warp_row);
+  if constexpr (Config::kGeneral) bias.set_load_head(head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kStep), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
                         params.dim_qk, params.aligned);
     load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
                         params.dim_v, params.aligned);
-    if constexpr (Config::kGeneral)
-      bias.template load<kThreads>(shared.bias.steps[stage], head, key);
+    if constexpr (Config::kGeneral) bias.template load<kThreads>(shared.bias.steps[stage], key);
   };
   load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
   load_tile<kThreads>(shared.sGradOut, gGradOut, params.grad_out.row_stride, rows, params.dim_v,
@@ -394,11 +394,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       ptx::cp_async_4(&shared.sDelta[stage][row],
                       static_cast<const float*>(params.delta) + statistic, row < valid ? 4 : 0);
     }
-    if constexpr (Config::kGeneral)
-      bias.template load<kThreads>(shared.bias.steps[stage], head, query);
+    if constexpr (Config::kGeneral) bias.template load<kThreads>(shared.bias.steps[stage], query);
   };
   int head = kv_head * group;
   const int last_head = head + group;
+  if constexpr (Config::kGeneral) bias.set_load_head(head);
   load_tile<kThreads>(shared.sK, gK, params.k.row_stride, rows, params.dim_qk, params.aligned);
   load_tile<kThreads>(shared.sV, gV, params.v.row_stride, rows, params.dim_v, params.aligned);
   ptx::cp_async_commit();
@@ -427,6 +427,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     if (next_step.query >= last_query) {
       next_step = first_step;
       ++next_head;
+      if constexpr (Config::kGeneral) {
+        if (next_head < last_head) bias.set_load_head(next_head);
+      }
     }
     ptx::cp_async_wait<0>();
     __syncthreads();

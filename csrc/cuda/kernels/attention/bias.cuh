@@ -99,7 +99,6 @@ template <bool kTransposed, int kRows, int kColumns, int kRowBlocks>
 struct TileBias {
   using Step = StepBias<kRows, kColumns>;
 
-  static constexpr int kFew = 6;  // boundaries that are compared one after another
   // Columns whose buckets are found together, and the lanes that find them.
   static constexpr int kGroup = 16, kGroups = kColumns / kGroup, kGroupLanes = 32 / kGroups;
 
@@ -110,6 +109,8 @@ struct TileBias {
   int64_t first_row;  // of the tile
   int warp_row;
   const float* times;                 // of a head: [time_buckets]
+  const float* load_keys;             // of the head that is loaded: kv_bias; not kTransposed
+  const float* load_positions;        // [position_buckets]
   TimeSpan span;                      // of the warp's rows
   uint32_t row_times[kRowBlocks][2];  // of the lane's rows, the lower half
   float row_keys[kRowBlocks][2];      // kv_bias of the lane's rows, of a head; kTransposed
@@ -145,32 +146,38 @@ struct TileBias {
     }
   }
 
+  // What load() is for from now on.
+  __device__ __forceinline__ void set_load_head(int head) {
+    if (!kTransposed && bias.kv_bias != nullptr) load_keys = key_column(head);
+    if (bias.position_table != nullptr)
+      load_positions = static_cast<const float*>(bias.position_table) +
+                       head / (params.heads / bias.position_heads) * bias.position_buckets;
+  }
+
   // Copies a step, of which some columns are there; the caller commits and waits.
   template <int kThreads>
-  __device__ __forceinline__ void load(Step& step, int head, int64_t column) const {
+  __device__ __forceinline__ void load(Step& step, int64_t column) const {
     const int last =
         static_cast<int>(min(num_columns() - column, static_cast<int64_t>(kColumns))) - 1;
     const int own = threadIdx.x;
     static_assert(kThreads >= 2 * kColumns);
     if (!kTransposed && bias.kv_bias != nullptr && own < kColumns)
-      ptx::cp_async_4(&step.keys[own], key_column(head) + (column + min(own, last)) * bias.kv_heads,
-                      4);
+      ptx::cp_async_4(&step.keys[own], load_keys + (column + min(own, last)) * bias.kv_heads, 4);
     if (bias.time_table != nullptr && own < 2 * kColumns) {
       const int64_t* time = times_of_columns() + column + min(own / 2, last);
       ptx::cp_async_4(reinterpret_cast<int*>(step.times) + own,
                       reinterpret_cast<const int*>(time) + own % 2, 4);
     }
     if (bias.position_table != nullptr) {
-      const float* table = static_cast<const float*>(bias.position_table) +
-                           head / (params.heads / bias.position_heads) * bias.position_buckets;
       const int64_t shift = kv.len - queries.len,
                     middle = (kTransposed ? column - first_row : first_row - column) + shift;
 #pragma unroll
       for (int i = own; i < 2 * (kRows + kColumns); i += kThreads) {
         const int copy = i < kRows + kColumns ? 0 : 1;
         const int place = i - copy * (kRows + kColumns), away = place - copy - (kRows - 1);
-        ptx::cp_async_4(&step.positions[copy][place],
-                        table + bias.position_bucket(middle + (kTransposed ? away : -away)), 4);
+        ptx::cp_async_4(
+            &step.positions[copy][place],
+            load_positions + bias.position_bucket(middle + (kTransposed ? away : -away)), 4);
       }
     }
   }
@@ -204,8 +211,6 @@ struct TileBias {
   // The buckets that each group of columns can have, in all lanes of the group; of narrow times alone.
   struct TimeGroups {
     bool narrow;
-    uint32_t nearest;
-    uint32_t farthest;
     int first;
     int last;
 
@@ -219,12 +224,6 @@ struct TileBias {
     }
     __device__ __forceinline__ int last_of(int group) const {
       return __shfl_sync(0xffffffffu, last, group * kGroupLanes);
-    }
-    // Whether some group has many buckets, which cells tell.
-    __device__ __forceinline__ bool are_rich(const TimeCells& cells, int lane) const {
-      return __any_sync(0xffffffffu, last - first > kFew) &&
-             !cells.any_of_many(__reduce_min_sync(0xffffffffu, nearest),
-                                __reduce_max_sync(0xffffffffu, farthest), lane);
     }
   };
 
@@ -257,20 +256,30 @@ struct TileBias {
     const int rows = static_cast<int>(width), least = kTransposed ? low - rows : -high,
               most = kTransposed ? high : rows - low;
     const int behind = bias.symmetric ? -least : 0;
-    groups.nearest = static_cast<uint32_t>(max(max(least, bias.symmetric ? -most : 0), 0));
-    groups.farthest = static_cast<uint32_t>(max(max(most, behind), 0));
-    groups.first = cells.bucket_of_any(bias, groups.nearest);
-    groups.last = cells.bucket_of_any(bias, groups.farthest);
+    const int nearest = max(max(least, bias.symmetric ? -most : 0), 0),
+              farthest = max(max(most, behind), 0);
+    groups.first = cells.bucket(bias, static_cast<uint32_t>(nearest));
+    groups.last = cells.bucket(bias, static_cast<uint32_t>(farthest));
     return groups;
   }
 
-  // Calls use(r, block, i, of(its bucket)) for each score of a group of columns, by boundaries between
-  // two buckets, or by cells where there are too many.
+  // Calls use(r, block, i, of(its bucket)) for each score of a group of columns, which has the buckets
+  // [first, last]. Loops stay loops: unrolled they would not fit into the instruction cache.
   template <typename Of, typename Use>
-  __device__ __forceinline__ void for_each_of_group(int group, int first, int last, bool rich,
-                                                    const Step& step, const TimeCells& cells,
-                                                    int lane, Of of, Use use) const {
+  __device__ __forceinline__ void for_each_of_group(int group, int first, int last,
+                                                    const Step& step, int lane, Of of,
+                                                    Use use) const {
     constexpr int kGroupBlocks = kGroup / 8;
+    const auto for_each = [&](auto visit) {
+#pragma unroll
+      for (int i = 0; i < kRowBlocks * kGroupBlocks * 4; ++i)
+        visit(i / (kGroupBlocks * 4), i / 4 % kGroupBlocks, i % 4);
+    };
+    if (first == last) {
+      const auto one = of(first);
+      for_each([&](int r, int b, int i) { use(r, group * kGroupBlocks + b, i, one); });
+      return;
+    }
     const int mirrored = bias.symmetric ? -1 : 0;
     uint32_t away[kRowBlocks][kGroupBlocks][4];
 #pragma unroll
@@ -284,20 +293,10 @@ struct TileBias {
         away[i / 4][b][i % 4] = static_cast<uint32_t>(max(difference, difference * mirrored));
       }
     }
-    const auto for_each = [&](auto visit) {
-#pragma unroll
-      for (int i = 0; i < kRowBlocks * kGroupBlocks * 4; ++i)
-        visit(i / (kGroupBlocks * 4), i / 4 % kGroupBlocks, i % 4);
-    };
-    if (rich && last - first > kFew) {
-      for_each([&](int r, int b, int i) {
-        use(r, group * kGroupBlocks + b, i, of(cells.bucket(away[r][b][i])));
-      });
-      return;
-    }
     decltype(of(0)) found[kRowBlocks][kGroupBlocks][4];
     const auto nearest = of(first);
     for_each([&](int r, int b, int i) { found[r][b][i] = nearest; });
+#pragma unroll 1
     for (int next = first; next < last; ++next) {
       const auto boundary = static_cast<uint32_t>(__ldg(bias.boundaries + next));
       const auto behind = of(next + 1);
@@ -319,10 +318,6 @@ struct TileBias {
   template <int kBlocks, typename Use>
   __device__ __forceinline__ void for_each_bucket(const TimeRange& range, const Step& step,
                                                   int64_t column, int lane, Use use) const {
-    if (range.direction != 0) {
-      for_each_by_boundaries<kBlocks>(range, step, lane, use);
-      return;
-    }
     // One element after another, of all in registers.
 #pragma unroll 1
     for (int element = 0; element < kRowBlocks * kBlocks * 4; ++element) {
@@ -427,40 +422,11 @@ struct TileBias {
       const float added = of(groups.first);
       for_each_score(s, [&](float& score) { score = __fmaf_rn(score, scale, added); });
     } else {
-      const bool rich = groups.are_rich(cells, lane);
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const int first = groups.first_of(group), last = groups.last_of(group);
-        for_each_of_group(group, first, last, rich, step, cells, lane, of, add);
+        for_each_of_group(group, first, last, step, lane, of, add);
       }
-    }
-  }
-
-  // Calls use(r, block, i, its bucket) for each score of a range with a direction.
-  template <int kBlocks, typename Use>
-  __device__ __forceinline__ void for_each_by_boundaries(const TimeRange& range, const Step& step,
-                                                         int lane, Use use) const {
-    const auto nearest = static_cast<uint32_t>(range.nearest);
-    const int direction = kTransposed ? -range.direction : range.direction;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const auto pair = *reinterpret_cast<const uint4*>(&step.times[block * 8 + 2 * (lane % 4)]);
-      uint32_t further[kRowBlocks][4];  // than the nearest
-      int bucket[kRowBlocks][4];
-#pragma unroll
-      for (int i = 0; i < kRowBlocks * 4; ++i) {
-        const uint32_t other = i % 2 == 0 ? pair.x : pair.z;
-        further[i / 4][i % 4] = (row_times[i / 4][i % 4 / 2] - other) * direction - nearest;
-        bucket[i / 4][i % 4] = range.first;
-      }
-      for (int next = range.first; next < range.last; ++next) {
-        const auto boundary = static_cast<uint32_t>(__ldg(bias.boundaries + next)) - nearest;
-#pragma unroll
-        for (int i = 0; i < kRowBlocks * 4; ++i)
-          bucket[i / 4][i % 4] += further[i / 4][i % 4] >= boundary ? 1 : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kRowBlocks * 4; ++i) use(i / 4, block, i % 4, bucket[i / 4][i % 4]);
     }
   }
 };

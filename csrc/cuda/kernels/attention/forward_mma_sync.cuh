@@ -129,14 +129,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   using Bias = TileBias<false, kTileM, kTileN, kRowBlocks>;
   std::conditional_t<Config::kGeneral, Bias, Unbiased> bias(params, tile.rows, kv, tile.row,
                                                             warp_row);
+  if constexpr (Config::kGeneral) bias.set_load_head(head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kTileN), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
                         params.dim_qk, params.aligned);
     load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
                         params.dim_v, params.aligned);
-    if constexpr (Config::kGeneral)
-      bias.template load<kThreads>(shared.bias.steps[stage], head, key);
+    if constexpr (Config::kGeneral) bias.template load<kThreads>(shared.bias.steps[stage], key);
   };
   load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
   ptx::cp_async_commit();

@@ -26,9 +26,11 @@ struct RowRanges {
     second = {other.x, other.y};
   }
 
+  // Without branches, of which masks would have one for each score.
   template <typename Key>
   __device__ __forceinline__ bool contains(Key key) const {
-    return (key >= first.begin && key < first.end) || (key >= second.begin && key < second.end);
+    return ((key >= first.begin) & (key < first.end)) |
+           ((key >= second.begin) & (key < second.end));
   }
   template <typename Key>
   __device__ __forceinline__ bool contains_all(Key key, int keys) const {
@@ -214,8 +216,8 @@ __device__ __forceinline__ void replace_outside_ranges(Accumulator<kRowBlocks, k
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!ranges.contains(key + block * 8 + 2 * (lane % 4) + i))
-            s[r][block][2 * half + i] = value;
+          float& score = s[r][block][2 * half + i];
+          score = ranges.contains(key + block * 8 + 2 * (lane % 4) + i) ? score : value;
         }
       }
     }
@@ -238,7 +240,8 @@ __device__ __forceinline__ void replace_outside_ranges_transposed(
       for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (!ranges.contains(key + 16 * r + 8 * half)) s[r][block][2 * half + i] = value;
+          float& score = s[r][block][2 * half + i];
+          score = ranges.contains(static_cast<int>(key) + 16 * r + 8 * half) ? score : value;
         }
       }
     }

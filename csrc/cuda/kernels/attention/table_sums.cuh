@@ -133,13 +133,12 @@ struct WarpTableSums {
       add_buckets<kBlocks>(ds, buckets, 0, range.first, range.last, lane);
       return;
     }
-    const bool rich = groups.are_rich(cells, lane);
     constexpr int kGroupBlocks = Bias::kGroup / 8;
 #pragma unroll
     for (int group = 0; group < Bias::kGroups; ++group) {
       const int first = groups.first_of(group), last = groups.last_of(group);
       bias.for_each_of_group(
-          group, first, last, rich, step, cells, lane, [](int bucket) { return bucket; }, keep);
+          group, first, last, step, lane, [](int bucket) { return bucket; }, keep);
       add_buckets<kGroupBlocks>(ds, buckets, group * kGroupBlocks, first, last, lane);
     }
   }
@@ -156,6 +155,7 @@ struct WarpTableSums {
       for (int i = 0; i < kSome * 4; ++i) sum += ds[0][block + i / 4][i % 4];
       pending_time.add(times, first, sum, lane);
     } else if (last - first < kFew) {
+#pragma unroll 1
       for (int bucket = first; bucket <= last; ++bucket) {
         float sum = 0.0f;
 #pragma unroll

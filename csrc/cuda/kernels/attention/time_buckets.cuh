@@ -19,6 +19,7 @@ __device__ __forceinline__ uint64_t time_between(int64_t one, int64_t other) {
 __device__ __forceinline__ int bucket_of(const ScoreBias& bias, uint64_t away, int first,
                                          int last) {
   const int64_t largest = away < uint64_t{LLONG_MAX} ? static_cast<int64_t>(away) : LLONG_MAX;
+#pragma unroll 1
   while (first < last) {
     const int middle = (first + last) / 2;
     const bool passed = __ldg(bias.boundaries + middle) <= largest;
@@ -103,52 +104,31 @@ struct TimeCells {
     }
   }
 
-  // Where no cell of many boundaries has to do with it.
-  __device__ __forceinline__ int bucket(uint32_t away) const {
-    const Cell cell = cells[index_of(away)];
-    return static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0);
-  }
-  __device__ __forceinline__ int bucket_of_any(const ScoreBias& bias, uint32_t away) const {
+  __device__ __forceinline__ int bucket(const ScoreBias& bias, uint32_t away) const {
     const Cell cell = cells[index_of(away)];
     const int bucket = static_cast<int>(cell.bucket & ~kMany);
     if (cell.bucket & kMany) return bucket_of(bias, away, bucket, bias.time_buckets - 1);
     return bucket + (away >= cell.boundary ? 1 : 0);
   }
-  // All 32 lanes of a warp together.
-  __device__ __forceinline__ bool any_of_many(uint32_t nearest, uint32_t farthest, int lane) const {
-    bool many = false;
-    for (int index = index_of(nearest) + lane; index <= index_of(farthest); index += 32)
-      many = many || (cells[index].bucket & kMany) != 0;
-    return __any_sync(0xffffffffu, many);
-  }
 };
 
-// What the times between some queries and some keys can be.
+// The buckets of the times between some queries and some keys.
 struct TimeRange {
-  uint64_t nearest;
-  int first;  // bucket
+  int first;
   int last;
-  // 1 if no key is later than a query, -1 if all are; 0 else, or if distances less the nearest one do
-  // not have 32 bits.
-  int direction;
 
   __device__ __forceinline__ TimeRange(const ScoreBias& bias, const TimeSpan& query,
-                                       const TimeSpan& key)
-      : nearest(0) {
+                                       const TimeSpan& key) {
     const bool mixed = key.latest > query.soonest;
     uint64_t before = 0, behind = 0;  // the keys furthest before and behind a query
     if (query.latest > key.soonest) before = time_between(query.latest, key.soonest);
     if (mixed) behind = time_between(key.latest, query.soonest);
-    if (!mixed) nearest = time_between(query.soonest, key.latest);
-    direction = mixed ? 0 : 1;
-    if (bias.symmetric && key.soonest > query.latest) {
+    uint64_t nearest = mixed ? 0 : time_between(query.soonest, key.latest);
+    if (bias.symmetric && key.soonest > query.latest)
       nearest = time_between(key.soonest, query.latest);
-      direction = -1;
-    }
-    const uint64_t farthest = bias.symmetric ? max(before, behind) : before;
-    if (farthest - nearest > UINT_MAX) direction = 0;
     first = bucket_of(bias, nearest, 0, bias.time_buckets - 1);
-    last = bucket_of(bias, farthest, first, bias.time_buckets - 1);
+    last = bucket_of(bias, bias.symmetric ? max(before, behind) : before, first,
+                     bias.time_buckets - 1);
   }
 };
 
