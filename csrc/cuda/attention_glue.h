@@ -84,18 +84,21 @@ class BiasSums {
   BiasSums(const char* op, AttentionBackwardParams& params, const Tensor& like, const Sizes& sizes,
            const Biases& biases, bool kv_bias_gradient, bool table_gradients)
       : op_(op), gradients(op, like, sizes, biases) {
-    const auto zeros = [&](std::optional<Tensor>& made, Shape shape) {
-      made = allocate(op, like, shape, sum_dtype(like.scalar_type()));
-      torch::stable::zero_(*made);
-      return made->mutable_data_ptr();
+    const auto made = [&](std::optional<Tensor>& sums, Shape shape, bool zero) {
+      sums = allocate(op, like, shape, sum_dtype(like.scalar_type()));
+      if (zero) torch::stable::zero_(*sums);
+      return sums->mutable_data_ptr();
     };
-    if (kv_bias_gradient && biases.kv_bias) params.key_sums = zeros(key_sums_, {sizes.Tk, sizes.H});
+    if (kv_bias_gradient && biases.kv_bias)
+      params.key_sums = made(key_sums_, {sizes.Tk, sizes.H}, true);
     if (!table_gradients || !params.bias.has_tables()) return;
+    const bool each_warp = !is_16_bit(params.type);  // adds to what is there; else CTAs write
     params.table_ctas = static_cast<int>(table_ctas(params));
-    warps_ = params.table_ctas * table_warps(params.type);
-    if (biases.time_table) params.time_sums = zeros(time_sums_, {warps_, sizes.H, sizes.Rt + 1});
+    parts_ = params.table_ctas * table_parts(params.type);
+    if (biases.time_table)
+      params.time_sums = made(time_sums_, {parts_, sizes.H, sizes.Rt + 1}, each_warp);
     if (biases.position_table)
-      params.position_sums = zeros(position_sums_, {warps_, sizes.H, sizes.Rp});
+      params.position_sums = made(position_sums_, {parts_, sizes.H, sizes.Rp}, each_warp);
   }
 
   void finish(const AttentionBackwardParams& params, const Sizes& sizes, cudaStream_t stream) {
@@ -108,14 +111,14 @@ class BiasSums {
                           stream));
     };
     add_up(key_sums_, gradients.kv_bias, 1, sizes.Tk, sizes.Hb, 1);
-    add_up(time_sums_, gradients.time_table, warps_, 1, sizes.Ht, sizes.Rt + 1);
-    add_up(position_sums_, gradients.position_table, warps_, 1, sizes.Hp, sizes.Rp);
+    add_up(time_sums_, gradients.time_table, parts_, 1, sizes.Ht, sizes.Rt + 1);
+    add_up(position_sums_, gradients.position_table, parts_, 1, sizes.Hp, sizes.Rp);
   }
 
  private:
   const char* op_;
   std::optional<Tensor> key_sums_, time_sums_, position_sums_;
-  int64_t warps_ = 0;
+  int64_t parts_ = 0;
 
  public:
   BiasGradients gradients;

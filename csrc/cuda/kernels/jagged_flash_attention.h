@@ -102,8 +102,8 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_k;  // [Tk, G, D] contiguous
   HeadsView grad_v;  // [Tk, G, Dv] contiguous
   void* key_sums;    // [Tk, H], full of zeros: gets the sum of dS of each key; may be null
-  // Gets the gradients of tables where table_ctas is not 0: [table_ctas * table_warps, H, buckets]
-  // each, full of zeros, to be added up.
+  // Gets the gradients of tables where table_ctas is not 0, to be added up: [table_ctas *
+  // table_parts(type), H, buckets] each; of f32 and f64 full of zeros.
   void* time_sums;
   void* position_sums;
   int table_ctas;  // of each head
@@ -112,16 +112,15 @@ struct AttentionBackwardParams : AttentionParams {
   float* long_grad_q;      // [long_grad_q_floats]
 };
 
-// Warps of a CTA that sums the gradients of tables, each with sums of its own.
-constexpr int table_warps(ElementType type) {
-  return type == ElementType::kBf16 || type == ElementType::kF16 ? 4 : 8;
-}
+// What a CTA that sums the gradients of tables leaves behind: one sum of each bucket, or, of f32 and
+// f64, each of its warps one.
+constexpr int kTableWarps = 8;
+inline int table_parts(ElementType type) { return is_16_bit(type) ? 1 : kTableWarps; }
 // How many CTAs per head do so: by sizes alone, so that sums have one order.
 inline int64_t table_ctas(const AttentionParams& params) {
-  constexpr int kCtas = 528;
-  const int64_t wanted = kCtas / (params.heads > kCtas ? kCtas
-                                  : params.heads > 0   ? params.heads
-                                                       : 1);
+  // Several times as many as run at once, since tiles differ; f32 and f64 leave more behind.
+  const int64_t ctas = is_16_bit(params.type) ? 2112 : 528;
+  const int64_t wanted = ctas / (params.heads > ctas ? ctas : params.heads > 0 ? params.heads : 1);
   const int64_t tiles = num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, 64);
   return wanted < tiles ? wanted : tiles;
 }

@@ -73,10 +73,7 @@ cudaError_t launch_forward_short(const AttentionParams& params, cudaStream_t str
 template <typename Element>
 cudaError_t launch_backward_short(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// The gradients of tables, of 16-bit elements, and of f32 and f64.
-template <typename Element>
-cudaError_t launch_table_gradients_mma_sync(const AttentionBackwardParams& params,
-                                            cudaStream_t stream);
+// The gradients of tables, of f32 and f64; launch_backward_mma_sync has those of 16-bit elements.
 template <typename Element>
 cudaError_t launch_table_gradients_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
@@ -127,12 +124,11 @@ cudaError_t launch_backward_general(const AttentionBackwardParams& params, cudaS
   } else {
     error = launch_backward_fma<Element>(params, stream);
   }
-  if (error != cudaSuccess || params.table_ctas == 0) return error;
-  if constexpr (k16Bit) {
-    return launch_table_gradients_mma_sync<Element>(params, stream);
-  } else {
-    return launch_table_gradients_fma<Element>(params, stream);
+  if constexpr (!k16Bit) {
+    if (error == cudaSuccess && params.table_ctas > 0)
+      error = launch_table_gradients_fma<Element>(params, stream);
   }
+  return error;
 }
 
 // Target attention, 16-bit elements.
