@@ -106,10 +106,19 @@ struct AttentionBackwardParams : AttentionParams {
   void* time_sums;
   void* position_sums;
   int table_ctas;  // of each head
+  // [tile_bounds_bytes(Tq, B)], aligned to 16: workspace of the wgmma kernels that take ranges of
+  // keys and silu; null if they cannot.
+  void* tile_bounds;
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
 };
+
+// What each tile of 64 queries sees (attention/visible.cuh).
+constexpr int kTileBoundsBytes = 32;
+inline int64_t tile_bounds_bytes(int64_t queries, int64_t num_seqs) {
+  return num_tiles(queries, num_seqs, 64) * kTileBoundsBytes;
+}
 
 // Warps of a CTA that sums the gradients of tables, each with sums of its own.
 constexpr int table_warps(ElementType type) {

@@ -1,0 +1,437 @@
+// Backward of attention with ranges of keys, and of jagged_hstu_attention, on wgmma (compute
+// capability 9.0), 16-bit elements. Mathematics, kernels and their order are those of
+// backward_wgmma.cuh: ranged_dq, then ranged_dkdv, no atomics, the same bits at every run. Silu
+// needs neither O nor LSE nor delta: with gate = 1 / (1 + exp(-z)), z = scale S,
+//     P = z gate        dS = (gate + P (1 - gate)) * dP
+// and the weight of a row leaves the sums: dQ is multiplied by it at its end, and of P and dS only
+// the factor that differs from row to row is applied.
+//
+// Grid: x = tiles of kRows rows (find_tile), y = heads. A warpgroup owns 64 rows, a warp 16 of them.
+//
+// Masks. Window and ranges are two intervals of keys for each query (visible.cuh). ranged_dq reads
+// those of its tile, walks over the steps that some query sees, and masks a step only where one of
+// a warp's queries does not see all of it. The CTAs of the first head leave the bounds of their tile
+// behind, by which ranged_dkdv finds the tiles of queries that see its keys, 32 at a time.
+//
+// Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
+// K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
+// 96 for 128 (dkdv 1 more). Gradients leave through the rows of Q, or of K and V.
+//
+// Barriers: as in backward_wgmma.cuh; of silu dq needs none for dO.
+//
+// Rows past the end are zeros in shared memory, and what they add to a gradient that is stored is a
+// multiple of these zeros. Rows outside all sequences get zeros, and so do keys that are not used or
+// that nobody sees.
+#pragma once
+
+#include "cuda/kernels/attention/backward_wgmma.cuh"
+#include "cuda/kernels/attention/bias.cuh"
+#include "cuda/kernels/attention/visible.cuh"
+
+namespace jagged_cuda::attention {
+
+template <typename Element_, int kDim_, bool kSilu_>
+struct RangedBackwardConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr bool kSilu = kSilu_;
+  static constexpr int kThreads = 128;
+  static constexpr int kRows = 64;  // queries or keys that a CTA owns
+  static constexpr int kStep = 64;  // keys or queries of an iteration
+  static constexpr int kDqCtas = kDim == 128 ? 2 : 3;  // per SM
+  static constexpr int kDkdvCtas = kDim == 128 ? 2 : 3;
+  static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
+                                    (kSilu ? ".silu" : ".general");
+  static_assert(kDim == 64 || kDim == 128);
+};
+
+// silu and its slope of two scores.
+struct SiluPair {
+  float value[2];
+  float slope[2];
+
+  __device__ __forceinline__ SiluPair(float s0, float s1, float scale) {
+#ifdef UNPAIRED
+    const float s[2] = {s0, s1};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(s[i] * (-scale * kLog2E)));
+      value[i] = s[i] * scale * gate;
+      slope[i] = __fmaf_rn(value[i], 1.0f - gate, gate);
+    }
+#else
+    constexpr float kMost = 60.0f;  // so that the product of two is finite
+    const float scale_log2 = -scale * kLog2E;
+    const float a0 = 1.0f + ptx::ex2_approx(fminf(s0 * scale_log2, kMost)),
+                a1 = 1.0f + ptx::ex2_approx(fminf(s1 * scale_log2, kMost));
+    const float both = ptx::rcp_approx(a0 * a1), gate0 = both * a1, gate1 = both * a0;
+    value[0] = s0 * scale * gate0;
+    value[1] = s1 * scale * gate1;
+    slope[0] = __fmaf_rn(value[0], 1.0f - gate0, gate0);
+    slope[1] = __fmaf_rn(value[1], 1.0f - gate1, gate1);
+#endif
+  }
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
+
+  ptx::griddepcontrol_launch_dependents();
+  const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kRows, num_queries - row);
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + row;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
+                          params.grad_q.row_stride, rows, params.dim_qk);
+    return;
+  }
+  load_tile<kThreads>(shared.sQ, row_of<Element>(params.q, global_row, head), params.q.row_stride,
+                      rows, params.dim_qk, true);
+  load_tile<kThreads>(shared.sGradOut, row_of<Element>(params.grad_out, global_row, head),
+                      params.grad_out.row_stride, rows, params.dim_v, true);
+  ptx::cp_async_commit();
+  const RowRange kv = used_rows(params, tile.seq);
+  const int num_keys = static_cast<int>(kv.len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  const TileBounds bounds = TileBounds::of(params, window, global_row, row, rows, num_keys);
+  if (head == 0 && threadIdx.x == 0) static_cast<TileBounds*>(params.tile_bounds)[blockIdx.x] = bounds;
+  const VisibleSteps<kStep> steps(bounds);
+
+  const auto load_keys = [&](int key, int stage) {
+    load_tile<kThreads>(shared.sK[stage], row_of<Element>(params.k, kv.begin + key, kv_head),
+                        params.k.row_stride, num_keys - key, params.dim_qk, true);
+    load_tile<kThreads>(shared.sV[stage], row_of<Element>(params.v, kv.begin + key, kv_head),
+                        params.v.row_stride, num_keys - key, params.dim_v, true);
+  };
+  if (steps.any()) load_keys(steps.first, 0);
+  ptx::cp_async_commit();
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  VisibleKeys visible[2];  // of the lane's two rows
+  float lse_log2[2], delta[2];
+  OutRows<Element, kDim> out_rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own_row = warp_row + 8 * half + lane / 4;
+    const bool valid = own_row < rows;
+    const int some_row = valid ? own_row : rows - 1;
+    visible[half] =
+        VisibleKeys(params, window, global_row + some_row, row + some_row, num_keys);
+    if constexpr (!Config::kSilu) {
+      const int64_t statistic = (global_row + own_row) * params.heads + head;
+      out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
+                          valid ? params.dim_v : 0, lane);
+      lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+      delta[half] = valid && params.grad_lse != nullptr
+                        ? -static_cast<const float*>(params.grad_lse)[statistic]
+                        : 0.0f;
+    }
+  }
+  if constexpr (!Config::kSilu) {
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = warp_row + 8 * half + lane / 4;
+      delta[half] += out_rows[half].dot(shared.sGradOut, own_row, lane);
+      if (own_row < rows && lane % 4 == 0) {
+        static_cast<float*>(params.delta)[(global_row + own_row) * params.heads + head] =
+            delta[half];
+      }
+    }
+  }
+
+  Accumulator<1, kOutBlocks> dq = {};
+  int stage = 0;
+  for (int key = steps.first; key < steps.last;) {
+    const int next_key = steps.next(key);
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+    Accumulator<1, kScoreBlocks> s, dp;
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
+    ptx::wgmma_commit_group();
+    if (next_key < steps.last) load_keys(next_key, stage ^ 1);
+    ptx::cp_async_commit();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    if constexpr (Config::kSilu) {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const SiluPair silu(s[0][block][i], s[0][block][i + 1], scale);
+          s[0][block][i] = silu.slope[0];
+          s[0][block][i + 1] = silu.slope[1];
+        }
+      }
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dp[0]);
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) {
+        float& score = s[0][i / 4][i % 4];
+        score = ptx::ex2_approx(score * scale_log2 - lse_log2[i % 4 / 2]);
+      }
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dp[0]);
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i)
+        s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4] - delta[i % 4 / 2];
+    }
+    if (__any_sync(0xffffffffu, !visible[0].holds(key, kStep) || !visible[1].holds(key, kStep)))
+      replace_hidden(s, 0.0f, visible, key, lane);
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    ptx::fence_operands(dq[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dq[0]);
+    key = next_key;
+    stage ^= 1;
+  }
+  ptx::cp_async_wait<0>();
+  // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
+  __syncthreads();
+  float scales[1][2] = {{scale, scale}};
+  if constexpr (Config::kSilu) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
+      scales[0][half] *= row_weight<float>(params, global_row + own_row, num_keys);
+    }
+  }
+  store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
+             params.grad_q.row_stride, rows, params.dim_qk, true, lane);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dkdv(
+    const __grid_constant__ AttentionBackwardParams params) {
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  // The tile: `rows` used keys from tile.row on, `stored` in all; `queries` are the rows of q in the
+  // same sequence.
+  const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row);
+  const int num_keys =
+      static_cast<int>(tile.seq < 0 ? 0 : used_keys(params, tile.seq, tile.rows.len));
+  const int stored = static_cast<int>(min(int64_t{kRows}, tile.rows.len - tile.row));
+  const int rows = min(kRows, max(num_keys - row, 0));
+  const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
+  const int64_t global_row = tile.rows.begin + row;
+  Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
+  Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
+  if (stored > rows) {
+    store_zeros<kThreads>(gGradK + rows * params.grad_k.row_stride, params.grad_k.row_stride,
+                          stored - rows, params.dim_qk);
+    store_zeros<kThreads>(gGradV + rows * params.grad_v.row_stride, params.grad_v.row_stride,
+                          stored - rows, params.dim_v);
+    if (rows == 0) return;
+  }
+  load_tile<kThreads>(shared.sK, row_of<Element>(params.k, global_row, kv_head),
+                      params.k.row_stride, rows, params.dim_qk, true);
+  load_tile<kThreads>(shared.sV, row_of<Element>(params.v, global_row, kv_head),
+                      params.v.row_stride, rows, params.dim_v, true);
+  ptx::cp_async_commit();
+  const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  const int num_queries = static_cast<int>(queries.len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  const bool has_factors = Config::kSilu && params.row_scale != nullptr;
+  const auto load_queries = [&](int head, int query, int stage) {
+    const int64_t first = queries.begin + query;
+    const int valid = num_queries - query;
+    load_tile<kThreads>(shared.sQ[stage], row_of<Element>(params.q, first, head),
+                        params.q.row_stride, valid, params.dim_qk, true);
+    load_tile<kThreads>(shared.sGradOut[stage], row_of<Element>(params.grad_out, first, head),
+                        params.grad_out.row_stride, valid, params.dim_v, true);
+    const int r = static_cast<int>(threadIdx.x);
+    if (r >= kStep) return;
+    const int64_t own = first + (r < valid ? r : 0), statistic = own * params.heads + head;
+    const int bytes = r < valid ? 4 : 0;
+    if constexpr (Config::kSilu) {
+      if (has_factors)
+        ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.row_scale) + own,
+                        bytes);
+    } else {
+      ptx::cp_async_4(&shared.sLse[stage][r], static_cast<const float*>(params.lse) + statistic,
+                      bytes);
+      ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.delta) + statistic,
+                      bytes);
+    }
+  };
+  ptx::griddepcontrol_wait();  // for delta and the bounds of tiles
+  SeeingTiles tiles(static_cast<const TileBounds*>(params.tile_bounds) + queries.begin / kStep +
+                        tile.seq + 1,
+                    (num_queries + kStep - 1) / kStep, row, rows);
+  int head = kv_head * group;
+  const int last_head = head + group;
+  bool is_cut = false, next_is_cut = false;
+  int query = tiles.next(is_cut) * kStep;
+  if (query < num_queries) {
+    load_queries(head, query, 0);
+  } else {
+    head = last_head;
+  }
+  ptx::cp_async_commit();
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  Accumulator<1, kOutBlocks> dk = {}, dv = {};
+  int stage = 0;
+  while (head < last_head) {
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+    Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+    int next_head = head, next_query = tiles.next(next_is_cut) * kStep;
+    if (next_query >= num_queries && ++next_head < last_head) {
+      tiles.restart();
+      next_query = tiles.next(next_is_cut) * kStep;
+    }
+    if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
+    ptx::cp_async_commit();
+    const auto seen_by = [&] {
+      return SeenBy64(params, window, queries.begin + query, query,
+                      min(kStep, num_queries - query), num_keys, row + warp_row, lane);
+    };
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    PackedRows<Element, kScoreBlocks> p;
+    if constexpr (Config::kSilu) {  // s becomes the slopes
+      const auto activate = [&](auto with_factors) {
+#pragma unroll
+        for (int block = 0; block < kScoreBlocks; ++block) {
+          float2 factor = {1.0f, 1.0f};
+          if constexpr (with_factors.value != 0)
+            factor = *reinterpret_cast<const float2*>(
+                &shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float* own = &s[0][block][2 * half];
+            const SiluPair silu(own[0], own[1], scale);
+            p.set(block, half, {silu.value[0] * factor.x, silu.value[1] * factor.y});
+            own[0] = silu.slope[0] * factor.x;
+            own[1] = silu.slope[1] * factor.y;
+          }
+        }
+      };
+      if (has_factors) {
+        activate(Constant<1>{});
+      } else {
+        activate(Constant<0>{});
+      }
+      if (is_cut) seen_by().keep(p, s, lane);
+    } else {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 lse =
+            *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
+        const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i % 2]);
+      }
+      if (is_cut) seen_by().keep(s, lane);
+      p = PackedRows<Element, kScoreBlocks>(s);
+    }
+    ptx::fence_operands(dv[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(dp[0]);
+    if constexpr (Config::kSilu) {
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i)
+        s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+    } else {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+      }
+    }
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    ptx::fence_operands(dk[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dv[0]);
+    ptx::fence_operands(dk[0]);
+    head = next_head;
+    query = next_query;
+    is_cut = next_is_cut;
+    stage ^= 1;
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
+  float weight = 1.0f;
+  if constexpr (Config::kSilu) weight = 1.0f / silu_divisor<float>(params, num_keys);
+  const float scales[1][2] = {{scale * weight, scale * weight}}, weights[1][2] = {{weight, weight}};
+  store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
+             params.dim_qk, true, lane);
+  store_rows(dv, weights, shared.sV, warp_row, 0, gGradV, params.grad_v.row_stride, rows,
+             params.dim_v, true, lane);
+}
+
+template <typename Element, int kDim, bool kSilu>
+cudaError_t launch_ranged_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
+  using Config = RangedBackwardConfig<Element, kDim, kSilu>;
+  const auto grid = [&](const OffsetsView& offsets, int heads) {
+    return Grid{num_tiles(offsets.total, offsets.num_seqs, Config::kRows), heads};
+  };
+  const cudaError_t error =
+      launch<ranged_dq<Config>>(params, grid(params.q_offsets, params.heads), Config::kThreads,
+                                sizeof(DqWgmmaStorage<Config>), stream, Config::kName);
+  if (error != cudaSuccess) return error;
+  return launch_dependent<ranged_dkdv<Config>>(params, grid(params.kv_offsets, params.kv_heads),
+                                               Config::kThreads, sizeof(DkdvWgmmaStorage<Config>),
+                                               stream);
+}
+
+template <typename Element>
+cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
+  const auto launch = [&](auto dim) {
+    return params.silu ? launch_ranged_backward<Element, dim.value, true>(params, stream)
+                       : launch_ranged_backward<Element, dim.value, false>(params, stream);
+  };
+  return dim_bucket(params) <= 64 ? launch(Constant<64>{}) : launch(Constant<128>{});
+}
+
+}  // namespace jagged_cuda::attention
