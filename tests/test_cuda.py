@@ -222,15 +222,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             False,
             {"dims": dims, "ranges": ranges, "row_scale": ranges is None},
             f"cuda.attention.forward.mma_sync.{path}.silu",
-            f"cuda.attention.backward.mma_sync.{path}.silu",
+            f"cuda.attention.backward.{backward if HOPPER else f'mma_sync.{path}'}.silu",
         )
         for dtype in _DTYPES.values()
         for ranges in (None, "hstu near")
-        for dims, path in (
-            ((1, 1), "d32"),
-            ((64, 40), "d64"),
-            ((128, 128), "d128"),
-            ((129, 1), "d256"),
+        for dims, path, backward in (
+            ((1, 1), "d32", "mma_sync.d32"),
+            ((8, 32), "d32", "wgmma.d64"),
+            ((64, 40), "d64", "wgmma.d64"),
+            ((128, 128), "d128", "wgmma.d128"),
+            ((129, 1), "d256", "mma_sync.d256"),
         )
     ),
     *(

@@ -17,6 +17,7 @@ from jagged_cuda.testing.judge import judge
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops.jagged_flash_attention import RANGES
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 CASE = EVERY["jagged_flash_attention_ranges"]
 
 
@@ -126,14 +127,17 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 def test_path_with_ranges(dtype: torch.dtype, dim: int, kind: str) -> None:
-    """On mma.sync, forward and backward, short sequences and long ones, tiles left out or not."""
+    """Short sequences and long ones, tiles left out or not; on Hopper backward on wgmma."""
+    backward = f"mma_sync.d{dim}"
+    if HOPPER and dim <= 128:
+        backward = f"wgmma.d{max(dim, 64)}"
     for lengths, heads in (((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))):
         layout = Layout(lengths, base=5, tail=9)
         spec = spec_of(layout, dims=(dim, dim), heads=heads, ranges=kind)
         CASE.call(jagged_cuda, CASE.sample(spec, dtype, "cuda"))
         assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.general"
         judge(CASE, spec, dtype, "cuda")
-        assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.general"
+        assert last_kernel("cuda") == f"cuda.attention.backward.{backward}.general"
 
 
 @pytest.mark.cuda

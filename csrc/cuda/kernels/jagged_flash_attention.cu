@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
-// keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with biases, or
+// with ranges of keys or unused keys forward, always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -85,6 +85,11 @@ cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStrea
 bool takes_long_backward(const AttentionBackwardParams& params) {
   return is_16_bit(params.type) && !is_general(params) && takes_wgmma(params) &&
          takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
+}
+
+bool takes_ranged_backward(const AttentionBackwardParams& params) {
+  return is_16_bit(params.type) && (params.silu || is_general(params)) && !params.bias.any() &&
+         !is_wide(params) && takes_wgmma(params);
 }
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// Which kernels jagged_hstu_attention takes: mma.sync for 16-bit elements, plain FMA for f32 and f64.
+// Which kernels jagged_hstu_attention takes: mma.sync for 16-bit elements, or wgmma in the backward
+// pass (takes_ranged_backward), plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_hstu_attention.h"
 
 #include "cuda/kernels/attention/launch.h"

@@ -40,6 +40,10 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
+// 16-bit elements, head dims up to 128, with ranges of keys, unused keys or silu, without biases.
+template <typename Element>
+cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream);
+
 // 16-bit elements, head dims of 33 on, sequences of more than long_rows(): the plan in
 // params.long_plan and the kernel; where long_rows() is not 0, behind another kernel on the stream.
 template <typename Element>
@@ -90,13 +94,14 @@ cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t strea
 template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// The kernels that take whatever is_general(), any element: the backward pass, and where they are
-// wanted the sums of tables behind it.
+// The kernels that take whatever is_general() or silu, any element: the backward pass, and where they
+// are wanted the sums of tables behind it.
 template <typename Element>
 cudaError_t launch_backward_general(const AttentionBackwardParams& params, cudaStream_t stream) {
   constexpr bool k16Bit = sizeof(Element) == 2;
   cudaError_t error;
   if constexpr (k16Bit) {
+    if (params.tile_bounds != nullptr) return launch_backward_ranged<Element>(params, stream);
     error = launch_backward_mma_sync<Element>(params, stream);
   } else {
     error = launch_backward_fma<Element>(params, stream);

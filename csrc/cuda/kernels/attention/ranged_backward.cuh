@@ -30,18 +30,30 @@
 
 namespace jagged_cuda::attention {
 
+#ifndef DQ_REGS
+#define DQ_REGS 1
+#endif
+#ifndef DQ_CTAS64
+#define DQ_CTAS64 3
+#endif
+#ifndef DKDV_REGS
+#define DKDV_REGS 0
+#endif
+#ifndef DKDV_CTAS64
+#define DKDV_CTAS64 (DKDV_REGS ? 2 : 3)
+#endif
 template <typename Element_, int kDim_, bool kSilu_>
 struct RangedBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr bool kSilu = kSilu_;
   static constexpr int kThreads = 128;
-  static constexpr int kRows = 64;  // queries or keys that a CTA owns
-  static constexpr int kStep = 64;  // keys or queries of an iteration
-  static constexpr int kDqCtas = kDim == 128 ? 2 : 3;  // per SM
-  static constexpr int kDkdvCtas = kDim == 128 ? 2 : 3;
-  static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
-                                    (kSilu ? ".silu" : ".general");
+  static constexpr int kRows = 64;                     // queries or keys that a CTA owns
+  static constexpr int kStep = 64;                     // keys or queries of an iteration
+  static constexpr int kDqCtas = kDim == 128 ? 2 : DQ_CTAS64;  // per SM
+  static constexpr int kDkdvCtas = kDim == 128 ? 2 : DKDV_CTAS64;
+  static constexpr PathName kName =
+      PathName("cuda.attention.backward.wgmma.d") + kDim + (kSilu ? ".silu" : ".general");
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -72,6 +84,35 @@ struct SiluPair {
 #endif
   }
 };
+
+// A warp's 16 rows of a tile as A operands.
+template <int kColumns>
+struct OwnRows {
+  uint32_t fragments[kColumns / 16][4];
+
+  template <typename Tile>
+  __device__ __forceinline__ void load(Tile& tile, int row, int lane) {
+#pragma unroll
+    for (int k = 0; k < kColumns / 16; ++k)
+      ptx::ldmatrix_x4(fragments[k], tile.chunk(row + lane % 16, 2 * k + lane / 16));
+  }
+  // s = rows b^T.
+  template <int kBlocks, typename BTile>
+  __device__ __forceinline__ void by_rows(Accumulator<1, kBlocks>& s, const BTile& b) const {
+    using Product = ptx::Wgmma<typename BTile::Element, false>;
+    const ptx::MatrixDescriptor b_rows = b.descriptor();
+#pragma unroll
+    for (int k = 0; k < kColumns; k += 16)
+      Product::run(s[0], fragments[k / 16], b_rows + BTile::column_step_bytes(k), k > 0);
+  }
+};
+
+#ifndef DQ_REGS
+#define DQ_REGS 1
+#endif
+#ifndef DQ_CTAS64
+#define DQ_CTAS64 3
+#endif
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
@@ -105,7 +146,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
   const TileBounds bounds = TileBounds::of(params, window, global_row, row, rows, num_keys);
-  if (head == 0 && threadIdx.x == 0) static_cast<TileBounds*>(params.tile_bounds)[blockIdx.x] = bounds;
+  if (head == 0 && threadIdx.x == 0)
+    static_cast<TileBounds*>(params.tile_bounds)[blockIdx.x] = bounds;
   const VisibleSteps<kStep> steps(bounds);
 
   const auto load_keys = [&](int key, int stage) {
@@ -127,8 +169,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     const int own_row = warp_row + 8 * half + lane / 4;
     const bool valid = own_row < rows;
     const int some_row = valid ? own_row : rows - 1;
-    visible[half] =
-        VisibleKeys(params, window, global_row + some_row, row + some_row, num_keys);
+    visible[half] = VisibleKeys(params, window, global_row + some_row, row + some_row, num_keys);
     if constexpr (!Config::kSilu) {
       const int64_t statistic = (global_row + own_row) * params.heads + head;
       out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
@@ -139,9 +180,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
                         : 0.0f;
     }
   }
-  if constexpr (!Config::kSilu) {
+  OwnRows<kDim> q_rows, grad_out_rows;
+  if constexpr (!Config::kSilu || DQ_REGS) {
     ptx::cp_async_wait<1>();
     __syncthreads();
+    q_rows.load(shared.sQ, warp_row, lane);
+    grad_out_rows.load(shared.sGradOut, warp_row, lane);
+  }
+  if constexpr (!Config::kSilu) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own_row = warp_row + 8 * half + lane / 4;
@@ -162,9 +208,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
-    ptx::wgmma_commit_group();
-    wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
+    if constexpr (DQ_REGS) {
+      q_rows.by_rows(s, shared.sK[stage]);
+      ptx::wgmma_commit_group();
+      grad_out_rows.by_rows(dp, shared.sV[stage]);
+    } else {
+      wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
+      ptx::wgmma_commit_group();
+      wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
+    }
     ptx::wgmma_commit_group();
     if (next_key < steps.last) load_keys(next_key, stage ^ 1);
     ptx::cp_async_commit();
@@ -287,9 +339,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     }
   };
   ptx::griddepcontrol_wait();  // for delta and the bounds of tiles
-  SeeingTiles tiles(static_cast<const TileBounds*>(params.tile_bounds) + queries.begin / kStep +
-                        tile.seq + 1,
-                    (num_queries + kStep - 1) / kStep, row, rows);
+  SeeingTiles tiles(
+      static_cast<const TileBounds*>(params.tile_bounds) + queries.begin / kStep + tile.seq + 1,
+      (num_queries + kStep - 1) / kStep, row, rows);
   int head = kv_head * group;
   const int last_head = head + group;
   bool is_cut = false, next_is_cut = false;
@@ -304,6 +356,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
+  OwnRows<kDim> k_rows, v_rows;
+  if constexpr (DKDV_REGS != 0) {
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+    k_rows.load(shared.sK, warp_row, lane);
+    if constexpr (kDim == 64) v_rows.load(shared.sV, warp_row, lane);
+  }
   int stage = 0;
   while (head < last_head) {
     ptx::cp_async_wait<0>();
@@ -311,9 +370,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    if constexpr (DKDV_REGS != 0) {
+      k_rows.by_rows(s, shared.sQ[stage]);
+    } else {
+      wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    }
     ptx::wgmma_commit_group();
-    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    if constexpr (DKDV_REGS != 0 && kDim == 64) {
+      v_rows.by_rows(dp, shared.sGradOut[stage]);
+    } else {
+      wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    }
     ptx::wgmma_commit_group();
     int next_head = head, next_query = tiles.next(next_is_cut) * kStep;
     if (next_query >= num_queries && ++next_head < last_head) {
@@ -323,8 +390,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
     ptx::cp_async_commit();
     const auto seen_by = [&] {
-      return SeenBy64(params, window, queries.begin + query, query,
-                      min(kStep, num_queries - query), num_keys, row + warp_row, lane);
+      return SeenBy64(params, window, queries.begin + query, query, min(kStep, num_queries - query),
+                      num_keys, row + warp_row, lane);
     };
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
@@ -335,8 +402,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         for (int block = 0; block < kScoreBlocks; ++block) {
           float2 factor = {1.0f, 1.0f};
           if constexpr (with_factors.value != 0)
-            factor = *reinterpret_cast<const float2*>(
-                &shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+            factor =
+                *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* own = &s[0][block][2 * half];
@@ -374,8 +441,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::fence_operands(dp[0]);
     if constexpr (Config::kSilu) {
 #pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i)
-        s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {

@@ -2,7 +2,6 @@
 
 namespace jagged_cuda::attention {
 
-template cudaError_t launch_backward_ranged<__half>(const AttentionBackwardParams&,
-                                                    cudaStream_t);
+template cudaError_t launch_backward_ranged<__half>(const AttentionBackwardParams&, cudaStream_t);
 
 }  // namespace jagged_cuda::attention

@@ -42,9 +42,8 @@ struct VisibleKeys {
 
   VisibleKeys() = default;
   // Row `row` of a sequence, `global_row` of q. `window` is that of the sequence.
-  __device__ __forceinline__ VisibleKeys(const AttentionParams& params,
-                                         const WindowOf<int>& window, int64_t global_row, int row,
-                                         int num_keys) {
+  __device__ __forceinline__ VisibleKeys(const AttentionParams& params, const WindowOf<int>& window,
+                                         int64_t global_row, int row, int num_keys) {
     const int low = window.first_column(row), high = window.last_column(row, 1, num_keys);
     if (params.key_ranges == nullptr) {
       first = {low, high};
@@ -175,7 +174,8 @@ struct SeeingTiles {
     if (tile < count) {
       const auto* g = reinterpret_cast<const int4*>(bounds + tile);
       const int4 spans = __ldcg(g), common = __ldcg(g + 1);
-      sees = KeySpan{spans.x, spans.y}.meets(key, keys) || KeySpan{spans.z, spans.w}.meets(key, keys);
+      sees =
+          KeySpan{spans.x, spans.y}.meets(key, keys) || KeySpan{spans.z, spans.w}.meets(key, keys);
       sees_all = KeySpan{common.x, common.y}.holds(key, keys);
     }
     left = __ballot_sync(kAll, sees);
@@ -242,7 +242,7 @@ struct SeenBy64 {
       const Pair pair(bits, block, lane);
 #pragma unroll
       for (int half = 0; half < 4; ++half) {
-        float(&own)[4] = s[0][block + half / 2 * 4];
+        float (&own)[4] = s[0][block + half / 2 * 4];
         const bool sees[2] = {pair.sees(0, half), pair.sees(1, half)};
         p.keep(block + half / 2 * 4, half % 2, sees[0], sees[1]);
         if (!sees[0]) own[half % 2 * 2] = 0.0f;

@@ -84,7 +84,8 @@ struct PackedRows {
   }
   // The same two become 0 where they are not kept.
   __device__ __forceinline__ void keep(int block, int half, bool first, bool second) {
-    fragments[block / 2][block % 2 * 2 + half] &= (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
+    fragments[block / 2][block % 2 * 2 + half] &=
+        (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
   }
 };
 
