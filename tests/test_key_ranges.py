@@ -131,7 +131,10 @@ def test_path_with_ranges(dtype: torch.dtype, dim: int, kind: str) -> None:
     backward = f"mma_sync.d{dim}"
     if HOPPER and dim <= 128:
         backward = f"wgmma.d{max(dim, 64)}"
-    for lengths, heads in (((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))):
+    batches = [((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))]
+    if dim == 64:
+        batches.append(((2500, 64), (1, 1)))  # more tiles than a warp has lanes
+    for lengths, heads in batches:
         layout = Layout(lengths, base=5, tail=9)
         spec = spec_of(layout, dims=(dim, dim), heads=heads, ranges=kind)
         CASE.call(jagged_cuda, CASE.sample(spec, dtype, "cuda"))

@@ -26,93 +26,67 @@
 
 #include "cuda/kernels/attention/backward_wgmma.cuh"
 #include "cuda/kernels/attention/bias.cuh"
+#include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/visible.cuh"
+
+#include <type_traits>
 
 namespace jagged_cuda::attention {
 
-#ifndef DQ_REGS
-#define DQ_REGS 1
-#endif
-#ifndef DQ_CTAS64
-#define DQ_CTAS64 3
-#endif
-#ifndef DKDV_REGS
-#define DKDV_REGS 0
-#endif
-#ifndef DKDV_CTAS64
-#define DKDV_CTAS64 (DKDV_REGS ? 2 : 3)
-#endif
 template <typename Element_, int kDim_, bool kSilu_>
 struct RangedBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr bool kSilu = kSilu_;
+  // Else what is stored of silu is scaled and divided before it is rounded.
+  static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;                     // queries or keys that a CTA owns
   static constexpr int kStep = 64;                     // keys or queries of an iteration
-  static constexpr int kDqCtas = kDim == 128 ? 2 : DQ_CTAS64;  // per SM
-  static constexpr int kDkdvCtas = kDim == 128 ? 2 : DKDV_CTAS64;
+  static constexpr int kDqCtas = kDim == 128 ? 2 : 3;  // per SM
+  static constexpr int kDkdvCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName =
       PathName("cuda.attention.backward.wgmma.d") + kDim + (kSilu ? ".silu" : ".general");
   static_assert(kDim == 64 || kDim == 128);
 };
 
-// silu and its slope of two scores.
-struct SiluPair {
-  float value[2];
-  float slope[2];
+// silu of a score, and its slope, in as few instructions as there can be.
+template <typename Config>
+struct SiluOf {
+  float value;  // silu(scale s); of bf16, which has the range of f32, less its factor `scale`
+  float slope;  // silu'(scale s), of f16 times `weight`
 
-  __device__ __forceinline__ SiluPair(float s0, float s1, float scale) {
-#ifdef UNPAIRED
-    const float s[2] = {s0, s1};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(s[i] * (-scale * kLog2E)));
-      value[i] = s[i] * scale * gate;
-      slope[i] = __fmaf_rn(value[i], 1.0f - gate, gate);
+  __device__ __forceinline__ SiluOf(float s, float scale, float weight) {
+    const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(s * (-scale * kLog2E)));
+    if constexpr (Config::kHasFloatRange) {
+      value = s * gate;
+      slope = __fmaf_rn(value, __fmaf_rn(gate, -scale, scale), gate);
+    } else {
+      value = s * scale * gate;
+      slope = __fmaf_rn(value, 1.0f - gate, gate) * weight;
     }
-#else
-    constexpr float kMost = 60.0f;  // so that the product of two is finite
-    const float scale_log2 = -scale * kLog2E;
-    const float a0 = 1.0f + ptx::ex2_approx(fminf(s0 * scale_log2, kMost)),
-                a1 = 1.0f + ptx::ex2_approx(fminf(s1 * scale_log2, kMost));
-    const float both = ptx::rcp_approx(a0 * a1), gate0 = both * a1, gate1 = both * a0;
-    value[0] = s0 * scale * gate0;
-    value[1] = s1 * scale * gate1;
-    slope[0] = __fmaf_rn(value[0], 1.0f - gate0, gate0);
-    slope[1] = __fmaf_rn(value[1], 1.0f - gate1, gate1);
-#endif
   }
 };
 
-// A warp's 16 rows of a tile as A operands.
-template <int kColumns>
-struct OwnRows {
-  uint32_t fragments[kColumns / 16][4];
+constexpr int kBoundsThreads = 128;
 
-  template <typename Tile>
-  __device__ __forceinline__ void load(Tile& tile, int row, int lane) {
-#pragma unroll
-    for (int k = 0; k < kColumns / 16; ++k)
-      ptx::ldmatrix_x4(fragments[k], tile.chunk(row + lane % 16, 2 * k + lane / 16));
-  }
-  // s = rows b^T.
-  template <int kBlocks, typename BTile>
-  __device__ __forceinline__ void by_rows(Accumulator<1, kBlocks>& s, const BTile& b) const {
-    using Product = ptx::Wgmma<typename BTile::Element, false>;
-    const ptx::MatrixDescriptor b_rows = b.descriptor();
-#pragma unroll
-    for (int k = 0; k < kColumns; k += 16)
-      Product::run(s[0], fragments[k / 16], b_rows + BTile::column_step_bytes(k), k > 0);
-  }
-};
-
-#ifndef DQ_REGS
-#define DQ_REGS 1
-#endif
-#ifndef DQ_CTAS64
-#define DQ_CTAS64 3
-#endif
+// A warp for each tile of kRows queries: what it sees.
+template <int kRows>
+__global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
+    const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_launch_dependents();
+  const int64_t index = int64_t{blockIdx.x} * (kBoundsThreads / 32) + threadIdx.x / 32;
+  if (index >= params.q_offsets.total / kRows + params.q_offsets.num_seqs + 2) return;
+  const JaggedTile tile = find_tile<kRows>(params.q_offsets, index);
+  if (tile.seq < 0 || tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int num_keys = static_cast<int>(used_rows(params, tile.seq).len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  const TileBounds bounds = TileBounds::of(params, window, tile.rows.begin + row, row,
+                                           min(kRows, num_queries - row), num_keys);
+  if (threadIdx.x % 32 == 0) static_cast<TileBounds*>(params.tile_bounds)[index] = bounds;
+}
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
@@ -124,9 +98,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
 
-  ptx::griddepcontrol_launch_dependents();
-  const JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
+  // Late queries, which often see more keys, come first, but for the first tile, which may hold
+  // queries that see all.
+  if (tile.seq >= 0 && tile.row > 0)
+    tile.row = (tile.rows.len + kRows - 1) / kRows * kRows - tile.row;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_queries - row);
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
@@ -145,10 +123,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
-  const TileBounds bounds = TileBounds::of(params, window, global_row, row, rows, num_keys);
-  if (head == 0 && threadIdx.x == 0)
-    static_cast<TileBounds*>(params.tile_bounds)[blockIdx.x] = bounds;
-  const VisibleSteps<kStep> steps(bounds);
+  // Only then may ranged_dkdv start, which reads them without a wait of its own.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const VisibleSteps<kStep> steps(tile_bounds<kRows>(params, tile.rows.begin, tile.seq) +
+                                  row / kRows);
 
   const auto load_keys = [&](int key, int stage) {
     load_tile<kThreads>(shared.sK[stage], row_of<Element>(params.k, kv.begin + key, kv_head),
@@ -161,6 +140,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
   VisibleKeys visible[2];  // of the lane's two rows
   float lse_log2[2], delta[2];
   OutRows<Element, kDim> out_rows[2];
@@ -180,14 +160,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
                         : 0.0f;
     }
   }
-  OwnRows<kDim> q_rows, grad_out_rows;
-  if constexpr (!Config::kSilu || DQ_REGS) {
+  if constexpr (!Config::kSilu) {
     ptx::cp_async_wait<1>();
     __syncthreads();
-    q_rows.load(shared.sQ, warp_row, lane);
-    grad_out_rows.load(shared.sGradOut, warp_row, lane);
-  }
-  if constexpr (!Config::kSilu) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own_row = warp_row + 8 * half + lane / 4;
@@ -208,30 +183,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
-    if constexpr (DQ_REGS) {
-      q_rows.by_rows(s, shared.sK[stage]);
-      ptx::wgmma_commit_group();
-      grad_out_rows.by_rows(dp, shared.sV[stage]);
-    } else {
-      wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
-      ptx::wgmma_commit_group();
-      wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
-    }
+    wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
     ptx::wgmma_commit_group();
     if (next_key < steps.last) load_keys(next_key, stage ^ 1);
     ptx::cp_async_commit();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kSilu) {
-#pragma unroll
-      for (int block = 0; block < kScoreBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          const SiluPair silu(s[0][block][i], s[0][block][i + 1], scale);
-          s[0][block][i] = silu.slope[0];
-          s[0][block][i + 1] = silu.slope[1];
-        }
-      }
+      for_each_score(s, [&](float& score) { score = SiluOf<Config>(score, scale, weight).slope; });
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
 #pragma unroll
@@ -263,12 +224,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   ptx::cp_async_wait<0>();
   // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
   __syncthreads();
-  float scales[1][2] = {{scale, scale}};
-  if constexpr (Config::kSilu) {
+  const float row_factor = Config::kHasFloatRange ? scale * weight : scale;
+  float scales[1][2] = {{row_factor, row_factor}};
+  if (Config::kSilu && params.row_scale != nullptr) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
-      scales[0][half] *= row_weight<float>(params, global_row + own_row, num_keys);
+      scales[0][half] *= __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
     }
   }
   store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
@@ -338,10 +300,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
                       bytes);
     }
   };
-  ptx::griddepcontrol_wait();  // for delta and the bounds of tiles
-  SeeingTiles tiles(
-      static_cast<const TileBounds*>(params.tile_bounds) + queries.begin / kStep + tile.seq + 1,
-      (num_queries + kStep - 1) / kStep, row, rows);
+  if constexpr (!Config::kSilu) ptx::griddepcontrol_wait();  // for delta
+  SeeingTiles tiles(tile_bounds<kStep>(params, queries.begin, tile.seq),
+                    (num_queries + kStep - 1) / kStep, row, rows);
   int head = kv_head * group;
   const int last_head = head + group;
   bool is_cut = false, next_is_cut = false;
@@ -355,14 +316,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
-  OwnRows<kDim> k_rows, v_rows;
-  if constexpr (DKDV_REGS != 0) {
-    ptx::cp_async_wait<1>();
-    __syncthreads();
-    k_rows.load(shared.sK, warp_row, lane);
-    if constexpr (kDim == 64) v_rows.load(shared.sV, warp_row, lane);
-  }
   int stage = 0;
   while (head < last_head) {
     ptx::cp_async_wait<0>();
@@ -370,17 +325,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
-    if constexpr (DKDV_REGS != 0) {
-      k_rows.by_rows(s, shared.sQ[stage]);
-    } else {
-      wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
-    }
+    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
     ptx::wgmma_commit_group();
-    if constexpr (DKDV_REGS != 0 && kDim == 64) {
-      v_rows.by_rows(dp, shared.sGradOut[stage]);
-    } else {
-      wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
-    }
+    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
     ptx::wgmma_commit_group();
     int next_head = head, next_query = tiles.next(next_is_cut) * kStep;
     if (next_query >= num_queries && ++next_head < last_head) {
@@ -407,10 +354,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* own = &s[0][block][2 * half];
-            const SiluPair silu(own[0], own[1], scale);
-            p.set(block, half, {silu.value[0] * factor.x, silu.value[1] * factor.y});
-            own[0] = silu.slope[0] * factor.x;
-            own[1] = silu.slope[1] * factor.y;
+            const SiluOf<Config> silu[2] = {{own[0], scale, weight}, {own[1], scale, weight}};
+            p.set(block, half, {silu[0].value * factor.x, silu[1].value * factor.y});
+            own[0] = silu[0].slope * factor.x;
+            own[1] = silu[1].slope * factor.y;
           }
         }
       };
@@ -467,12 +414,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   }
   ptx::cp_async_wait<0>();
   __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
-  float weight = 1.0f;
-  if constexpr (Config::kSilu) weight = 1.0f / silu_divisor<float>(params, num_keys);
-  const float scales[1][2] = {{scale * weight, scale * weight}}, weights[1][2] = {{weight, weight}};
+  const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
+  const float value_factor = Config::kSilu && Config::kHasFloatRange ? scale * weight : weight;
+  const float scales[1][2] = {{key_factor, key_factor}};
+  const float value_scales[1][2] = {{value_factor, value_factor}};
   store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
              params.dim_qk, true, lane);
-  store_rows(dv, weights, shared.sV, warp_row, 0, gGradV, params.grad_v.row_stride, rows,
+  store_rows(dv, value_scales, shared.sV, warp_row, 0, gGradV, params.grad_v.row_stride, rows,
              params.dim_v, true, lane);
 }
 
@@ -482,9 +430,14 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& params, cudaSt
   const auto grid = [&](const OffsetsView& offsets, int heads) {
     return Grid{num_tiles(offsets.total, offsets.num_seqs, Config::kRows), heads};
   };
-  const cudaError_t error =
-      launch<ranged_dq<Config>>(params, grid(params.q_offsets, params.heads), Config::kThreads,
-                                sizeof(DqWgmmaStorage<Config>), stream, Config::kName);
+  const int64_t warps = num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, Config::kRows);
+  constexpr int kWarps = kBoundsThreads / 32;
+  cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
+      params, Grid{(warps + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
+  if (error != cudaSuccess) return error;
+  error = launch_dependent<ranged_dq<Config>>(params, grid(params.q_offsets, params.heads),
+                                              Config::kThreads, sizeof(DqWgmmaStorage<Config>),
+                                              stream, Config::kName);
   if (error != cudaSuccess) return error;
   return launch_dependent<ranged_dkdv<Config>>(params, grid(params.kv_offsets, params.kv_heads),
                                                Config::kThreads, sizeof(DkdvWgmmaStorage<Config>),

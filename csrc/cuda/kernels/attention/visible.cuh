@@ -100,6 +100,14 @@ struct alignas(16) TileBounds {
 };
 static_assert(sizeof(TileBounds) == kTileBoundsBytes);
 
+// Those of the tiles of kRows queries of sequence `seq`, whose rows begin at `begin` in q: by the
+// numbers that find_tile() gives them.
+template <int kRows>
+__device__ __forceinline__ TileBounds* tile_bounds(const AttentionBackwardParams& params,
+                                                   int64_t begin, int64_t seq) {
+  return static_cast<TileBounds*>(params.tile_bounds) + begin / kRows + seq + 1;
+}
+
 // The steps of kStep keys that a tile of queries walks over: those in [first, gap) and [behind,
 // last), where first, gap and behind are multiples of kStep.
 template <int kStep>
@@ -109,11 +117,12 @@ struct VisibleSteps {
   int behind;
   int last;
 
-  __device__ __forceinline__ explicit VisibleSteps(const TileBounds& bounds) {
-    KeySpan low = bounds.first, high = bounds.second;
+  __device__ __forceinline__ explicit VisibleSteps(const TileBounds* gBounds) {
+    const int4 spans = __ldcg(reinterpret_cast<const int4*>(gBounds));
+    KeySpan low{spans.x, spans.y}, high{spans.z, spans.w};
     if (low.is_empty() || (!high.is_empty() && high.begin < low.begin)) {
-      low = bounds.second;
-      high = bounds.first;
+      low = {spans.z, spans.w};
+      high = {spans.x, spans.y};
     }
     if (low.is_empty()) {
       first = gap = behind = last = 0;
