@@ -27,6 +27,7 @@
 #include "cuda/kernels/attention/backward_wgmma.cuh"
 #include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/visible.cuh"
 
 #include <type_traits>
@@ -49,6 +50,60 @@ struct RangedBackwardConfig {
       PathName("cuda.attention.backward.wgmma.d") + kDim + (kSilu ? ".silu" : ".general");
   static_assert(kDim == 64 || kDim == 128);
 };
+
+struct RangedBackwardParams {
+  CUtensorMap q;  // boxes of 64 rows of one head
+  CUtensorMap grad_out;
+  CUtensorMap k;
+  CUtensorMap v;
+  AttentionBackwardParams attention;
+};
+
+// Barriers of copies: of the CTA's own rows, and of each stage.
+struct CopyBarriers {
+  uint64_t own;
+  uint64_t full[2];
+
+  // All threads of the CTA.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(own, 1);
+      ptx::mbarrier_init(full[0], 1);
+      ptx::mbarrier_init(full[1], 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+};
+
+template <typename Config>
+struct RangedDqStorage : DqWgmmaStorage<Config> {
+  CopyBarriers barriers;
+};
+template <typename Config>
+struct RangedDkdvStorage : DkdvWgmmaStorage<Config> {
+  CopyBarriers barriers;
+};
+
+// Copies the same rows of two operands; one thread.
+template <typename Tile>
+__device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Tile& b,
+                                          const CUtensorMap& b_map, int64_t row, int head,
+                                          uint64_t& full) {
+  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)));
+  copy_expected_tile(a, a_map, row, head, full);
+  copy_expected_tile(b, b_map, row, head, full);
+}
+
+// Rows of a tile from `rows` on become zeros, since 0 times NaN is NaN; the caller fences.
+template <int kThreads, typename Tile>
+__device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
+#pragma unroll 1
+  for (int index = threadIdx.x; index < (Tile::kRows - rows) * Tile::kChunks; index += kThreads) {
+    *reinterpret_cast<uint4*>(tile.chunk(rows + index / Tile::kChunks, index % Tile::kChunks)) =
+        make_uint4(0, 0, 0, 0);
+  }
+}
 
 // silu of a score, and its slope, in as few instructions as there can be.
 template <typename Config>
@@ -90,13 +145,14 @@ __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
-    const __grid_constant__ AttentionBackwardParams params) {
+    const __grid_constant__ RangedBackwardParams kernel_params) {
+  const AttentionBackwardParams& params = kernel_params.attention;
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
@@ -114,11 +170,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
                           params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
-  load_tile<kThreads>(shared.sQ, row_of<Element>(params.q, global_row, head), params.q.row_stride,
-                      rows, params.dim_qk, true);
-  load_tile<kThreads>(shared.sGradOut, row_of<Element>(params.grad_out, global_row, head),
-                      params.grad_out.row_stride, rows, params.dim_v, true);
-  ptx::cp_async_commit();
+  shared.barriers.init();
+  const bool copies = threadIdx.x == 0;
+  if (copies) {
+    copy_pair(shared.sQ, kernel_params.q, shared.sGradOut, kernel_params.grad_out, global_row, head,
+              shared.barriers.own);
+  }
   const RowRange kv = used_rows(params, tile.seq);
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
@@ -129,14 +186,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   const VisibleSteps<kStep> steps(tile_bounds<kRows>(params, tile.rows.begin, tile.seq) +
                                   row / kRows);
 
-  const auto load_keys = [&](int key, int stage) {
-    load_tile<kThreads>(shared.sK[stage], row_of<Element>(params.k, kv.begin + key, kv_head),
-                        params.k.row_stride, num_keys - key, params.dim_qk, true);
-    load_tile<kThreads>(shared.sV[stage], row_of<Element>(params.v, kv.begin + key, kv_head),
-                        params.v.row_stride, num_keys - key, params.dim_v, true);
+  const auto copy_keys = [&](int key, int stage) {
+    copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
+              kv_head, shared.barriers.full[stage]);
   };
-  if (steps.any()) load_keys(steps.first, 0);
-  ptx::cp_async_commit();
+  if (copies && steps.any()) copy_keys(steps.first, 0);
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
@@ -160,9 +214,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
                         : 0.0f;
     }
   }
+  ptx::mbarrier_wait(shared.barriers.own, 0);
   if constexpr (!Config::kSilu) {
-    ptx::cp_async_wait<1>();
-    __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own_row = warp_row + 8 * half + lane / 4;
@@ -175,20 +228,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   }
 
   Accumulator<1, kOutBlocks> dq = {};
-  int stage = 0;
+  RingPosition<2> place;
   for (int key = steps.first; key < steps.last;) {
-    const int next_key = steps.next(key);
-    ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async();
-    __syncthreads();
+    const int next_key = steps.next(key), stage = place.stage;
+    ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
+    if (key + kStep > num_keys) {
+      zero_rows_from<kThreads>(shared.sK[stage], num_keys - key);
+      ptx::fence_proxy_async();
+    }
+    __syncthreads();  // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
     ptx::wgmma_commit_group();
     wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
     ptx::wgmma_commit_group();
-    if (next_key < steps.last) load_keys(next_key, stage ^ 1);
-    ptx::cp_async_commit();
+    if (copies && next_key < steps.last) copy_keys(next_key, stage ^ 1);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kSilu) {
@@ -219,9 +274,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq[0]);
     key = next_key;
-    stage ^= 1;
+    place.advance();
   }
-  ptx::cp_async_wait<0>();
   // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
   __syncthreads();
   const float row_factor = Config::kHasFloatRange ? scale * weight : scale;
@@ -239,13 +293,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dkdv(
-    const __grid_constant__ AttentionBackwardParams params) {
+    const __grid_constant__ RangedBackwardParams kernel_params) {
+  const AttentionBackwardParams& params = kernel_params.attention;
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  auto& shared = *reinterpret_cast<RangedDkdvStorage<Config>*>(wgmma_shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   // The tile: `rows` used keys from tile.row on, `stored` in all; `queries` are the rows of q in the
@@ -268,11 +323,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
                           stored - rows, params.dim_v);
     if (rows == 0) return;
   }
-  load_tile<kThreads>(shared.sK, row_of<Element>(params.k, global_row, kv_head),
-                      params.k.row_stride, rows, params.dim_qk, true);
-  load_tile<kThreads>(shared.sV, row_of<Element>(params.v, global_row, kv_head),
-                      params.v.row_stride, rows, params.dim_v, true);
-  ptx::cp_async_commit();
+  shared.barriers.init();
+  const bool copies = threadIdx.x == 0;
+  if (copies) {
+    copy_pair(shared.sK, kernel_params.k, shared.sV, kernel_params.v, global_row, kv_head,
+              shared.barriers.own);
+  }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
@@ -281,24 +337,25 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
     const int valid = num_queries - query;
-    load_tile<kThreads>(shared.sQ[stage], row_of<Element>(params.q, first, head),
-                        params.q.row_stride, valid, params.dim_qk, true);
-    load_tile<kThreads>(shared.sGradOut[stage], row_of<Element>(params.grad_out, first, head),
-                        params.grad_out.row_stride, valid, params.dim_v, true);
+    if (copies) {
+      copy_pair(shared.sQ[stage], kernel_params.q, shared.sGradOut[stage], kernel_params.grad_out,
+                first, head, shared.barriers.full[stage]);
+    }
+    if (Config::kSilu && !has_factors) return;
     const int r = static_cast<int>(threadIdx.x);
     if (r >= kStep) return;
     const int64_t own = first + (r < valid ? r : 0), statistic = own * params.heads + head;
     const int bytes = r < valid ? 4 : 0;
     if constexpr (Config::kSilu) {
-      if (has_factors)
-        ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.row_scale) + own,
-                        bytes);
+      ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.row_scale) + own,
+                      bytes);
     } else {
       ptx::cp_async_4(&shared.sLse[stage][r], static_cast<const float*>(params.lse) + statistic,
                       bytes);
       ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.delta) + statistic,
                       bytes);
     }
+    ptx::cp_async_commit();
   };
   if constexpr (!Config::kSilu) ptx::griddepcontrol_wait();  // for delta
   SeeingTiles tiles(tile_bounds<kStep>(params, queries.begin, tile.seq),
@@ -312,17 +369,23 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   } else {
     head = last_head;
   }
-  ptx::cp_async_commit();
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
-  int stage = 0;
+  RingPosition<2> place;
+  ptx::mbarrier_wait(shared.barriers.own, 0);
   while (head < last_head) {
-    ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async();
-    __syncthreads();
+    const int stage = place.stage, valid = num_queries - query;
+    ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
+    if (valid < kStep) {
+      zero_rows_from<kThreads>(shared.sQ[stage], valid);
+      zero_rows_from<kThreads>(shared.sGradOut[stage], valid);
+      ptx::fence_proxy_async();
+    }
+    if (!Config::kSilu || has_factors) ptx::cp_async_wait<0>();
+    __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
@@ -335,11 +398,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       next_query = tiles.next(next_is_cut) * kStep;
     }
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
-    ptx::cp_async_commit();
-    const auto seen_by = [&] {
-      return SeenBy64(params, window, queries.begin + query, query, min(kStep, num_queries - query),
-                      num_keys, row + warp_row, lane);
-    };
+    SeenBy64 seen;
+    if (is_cut) {
+      seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
+                      row + warp_row, lane);
+    }
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
@@ -366,7 +429,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       } else {
         activate(Constant<0>{});
       }
-      if (is_cut) seen_by().keep(p, s, lane);
+      if (is_cut) seen.keep(p, s, lane);
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -377,7 +440,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         for (int i = 0; i < 4; ++i)
           s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i % 2]);
       }
-      if (is_cut) seen_by().keep(s, lane);
+      if (is_cut) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
     }
     ptx::fence_operands(dv[0]);
@@ -410,9 +473,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     head = next_head;
     query = next_query;
     is_cut = next_is_cut;
-    stage ^= 1;
+    place.advance();
   }
-  ptx::cp_async_wait<0>();
   __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
   const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
   const float value_factor = Config::kSilu && Config::kHasFloatRange ? scale * weight : weight;
@@ -425,23 +487,41 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 }
 
 template <typename Element, int kDim, bool kSilu>
-cudaError_t launch_ranged_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
   using Config = RangedBackwardConfig<Element, kDim, kSilu>;
+  using DqStorage = RangedDqStorage<Config>;
+  using DkdvStorage = RangedDkdvStorage<Config>;
+  using Tile = WarpgroupTile<Element, Config::kRows, kDim>;
+  static_assert(Config::kRows == Config::kStep);
+  RangedBackwardParams params;
+  params.attention = attention;
+  const OffsetsView &q_offsets = attention.q_offsets, &kv_offsets = attention.kv_offsets;
+  const cudaError_t errors[] = {
+      encode_heads<Tile>(params.q, attention, attention.q, q_offsets.total, attention.heads,
+                         attention.dim_qk),
+      encode_heads<Tile>(params.grad_out, attention, attention.grad_out, q_offsets.total,
+                         attention.heads, attention.dim_v),
+      encode_heads<Tile>(params.k, attention, attention.k, kv_offsets.total, attention.kv_heads,
+                         attention.dim_qk),
+      encode_heads<Tile>(params.v, attention, attention.v, kv_offsets.total, attention.kv_heads,
+                         attention.dim_v)};
+  for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
   const auto grid = [&](const OffsetsView& offsets, int heads) {
     return Grid{num_tiles(offsets.total, offsets.num_seqs, Config::kRows), heads};
   };
-  const int64_t warps = num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, Config::kRows);
   constexpr int kWarps = kBoundsThreads / 32;
+  const int64_t tiles = num_tiles(q_offsets.total, q_offsets.num_seqs, Config::kRows);
   cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
-      params, Grid{(warps + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
+      attention, Grid{(tiles + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
   if (error != cudaSuccess) return error;
-  error = launch_dependent<ranged_dq<Config>>(params, grid(params.q_offsets, params.heads),
-                                              Config::kThreads, sizeof(DqWgmmaStorage<Config>),
-                                              stream, Config::kName);
+  error = launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
+                                              Config::kThreads, sizeof(DqStorage), stream,
+                                              Config::kName);
   if (error != cudaSuccess) return error;
-  return launch_dependent<ranged_dkdv<Config>>(params, grid(params.kv_offsets, params.kv_heads),
-                                               Config::kThreads, sizeof(DkdvWgmmaStorage<Config>),
-                                               stream);
+  return launch_dependent<ranged_dkdv<Config>>(params, grid(kv_offsets, attention.kv_heads),
+                                               Config::kThreads, sizeof(DkdvStorage), stream);
 }
 
 template <typename Element>

@@ -217,6 +217,7 @@ __device__ __forceinline__ void replace_hidden(Accumulator<1, kBlocks>& s, float
 struct SeenBy64 {
   uint32_t bits;  // of the queries `lane` and `lane` + 32, 16 each
 
+  SeenBy64() = default;
   // `key` is the warp's first. The step is the first `rows` queries from row `row` of the sequence,
   // `global_row` of q, on; what is said of others does not matter. All 32 lanes together.
   __device__ __forceinline__ SeenBy64(const AttentionParams& params, const WindowOf<int>& window,
