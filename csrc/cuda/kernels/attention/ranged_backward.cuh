@@ -1,27 +1,35 @@
-// Backward of attention with ranges of keys, and of jagged_hstu_attention, on wgmma (compute
-// capability 9.0), 16-bit elements. Mathematics, kernels and their order are those of
-// backward_wgmma.cuh: ranged_dq, then ranged_dkdv, no atomics, the same bits at every run. Silu
-// needs neither O nor LSE nor delta: with gate = 1 / (1 + exp(-z)), z = scale S,
+// Backward of attention with ranges of keys or unused keys, and of jagged_hstu_attention, on wgmma
+// and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
+// backward_wgmma.cuh, seven products, no atomics, the same bits at every run. Silu needs neither O
+// nor LSE nor delta: with z = scale S and gate = 1 / (1 + exp(-z)),
 //     P = z gate        dS = (gate + P (1 - gate)) * dP
-// and the weight of a row leaves the sums: dQ is multiplied by it at its end, and of P and dS only
-// the factor that differs from row to row is applied.
+// and what a row's sums are multiplied by leaves them: only the factor that differs from row to row
+// stays in P and dS of ranged_dkdv.
 //
-// Grid: x = tiles of kRows rows (find_tile), y = heads. A warpgroup owns 64 rows, a warp 16 of them.
+// Three kernels, each a programmatic dependent launch:
+//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh)
+//     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
+//     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
+//                       ranged_dq, and fills the SMs as that drains
+// A warpgroup owns 64 rows, a warp 16 of them.
 //
-// Masks. Window and ranges are two intervals of keys for each query (visible.cuh). ranged_dq reads
-// those of its tile, walks over the steps that some query sees, and masks a step only where one of
-// a warp's queries does not see all of it. The CTAs of the first head leave the bounds of their tile
-// behind, by which ranged_dkdv finds the tiles of queries that see its keys, 32 at a time.
+// Masks. Window and ranges are two intervals of keys for each query. ranged_dq walks over the steps
+// of keys that some query of its tile sees, and masks one only where a query of a warp does not see
+// all of it. ranged_dkdv finds the tiles of queries that see some of its keys by their bounds, 32 at
+// a time, and masks those that do not see all.
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
 // K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
 // 96 for 128 (dkdv 1 more). Gradients leave through the rows of Q, or of K and V.
 //
-// Barriers: as in backward_wgmma.cuh; of silu dq needs none for dO.
+// Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
+// threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
+// next, and zeros and 4-byte copies have been written. One more before gradients leave.
 //
-// Rows past the end are zeros in shared memory, and what they add to a gradient that is stored is a
-// multiple of these zeros. Rows outside all sequences get zeros, and so do keys that are not used or
-// that nobody sees.
+// A copy may reach into the next sequence. What is summed over its rows gets zeros there, since 0
+// times NaN is NaN: K in dq, Q and dO in dkdv. V in dq does not: dS is replaced behind it. A CTA's
+// own rows past the end make rows of gradients that are not stored. Rows outside all sequences get
+// zeros, and so do keys that are not used or that nobody sees.
 #pragma once
 
 #include "cuda/kernels/attention/backward_wgmma.cuh"
@@ -530,7 +538,10 @@ cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaSt
     return params.silu ? launch_ranged_backward<Element, dim.value, true>(params, stream)
                        : launch_ranged_backward<Element, dim.value, false>(params, stream);
   };
-  return dim_bucket(params) <= 64 ? launch(Constant<64>{}) : launch(Constant<128>{});
+  const cudaError_t error =
+      dim_bucket(params) <= 64 ? launch(Constant<64>{}) : launch(Constant<128>{});
+  if (error != cudaErrorNotSupported) return error;
+  return launch_backward_mma_sync<Element>(params, stream);
 }
 
 }  // namespace jagged_cuda::attention
