@@ -52,7 +52,7 @@ struct RangedBackwardConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;                     // queries or keys that a CTA owns
   static constexpr int kStep = 64;                     // keys or queries of an iteration
-  static constexpr int kDqCtas = kDim == 128 ? 2 : 3;  // per SM
+  static constexpr int kDqCtas = kDim == 128 ? 2 : 4;  // per SM
   static constexpr int kDkdvCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName =
       PathName("cuda.attention.backward.wgmma.d") + kDim + (kSilu ? ".silu" : ".general");
