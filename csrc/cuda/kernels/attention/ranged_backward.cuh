@@ -24,7 +24,8 @@
 //
 // Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
 // threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
-// next, and zeros and 4-byte copies have been written. One more before gradients leave.
+// next, and zeros and 4-byte copies have been written. Where steps overlap in dq it stands behind
+// the start of S, and zeros have one of their own. One more before gradients leave.
 //
 // A copy may reach into the next sequence. What is summed over its rows gets zeros there, since 0
 // times NaN is NaN: K in dq, Q and dO in dkdv. V in dq does not: dS is replaced behind it. A CTA's
@@ -49,6 +50,8 @@ struct RangedBackwardConfig {
   static constexpr bool kSilu = kSilu_;
   // Else what is stored of silu is scaled and divided before it is rounded.
   static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
+  // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
+  static constexpr bool kOverlapsSteps = kDim == 128;
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;                     // queries or keys that a CTA owns
   static constexpr int kStep = 64;                     // keys or queries of an iteration
@@ -243,14 +246,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     if (key + kStep > num_keys) {
       zero_rows_from<kThreads>(shared.sK[stage], num_keys - key);
       ptx::fence_proxy_async();
+      if constexpr (Config::kOverlapsSteps) __syncthreads();
     }
-    __syncthreads();  // the step before is done with the other stage
+    // The step before is done with the other stage.
+    if constexpr (!Config::kOverlapsSteps) __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
     ptx::wgmma_commit_group();
     wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
     ptx::wgmma_commit_group();
+    if constexpr (Config::kOverlapsSteps) {
+      ptx::wgmma_wait_group<2>();
+      ptx::fence_operands(dq[0]);
+      __syncthreads();
+    }
     if (copies && next_key < steps.last) copy_keys(next_key, stage ^ 1);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
@@ -279,10 +289,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(dq[0]);
+    if constexpr (!Config::kOverlapsSteps) {
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dq[0]);
+    }
     key = next_key;
     place.advance();
+  }
+  if constexpr (Config::kOverlapsSteps) {
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dq[0]);
   }
   // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
   __syncthreads();
