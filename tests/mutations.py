@@ -164,6 +164,22 @@ FAULTS = (
         "--op jagged_softmax",
     ),
     Fault(
+        "visible keys off by one",
+        "cuda",
+        "cuda/kernels/attention/visible.cuh",
+        "return bits_below(end - key) & ~bits_below(begin - key);",
+        "return bits_below(end - key + 1) & ~bits_below(begin - key);",
+        "--op jagged_hstu_attention",
+    ),
+    Fault(
+        "seeing tiles cut short",
+        "cuda",
+        "cuda/kernels/attention/visible.cuh",
+        "return !is_empty() && begin < key + keys && end > key;",
+        "return !is_empty() && begin < key + keys - 1 && end > key;",
+        "--op jagged_hstu_attention",
+    ),
+    Fault(
         "tail mask off by one",
         "cuda",
         "cuda/kernels/attention/forward_wgmma.cuh",

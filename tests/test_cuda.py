@@ -222,15 +222,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             False,
             {"dims": dims, "ranges": ranges, "row_scale": ranges is None},
             f"cuda.attention.forward.{'long' if long and HOPPER else 'mma_sync'}.{path}.silu",
-            f"cuda.attention.backward.mma_sync.{path}.silu",
+            f"cuda.attention.backward.{backward if HOPPER else f'mma_sync.{path}'}.silu",
         )
         for dtype in _DTYPES.values()
         for ranges in (None, "hstu near")
-        for dims, path, long in (
-            ((1, 1), "d32", False),
-            ((64, 40), "d64", True),
-            ((128, 128), "d128", True),
-            ((129, 1), "d256", False),
+        for dims, path, long, backward in (
+            ((1, 1), "d32", False, "mma_sync.d32"),
+            ((8, 32), "d32", False, "wgmma.d64"),
+            ((64, 40), "d64", True, "wgmma.d64"),
+            ((128, 128), "d128", True, "wgmma.d128"),
+            ((129, 1), "d256", False, "mma_sync.d256"),
         )
     ),
     *(

@@ -96,6 +96,35 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_backward_pass_replays_with_other_lengths(dim: int) -> None:
+    """A captured call serves other lengths and ranges of the same T and B, to the last bit."""
+    total, generator = 700, torch.Generator().manual_seed(6)
+    drawn = [torch.randn(total, 2, dim, generator=generator) for _ in range(4)]
+    q, k, v, grad_out = (x.to("cuda", torch.bfloat16) for x in drawn)
+    batches = ((200, 64, 436), (1, 699, 0), (65, 100, 300))
+    given = [torch.tensor([0, *lengths], device="cuda").cumsum(0) for lengths in batches]
+
+    def gradients(offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ranges = hstu_key_ranges(offsets, contextual_len=3, max_attn_len=90, total=total)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = jagged_hstu_attention(*leaves, offsets, divisor="length", key_ranges=ranges)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    expected = [gradients(offsets) for offsets in given]
+    offsets = given[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(offsets)
+    for lengths, results in zip(given, expected, strict=True):
+        offsets.copy_(lengths)
+        graph.replay()
+        for found, result in zip(captured, results, strict=True):
+            assert torch.equal(found, result)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_giant_needs_no_padding_and_no_matrix(biased: bool) -> None:
     """Peak memory, both ways, beside the packed tensors that go in and come out."""

@@ -132,13 +132,17 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
 def test_path_with_ranges(dtype: torch.dtype, dim: int, kind: str) -> None:
     """Short sequences and long ones, tiles left out or not."""
     forward = f"{'long' if HOPPER and dim in (64, 128) else 'mma_sync'}.d{dim}"
-    for lengths, heads in (((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))):
+    backward = f"wgmma.d{max(dim, 64)}" if HOPPER and dim <= 128 else f"mma_sync.d{dim}"
+    batches = [((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))]
+    if dim == 64:
+        batches.append(((2500, 64), (1, 1)))  # more tiles than a warp has lanes
+    for lengths, heads in batches:
         layout = Layout(lengths, base=5, tail=9)
         spec = spec_of(layout, dims=(dim, dim), heads=heads, ranges=kind)
         CASE.call(jagged_cuda, CASE.sample(spec, dtype, "cuda"))
         assert last_kernel("cuda") == f"cuda.attention.forward.{forward}.general"
         judge(CASE, spec, dtype, "cuda")
-        assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.general"
+        assert last_kernel("cuda") == f"cuda.attention.backward.{backward}.general"
 
 
 @pytest.mark.cuda

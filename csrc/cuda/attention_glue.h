@@ -77,6 +77,17 @@ inline void set_grad_out(AttentionBackwardParams& params, const Tensor& grad_out
   params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
 }
 
+// The workspace of the kernels that takes_ranged_backward() speaks of; params are complete but for it.
+inline std::optional<Tensor> allocate_tile_bounds(const char* op, AttentionBackwardParams& params,
+                                                  const Tensor& like) {
+  if (!takes_ranged_backward(params)) return std::nullopt;
+  constexpr int64_t kWordBytes = 4;
+  const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs);
+  Tensor bounds = allocate(op, like, {bytes / kWordBytes}, ScalarType::Int);
+  params.tile_bounds = bounds.mutable_data_ptr();
+  return bounds;
+}
+
 // The gradients of biases that are wanted: the kernels of the backward pass leave sums in workspaces,
 // which finish() adds up behind them.
 class BiasSums {

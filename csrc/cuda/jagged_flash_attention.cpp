@@ -123,6 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
     params.long_statistics = long_statistics.mutable_data_ptr<float>();
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }
+  const auto tile_bounds = allocate_tile_bounds(op, params, q);
   check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   sums.finish(params, sizes, current_stream(q));
   return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};

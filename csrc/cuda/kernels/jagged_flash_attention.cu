@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with tables
-// always mma.sync; plain FMA for f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with tables, or
+// backward with any bias, always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -96,6 +96,12 @@ bool takes_ranged_forward(const AttentionParams& params) {
 bool takes_long_backward(const AttentionBackwardParams& params) {
   return is_16_bit(params.type) && !is_general(params) && takes_wgmma(params) &&
          takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
+}
+
+bool takes_ranged_backward(const AttentionBackwardParams& params) {
+  return is_16_bit(params.type) && (params.silu || is_general(params)) && !params.bias.any() &&
+         !is_wide(params) && takes_wgmma(params) &&
+         copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {

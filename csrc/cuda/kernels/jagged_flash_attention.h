@@ -107,10 +107,19 @@ struct AttentionBackwardParams : AttentionParams {
   void* time_sums;
   void* position_sums;
   int table_ctas;  // of each head
+  // [tile_bounds_bytes(Tq, B)], aligned to 16: workspace of the wgmma kernels that take ranges of
+  // keys and silu; null if they cannot.
+  void* tile_bounds;
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
 };
+
+// What each tile of 64 queries sees (attention/visible.cuh).
+constexpr int kTileBoundsBytes = 32;
+inline int64_t tile_bounds_bytes(int64_t queries, int64_t num_seqs) {
+  return num_tiles(queries, num_seqs, 64) * kTileBoundsBytes;
+}
 
 // What a CTA that sums the gradients of tables leaves behind: one sum of each bucket, or, of f32 and
 // f64, each of its warps one.
@@ -156,6 +165,10 @@ bool takes_long_backward(const AttentionBackwardParams& params);
 // Whether the forward kernel for long sequences takes these operands with ranges of keys, used
 // parts, kv_bias or silu, if it gets its plan.
 bool takes_ranged_forward(const AttentionParams& params);
+
+// Whether the wgmma backward kernels for ranges of keys, unused keys and silu take these operands, if
+// they get their workspace.
+bool takes_ranged_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,

@@ -1,5 +1,6 @@
-// Which kernels jagged_hstu_attention takes: for 16-bit elements mma.sync, forward for long sequences
-// wgmma; plain FMA for f32 and f64.
+// Which kernels jagged_hstu_attention takes: for 16-bit elements wgmma, forward for long sequences
+// (takes_ranged_forward), backward for all (takes_ranged_backward), else mma.sync; plain FMA for f32
+// and f64.
 #include "cuda/kernels/jagged_hstu_attention.h"
 
 #include "cuda/kernels/attention/launch.h"

@@ -40,6 +40,10 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
+// 16-bit elements, head dims up to 128, with ranges of keys, unused keys or silu, without biases.
+template <typename Element>
+cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream);
+
 // 16-bit elements, head dims of 33 on, sequences of more than long_rows(): first the plan in
 // params.long_plan, then, behind it or another kernel behind it on the stream, the kernel.
 template <typename Element>
@@ -113,13 +117,13 @@ cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) 
   }
 }
 
-// The same in the backward pass, and where they are
-// wanted the sums of tables behind it.
+// The same in the backward pass, and where they are wanted the sums of tables behind it.
 template <typename Element>
 cudaError_t launch_backward_general(const AttentionBackwardParams& params, cudaStream_t stream) {
   constexpr bool k16Bit = sizeof(Element) == 2;
   cudaError_t error;
   if constexpr (k16Bit) {
+    if (params.tile_bounds != nullptr) return launch_backward_ranged<Element>(params, stream);
     error = launch_backward_mma_sync<Element>(params, stream);
   } else {
     error = launch_backward_fma<Element>(params, stream);

@@ -85,6 +85,11 @@ struct PackedRows {
   __device__ __forceinline__ void set(int block, int half, const float (&pair)[2]) {
     fragments[block / 2][block % 2 * 2 + half] = pack<Element>(pair[0], pair[1]);
   }
+  // The same two become 0 where they are not kept.
+  __device__ __forceinline__ void keep(int block, int half, bool first, bool second) {
+    fragments[block / 2][block % 2 * 2 + half] &=
+        (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
+  }
 };
 
 // o += p b: b the first kBlocks * 8 rows of a tile, all its columns.
