@@ -103,19 +103,15 @@ struct OutRows {
   }
 };
 
+// One tile of queries.
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
-    const __grid_constant__ AttentionBackwardParams params) {
+__device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardParams& params,
+                                                       DqWgmmaStorage<Config>& shared,
+                                                       const JaggedTile& tile) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
-
-  ptx::griddepcontrol_launch_dependents();
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile_of<kRows>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_queries - row);
@@ -228,18 +224,30 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
+  TilesOfCta<Config::kRows> tiles(params, params.q_offsets);
+  JaggedTile tile;
+  while (tiles.next(tile)) {
+    backward_dq_of_queries<Config>(params, shared, tile);
+    if (params.longer_in_slabs) __syncthreads();  // before the next tile's copies
+  }
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
+}
+
+// One tile of keys.
+template <typename Config>
+__device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardParams& params,
+                                                      DkdvWgmmaStorage<Config>& shared,
+                                                      const JaggedTile& tile) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
-
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
-  const JaggedTile tile = find_tile_of<kRows>(params, params.kv_offsets);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_keys = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_keys - row);
@@ -363,16 +371,30 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
              params.grad_v.row_stride, rows, params.dim_v, true, lane);
 }
 
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  TilesOfCta<Config::kRows> tiles(params, params.kv_offsets);
+  JaggedTile tile;
+  while (tiles.next(tile)) {
+    backward_dkdv_of_keys<Config>(params, shared, tile);
+    if (params.longer_in_slabs) __syncthreads();  // before the next tile's copies
+  }
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+}
+
 template <typename Element, int kDim, int kStep>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
   const cudaError_t error = launch_longer<backward_dq_wgmma<Dq>>(
-      params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+      params, params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
       sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
   return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
-      params, tile_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+      params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
       sizeof(DkdvWgmmaStorage<Dkdv>), stream);
 }
 

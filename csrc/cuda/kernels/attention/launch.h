@@ -59,6 +59,13 @@ cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stre
 template <typename Element>
 cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
 
+// The same for head dims of 65 to 256, sequences of up to kTinyWideRows; backward each head with keys
+// of its own.
+template <typename Element>
+cudaError_t launch_forward_tiny_wide(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_tiny_wide(const AttentionBackwardParams& params, cudaStream_t stream);
+
 // 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny: behind the
 // kernel for tiny ones. cudaErrorNotSupported where an operand has no tensor map.
 template <typename Element>

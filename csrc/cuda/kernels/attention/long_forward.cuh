@@ -125,8 +125,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& attention, Stora
   };
   // Where late queries see more keys, they come first, those of all heads.
   const bool descending = attention.window_right < AttentionParams::kUnbounded;
-  ptx::griddepcontrol_wait();
-  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
+  auto items = PlannedItems::of<Config::kTileM, false>(attention, attention.heads);
   PlannedSequence sequence;
   int64_t index;
   while (items.next(sequence, index)) {
@@ -149,6 +148,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& attention, Stora
   WorkItem end = {};
   end.is_end = true;
   publish(end);
+  ptx::griddepcontrol_wait();  // launch_dependent
 }
 
 // Copies Q, K and V of the items, in the order of their use; one thread.
@@ -510,14 +510,19 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
-  if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
-  return launch_dependent<long_forward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                Config::kThreads, sizeof(Storage), stream,
-                                                Config::kName);
+  const Grid grid{items < num_sms ? items : num_sms};
+  if (takes_own_plan(attention, attention.q_offsets, Config::kTileM, attention.heads, num_sms)) {
+    params.attention.plans_itself = true;
+    return launch_planning<long_forward<Config>>(attention, params, grid, Config::kThreads,
+                                                 sizeof(Storage), stream, Config::kName);
+  }
+  error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
+  if (error != cudaSuccess) return error;
+  return launch_dependent<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage),
+                                                stream, Config::kName);
 }
 
 template <typename Element>

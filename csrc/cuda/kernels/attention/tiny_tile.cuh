@@ -1,4 +1,4 @@
-// What the kernels for tiny sequences share: sequences of at most kTinyRows queries and keys, one
+// What the kernels for tiny sequences share: sequences of at most tiny_limit() queries and keys, one
 // head of which a warp takes alone, so that nothing waits for another warp.
 #pragma once
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ TinySequence tiny_sequence(const AttentionParams& par
   const TinyRows queries = tiny_rows(params.q_offsets, seq);
   const TinyRows keys =
       params.kv_offsets.data == params.q_offsets.data ? queries : tiny_rows(params.kv_offsets, seq);
-  if (!is_tiny(queries.len, keys.len)) return {};
+  if (!is_tiny(params, queries.len, keys.len)) return {};
   return {queries, keys};
 }
 
