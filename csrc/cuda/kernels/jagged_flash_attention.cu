@@ -2,6 +2,7 @@
 // keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
+#include "cuda/kernels/attention/few_forward.h"
 #include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
@@ -63,6 +64,17 @@ bool has_few_tiles(const AttentionParams& params) {
   constexpr int64_t kFewTiles = 264;
   return num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, 64) * params.heads <=
          kFewTiles;
+}
+
+// Whether a forward pass has so few tiles and heads of sequences that one kernel may hold the CTAs of
+// two, and whether there is such a kernel.
+bool takes_few(const AttentionParams& params) {
+  constexpr int64_t kFewCtas = 132, kWarpsPerCta = 5;
+  const int bucket = attention::dim_bucket(params);
+  const int64_t seqs = params.q_offsets.num_seqs;
+  return (bucket == 32 || bucket == 128) && takes_wgmma(params) && !all_tiny(params) &&
+         (num_tiles(params.q_offsets.total, seqs, 64) + seqs / kWarpsPerCta + 1) * params.heads <=
+             kFewCtas;
 }
 
 // Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
@@ -132,7 +144,17 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
         longer.long_plan = nullptr;
         return attention::launch_forward_mma_sync<Element>(longer, stream);
       };
-      return launch_by_length(params, takes_tiny(params, params.out), stream, launch_longer,
+      const bool has_tiny = takes_tiny(params, params.out);
+      if (has_tiny && takes_few(params)) {
+        AttentionParams few = params;
+        few.split_by_length = true;
+        if (!takes_long(few)) few.long_plan = nullptr;
+        cudaError_t error = attention::launch_forward_few<Element>(few, stream);
+        if (error == cudaSuccess && few.long_plan != nullptr)
+          error = attention::launch_forward_long<Element>(few, stream);
+        if (error != cudaErrorNotSupported) return error;
+      }
+      return launch_by_length(params, has_tiny, stream, launch_longer,
                               has_wide_rows(params) ? attention::launch_forward_tiny_wide<Element>
                                                     : attention::launch_forward_tiny<Element>);
     }

@@ -269,13 +269,11 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
   } while (attention.longer_in_slabs);
 }
 
+// A CTA and its tiles.
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
-    const __grid_constant__ ForwardWgmmaParams params) {
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
+__device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& params,
+                                                  ForwardWgmmaStorage<Config>& shared) {
   constexpr int kConsumerWarps = Config::kConsumers / 32;
-  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == Config::kConsumers) {
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
@@ -294,26 +292,42 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   } else {
     consume_forward<Config>(params, shared);
   }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
+    const __grid_constant__ ForwardWgmmaParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  ptx::griddepcontrol_launch_dependents();
+  run_forward_wgmma<Config>(params,
+                            *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
+}
+
+template <typename Config>
+cudaError_t encode_forward_maps(ForwardWgmmaParams& params, const AttentionParams& attention) {
+  using Tile = typename ForwardWgmmaStorage<Config>::Tile;
+  const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
+  const cudaError_t errors[] = {encode_heads<Tile>(params.q, attention, attention.q, queries,
+                                                   attention.heads, attention.dim_qk),
+                                encode_heads<Tile>(params.k, attention, attention.k, keys,
+                                                   attention.kv_heads, attention.dim_qk),
+                                encode_heads<Tile>(params.v, attention, attention.v, keys,
+                                                   attention.kv_heads, attention.dim_v)};
+  for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
   return for_dim<128>(attention, [&](auto dim) {
     using Config = ForwardWgmmaConfig<Element, dim.value>;
-    using Tile = typename ForwardWgmmaStorage<Config>::Tile;
     ForwardWgmmaParams params;
     params.attention = attention;
-    const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
-    const cudaError_t errors[] = {encode_heads<Tile>(params.q, attention, attention.q, queries,
-                                                     attention.heads, attention.dim_qk),
-                                  encode_heads<Tile>(params.k, attention, attention.k, keys,
-                                                     attention.kv_heads, attention.dim_qk),
-                                  encode_heads<Tile>(params.v, attention, attention.v, keys,
-                                                     attention.kv_heads, attention.dim_v)};
-    for (cudaError_t error : errors) {
-      if (error != cudaSuccess) return error;
-    }
+    const cudaError_t error = encode_forward_maps<Config>(params, attention);
+    if (error != cudaSuccess) return error;
     Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
     params.heads_per_cta = heads_per_cta(attention, grid.x);
     grid = looped_grid(attention, attention.q_offsets, Config::kTileM,

@@ -283,6 +283,26 @@ __device__ __forceinline__ void attend_to_nothing(const AttentionParams& params,
   }
 }
 
+// All queries of one head of a sequence; one warp.
+template <typename Config>
+__device__ __forceinline__ void attend_tiny(const AttentionParams& params, unsigned seq,
+                                            unsigned head, int lane) {
+  const TinySequence sequence = tiny_sequence(params, seq);
+  if (sequence.queries.len == 0) return;
+  switch ((sequence.keys.len + 15) / 16) {
+    case 0:
+      return attend_to_nothing(params, sequence, head, lane);
+    case 1:
+      return attend<Config, 1>(params, sequence, head, lane);
+    case 2:
+      return attend<Config, 2>(params, sequence, head, lane);
+    case 3:
+      return attend<Config, 3>(params, sequence, head, lane);
+    case 4:
+      return attend<Config, 4>(params, sequence, head, lane);
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tiny(
     const __grid_constant__ AttentionParams params) {
@@ -294,23 +314,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     fill_outside(params.q_offsets, params.lse, heads, -INFINITY, cta);
     return;
   }
-  const int lane = threadIdx.x % 32;
   const TinyItem item(heads, Config::kWarps);
   if (item.seq >= params.q_offsets.num_seqs) return;
-  const TinySequence sequence = tiny_sequence(params, item.seq);
-  if (sequence.queries.len == 0) return;
-  switch ((sequence.keys.len + 15) / 16) {
-    case 0:
-      return attend_to_nothing(params, sequence, item.head, lane);
-    case 1:
-      return attend<Config, 1>(params, sequence, item.head, lane);
-    case 2:
-      return attend<Config, 2>(params, sequence, item.head, lane);
-    case 3:
-      return attend<Config, 3>(params, sequence, item.head, lane);
-    case 4:
-      return attend<Config, 4>(params, sequence, item.head, lane);
-  }
+  attend_tiny<Config>(params, item.seq, item.head, threadIdx.x % 32);
 }
 
 template <typename Element>

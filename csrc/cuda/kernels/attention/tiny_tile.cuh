@@ -107,16 +107,16 @@ __device__ __forceinline__ void store_zero_rows(const HeadsView& view, const Tin
   }
 }
 
-// Writes `value` to what belongs to no sequence, in CTA `cta` of kFillCtas: to the rows before the
-// first and after the last, of row_words * 4 bytes each.
+// Writes `value` to what belongs to no sequence, in CTA `cta` of `ctas`: to the rows before the first
+// and after the last, of row_words * 4 bytes each.
 __device__ __forceinline__ void fill_outside(const OffsetsView& offsets, void* g,
-                                             unsigned row_words, float value, unsigned cta) {
+                                             unsigned row_words, float value, unsigned cta,
+                                             unsigned ctas = TinyItem::kFillCtas) {
   const int64_t first = clamped_offset(offsets, 0) * row_words,
                 last = clamped_offset(offsets, offsets.num_seqs) * row_words,
                 outside = first + offsets.total * row_words - last;
 #pragma unroll 1
-  for (int64_t i = cta * blockDim.x + threadIdx.x; i < outside;
-       i += TinyItem::kFillCtas * blockDim.x) {
+  for (int64_t i = cta * blockDim.x + threadIdx.x; i < outside; i += ctas * blockDim.x) {
     static_cast<float*>(g)[i < first ? i : last + i - first] = value;
   }
 }

@@ -122,6 +122,23 @@ __device__ __forceinline__ void attend_wide(const AttentionParams& params,
   }
 }
 
+// All queries of one head of a sequence; one warp.
+template <typename Config>
+__device__ __forceinline__ void attend_tiny_wide(const AttentionParams& params, unsigned seq,
+                                                 unsigned head, int lane) {
+  const TinySequence sequence = tiny_sequence(params, seq);
+  if (sequence.queries.len == 0) return;
+  static_assert(kTinyWideRows == 32);
+  switch ((sequence.keys.len + 15) / 16) {
+    case 0:
+      return attend_to_nothing(params, sequence, head, lane);
+    case 1:
+      return attend_wide<Config, 1>(params, sequence, head, lane);
+    case 2:
+      return attend_wide<Config, 2>(params, sequence, head, lane);
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tiny_wide(
     const __grid_constant__ AttentionParams params) {
@@ -133,20 +150,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     fill_outside(params.q_offsets, params.lse, heads, -INFINITY, cta);
     return;
   }
-  const int lane = threadIdx.x % 32;
   const TinyItem item(heads, Config::kWarps);
   if (item.seq >= params.q_offsets.num_seqs) return;
-  const TinySequence sequence = tiny_sequence(params, item.seq);
-  if (sequence.queries.len == 0) return;
-  static_assert(kTinyWideRows == 32);
-  switch ((sequence.keys.len + 15) / 16) {
-    case 0:
-      return attend_to_nothing(params, sequence, item.head, lane);
-    case 1:
-      return attend_wide<Config, 1>(params, sequence, item.head, lane);
-    case 2:
-      return attend_wide<Config, 2>(params, sequence, item.head, lane);
-  }
+  attend_tiny_wide<Config>(params, item.seq, item.head, threadIdx.x % 32);
 }
 
 template <typename Element>
