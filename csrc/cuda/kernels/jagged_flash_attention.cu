@@ -69,11 +69,13 @@ bool has_few_tiles(const AttentionParams& params) {
 // Whether a forward pass has so few tiles and heads of sequences that one kernel may hold the CTAs of
 // two, and whether there is such a kernel.
 bool takes_few(const AttentionParams& params) {
-  constexpr int64_t kFewCtas = 132, kWarpsPerCta = 5;
+  constexpr int64_t kFewCtas = 264, kWarpsPerCta = 5;
   const int bucket = attention::dim_bucket(params);
   const int64_t seqs = params.q_offsets.num_seqs;
   return (bucket == 32 || bucket == 128) && takes_wgmma(params) && !all_tiny(params) &&
-         (num_tiles(params.q_offsets.total, seqs, 64) + seqs / kWarpsPerCta + 1) * params.heads <=
+         (num_tiles(params.q_offsets.total, seqs, 64) +
+          seqs * (tiny_limit(params) / 16) / kWarpsPerCta + 1) *
+                 params.heads <=
              kFewCtas;
 }
 

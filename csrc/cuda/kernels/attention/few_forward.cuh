@@ -3,8 +3,8 @@
 // sequences (tiny_forward.cuh, tiny_wide_forward.cuh).
 //
 // Grid: y = heads; x = first the tiles of the former, then CTAs of the latter, numbered over x and y,
-// whose warps take one head of a sequence each, and all of which write to the rows outside all
-// sequences. One CTA per SM has as many registers as the latter want.
+// whose warps take 16 queries of one head of a sequence each, and all of which write to the rows
+// outside all sequences. One CTA per SM has as many registers as the latter want.
 #pragma once
 
 #include "cuda/kernels/attention/few_forward.h"
@@ -21,6 +21,7 @@ struct FewForwardConfig {
   using Tiny = std::conditional_t<kDim <= 64, TinyForwardConfig<Element, kDim>,
                                   TinyWideForwardConfig<Element, kDim>>;
   static constexpr int kThreads = Tiles::kThreads, kTinyWarps = kThreads / 32;
+  static constexpr int kBlocks = (kDim <= 64 ? kTinyRows : kTinyWideRows) / 16;  // of a sequence
 };
 
 struct FewForwardParams : ForwardWgmmaParams {
@@ -42,16 +43,19 @@ __global__ __launch_bounds__(Config::kThreads,
   }
   const unsigned heads = attention.heads, ctas = (gridDim.x - params.tile_ctas) * gridDim.y,
                  cta = (blockIdx.x - params.tile_ctas) * gridDim.y + blockIdx.y,
-                 items = static_cast<unsigned>(attention.q_offsets.num_seqs) * heads;
+                 items =
+                     static_cast<unsigned>(attention.q_offsets.num_seqs) * Config::kBlocks * heads;
   fill_outside(attention.q_offsets, attention.out.data, heads * attention.dim_v / 2, 0.0f, cta,
                ctas);
   fill_outside(attention.q_offsets, attention.lse, heads, -INFINITY, cta, ctas);
   const unsigned item = cta * Config::kTinyWarps + threadIdx.x / 32;
   if (item >= items) return;
+  const unsigned block = item / heads, seq = block / Config::kBlocks, head = item % heads;
+  const int begin = static_cast<int>(block % Config::kBlocks) * 16, lane = threadIdx.x % 32;
   if constexpr (Tiny::kDim <= 64) {
-    attend_tiny<Tiny>(attention, item / heads, item % heads, threadIdx.x % 32);
+    attend_tiny<Tiny>(attention, seq, head, begin, 1, lane);
   } else {
-    attend_tiny_wide<Tiny>(attention, item / heads, item % heads, threadIdx.x % 32);
+    attend_tiny_wide<Tiny>(attention, seq, head, begin, 1, lane);
   }
 }
 
@@ -69,7 +73,8 @@ cudaError_t launch_forward_few(const AttentionParams& attention, cudaStream_t st
     Grid grid = tile_grid(params.attention, attention.q_offsets, Tiles::kTileM, attention.heads);
     params.tile_ctas = static_cast<unsigned>(grid.x);
     // A warp for each item: of y * kTinyWarps, where y is the number of heads.
-    grid.x += (attention.q_offsets.num_seqs + Config::kTinyWarps - 1) / Config::kTinyWarps;
+    grid.x += (attention.q_offsets.num_seqs * Config::kBlocks + Config::kTinyWarps - 1) /
+              Config::kTinyWarps;
     return launch<forward_few<Config>>(params, grid, Config::kThreads,
                                        sizeof(ForwardWgmmaStorage<Tiles>), stream, Tiles::kName);
   };

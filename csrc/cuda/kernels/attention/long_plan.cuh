@@ -191,13 +191,17 @@ cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
 
 // Whether a kernel of `num_sms` CTAs, one per SM, whose items are tiles of tile_rows rows, plans for
 // itself: a lane holds a sequence, two the rows outside, and without a counter that CTAs share items
-// are handed out in fixed turn.
-inline bool takes_own_plan(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
-                           int heads, int num_sms) {
-  constexpr int kMaxSeqs = 30, kRounds = 3;
-  return params.q_offsets.num_seqs <= kMaxSeqs &&
-         num_tiles(offsets.total, offsets.num_seqs, tile_rows) * heads <=
-             int64_t{kRounds} * num_sms;
+// are handed out in fixed turn. So many rows hold only so many sequences of more than long_rows().
+constexpr int kOwnPlanSeqs = 30;
+template <typename Params>
+bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_rows, int heads,
+                    int num_sms) {
+  constexpr int kRounds = 3, kMaxSeqs = 512;  // of which a warp reads all lengths
+  const int64_t num_seqs = params.q_offsets.num_seqs,
+                most = params.q_offsets.total / (long_rows(params) + 1);
+  return (num_seqs <= kOwnPlanSeqs || (num_seqs <= kMaxSeqs && most <= kOwnPlanSeqs)) &&
+         num_tiles(offsets.total, 0, tile_rows) + (num_seqs < most ? num_seqs : most) <=
+             int64_t{kRounds} * num_sms / heads;
 }
 
 // Launches a kernel that plans for itself: the first on the stream unless those for tiny or other
@@ -255,7 +259,8 @@ class PlannedItems {
   }
 
  private:
-  // Lane l gets the l-th of the sequences, longest first, then the rows outside.
+  // Lane l gets the l-th of the sequences, then the rows outside; longest first where a CTA takes more
+  // than one item.
   template <int kTile>
   __device__ __forceinline__ PlannedItems(const AttentionParams& params, int heads,
                                           Constant<kTile> /*tile*/, bool of_keys)
@@ -263,39 +268,67 @@ class PlannedItems {
     const int lane = threadIdx.x % 32, num_seqs = static_cast<int>(params.q_offsets.num_seqs);
     const OffsetsView& tiled = of_keys ? params.kv_offsets : params.q_offsets;
     PlannedSequence mine = {0, 0, 0, -1};
-    int bin = -1;
-    if (lane < num_seqs) {
-      const RowRange rows = sequence_rows(params.q_offsets, lane);
-      mine = {0, static_cast<int>(rows.begin), static_cast<int>(rows.len), lane};
-      bin = of_keys ? planned_bin<true>(params, lane, rows.len)
-                    : planned_bin<false>(params, lane, rows.len);
-    } else if (lane < num_seqs + 2 && plans_outside(params)) {
-      const int first = lane == num_seqs ? 0 : static_cast<int>(clamped_offset(tiled, num_seqs)),
-                last = static_cast<int>(lane == num_seqs ? clamped_offset(tiled, 0) : tiled.total);
+    int bin = -1, count = 0;
+#pragma unroll 1
+    for (int first = 0; first < num_seqs; first += 32) {
+      const int seq = first + lane;
+      PlannedSequence candidate = {0, 0, 0, seq};
+      int its = -1;
+      if (seq < num_seqs) {
+        const RowRange rows = sequence_rows(params.q_offsets, seq);
+        candidate.begin = static_cast<int>(rows.begin);
+        candidate.num_queries = static_cast<int>(rows.len);
+        its = of_keys ? planned_bin<true>(params, seq, rows.len)
+                      : planned_bin<false>(params, seq, rows.len);
+      }
+      unsigned found = __ballot_sync(0xffffffffu, its >= 0);
+#pragma unroll 1
+      for (; found != 0 && count < kOwnPlanSeqs; found &= found - 1) {
+        const int from = __ffs(static_cast<int>(found)) - 1;
+        const PlannedSequence next = shuffled(candidate, from);
+        const int next_bin = __shfl_sync(0xffffffffu, its, from);
+        if (lane == count++) {
+          mine = next;
+          bin = next_bin;
+        }
+      }
+    }
+    if (lane >= count && lane < count + 2 && plans_outside(params)) {
+      const bool before = lane == count;
+      const int first = before ? 0 : static_cast<int>(clamped_offset(tiled, num_seqs)),
+                last = static_cast<int>(before ? clamped_offset(tiled, 0) : tiled.total);
       mine = {0, first, last - first, -1};
       bin = kPlanBins;
     }
-    int rank = 0, source = 0;
-    for (int other = 0; other < 32; ++other) {
-      const int its = __shfl_sync(0xffffffffu, bin, other);
-      if (its >= 0 && (its < bin || (its == bin && other < lane))) ++rank;
+    num_sequences_ = __popc(__ballot_sync(0xffffffffu, bin >= 0));
+    int rows = mine.num_queries;
+    if (of_keys && mine.seq >= 0) rows = keys_of(params, mine.seq, rows);
+    int tiles = lane < num_sequences_ ? (rows + kTile - 1) / kTile : 0;
+    num_items_ = static_cast<int64_t>(__reduce_add_sync(0xffffffffu, tiles)) * heads;
+    // Loops as they stand: so short a kernel waits for its instructions.
+    if (num_items_ > gridDim.x) {
+      int rank = 0, source = 0;
+#pragma unroll 1
+      for (int other = 0; other < num_sequences_; ++other) {
+        const int its = __shfl_sync(0xffffffffu, bin, other);
+        if (its < bin || (its == bin && other < lane)) ++rank;
+      }
+#pragma unroll 1
+      for (int other = 0; other < num_sequences_; ++other) {
+        if (__shfl_sync(0xffffffffu, rank, other) == lane) source = other;
+      }
+      mine = shuffled(mine, source);
+      tiles = __shfl_sync(0xffffffffu, tiles, source);
+      if (lane >= num_sequences_) tiles = 0;
     }
-    const unsigned planned = __ballot_sync(0xffffffffu, bin >= 0);
-    for (int other = 0; other < 32; ++other) {
-      if (__shfl_sync(0xffffffffu, rank, other) == lane && (planned >> other & 1)) source = other;
-    }
-    num_sequences_ = __popc(planned);
-    own_ = shuffled(mine, source);
-    int rows = own_.num_queries;
-    if (of_keys && own_.seq >= 0) rows = keys_of(params, own_.seq, rows);
-    const int tiles = lane < num_sequences_ ? (rows + kTile - 1) / kTile : 0;
     int sum = tiles;
+#pragma unroll 1
     for (int step = 1; step < 32; step *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, sum, step);
       if (lane >= step) sum += before;
     }
+    own_ = mine;
     own_.first_tile = sum - tiles;
-    num_items_ = static_cast<int64_t>(__shfl_sync(0xffffffffu, sum, 31)) * heads;
   }
 
   __device__ __forceinline__ static PlannedSequence shuffled(const PlannedSequence& sequence,

@@ -42,10 +42,11 @@ __device__ __forceinline__ LaneRows at_column(const LaneRows& g, int columns) {
   return moved;
 }
 
-// All queries of one head, where the keys fill kKeyBlocks blocks of 16.
+// Queries of one head from begin to end, of all blocks of 16, where the keys fill kKeyBlocks of them.
 template <typename Config, int kKeyBlocks>
 __device__ __forceinline__ void attend_wide(const AttentionParams& params,
-                                            const TinySequence& sequence, unsigned head, int lane) {
+                                            const TinySequence& sequence, unsigned head, int begin,
+                                            int end, int lane) {
   using Element = typename Config::Element;
   using Group = TinyWideGroup<Config>;
   constexpr int kColumnBlocks = Group::kColumnBlocks, kColumns = Group::kColumns;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void attend_wide(const AttentionParams& params,
               scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
   const TinyWindow window(params, queries, keys);
 #pragma unroll 1
-  for (int query = 0; query < queries; query += 16) {
+  for (int query = begin; query < end; query += 16) {
     const unsigned first = sequence.queries.begin + query + row;
     const LaneRows gQ(params.q, first, head, column), gOut(params.out, first, head, column);
     PairFragments<kColumnBlocks> v[kKeyBlocks];
@@ -122,20 +123,21 @@ __device__ __forceinline__ void attend_wide(const AttentionParams& params,
   }
 }
 
-// All queries of one head of a sequence; one warp.
+// attend_tiny() for wide rows.
 template <typename Config>
 __device__ __forceinline__ void attend_tiny_wide(const AttentionParams& params, unsigned seq,
-                                                 unsigned head, int lane) {
+                                                 unsigned head, int begin, int blocks, int lane) {
   const TinySequence sequence = tiny_sequence(params, seq);
-  if (sequence.queries.len == 0) return;
+  const int end = min(sequence.queries.len, begin + 16 * blocks);
+  if (begin >= end) return;
   static_assert(kTinyWideRows == 32);
   switch ((sequence.keys.len + 15) / 16) {
     case 0:
-      return attend_to_nothing(params, sequence, head, lane);
+      return begin == 0 ? attend_to_nothing(params, sequence, head, lane) : void();
     case 1:
-      return attend_wide<Config, 1>(params, sequence, head, lane);
+      return attend_wide<Config, 1>(params, sequence, head, begin, end, lane);
     case 2:
-      return attend_wide<Config, 2>(params, sequence, head, lane);
+      return attend_wide<Config, 2>(params, sequence, head, begin, end, lane);
   }
 }
 
@@ -152,7 +154,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
   }
   const TinyItem item(heads, Config::kWarps);
   if (item.seq >= params.q_offsets.num_seqs) return;
-  attend_tiny_wide<Config>(params, item.seq, item.head, threadIdx.x % 32);
+  attend_tiny_wide<Config>(params, item.seq, item.head, 0, kTinyWideRows / 16, threadIdx.x % 32);
 }
 
 template <typename Element>
