@@ -4,6 +4,7 @@
 namespace jagged_cuda::attention {
 
 template cudaError_t launch_forward_tiny_wide<__half>(const AttentionParams&, cudaStream_t);
-template cudaError_t launch_backward_tiny_wide<__half>(const AttentionBackwardParams&, cudaStream_t);
+template cudaError_t launch_backward_tiny_wide<__half>(const AttentionBackwardParams&,
+                                                       cudaStream_t);
 
 }  // namespace jagged_cuda::attention
