@@ -37,8 +37,8 @@ __global__ __launch_bounds__(Config::kThreads,
   const AttentionParams& attention = params.attention;
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x < params.tile_ctas) {
-    run_forward_wgmma<Tiles>(params,
-                             *reinterpret_cast<ForwardWgmmaStorage<Tiles>*>(wgmma_shared_bytes));
+    run_forward_wgmma<Tiles, false>(
+        params, *reinterpret_cast<ForwardWgmmaStorage<Tiles>*>(wgmma_shared_bytes));
     return;
   }
   const unsigned heads = attention.heads, ctas = (gridDim.x - params.tile_ctas) * gridDim.y,

@@ -98,7 +98,7 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
 
 // Finds the tiles and copies everything that the warpgroup reads, in the order of its use; one warp,
 // whose first lane copies. Behind more than one tile comes one without rows.
-template <typename Config>
+template <typename Config, bool kLooped>
 __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   const AttentionParams& attention = params.attention;
@@ -134,15 +134,21 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
       }
     }
   };
-  TilesOfCta<Config::kTileM> tiles(attention, attention.q_offsets);
-  JaggedTile found;
-  while (tiles.next(found)) {
-    const QueryTile tile = query_tile_of<Config::kTileM>(attention, found);
-    if (attention.longer_in_slabs && tile.rows == 0) continue;
+  if constexpr (kLooped) {
+    TilesOfCta<Config::kTileM> tiles(attention, attention.q_offsets);
+    JaggedTile found;
+    while (tiles.next(found)) {
+      const QueryTile tile = query_tile_of<Config::kTileM>(attention, found);
+      if (tile.rows == 0) continue;
+      if (threadIdx.x % 32 == 0) publish(tile);
+      __syncwarp();
+    }
+    if (threadIdx.x % 32 == 0) publish(QueryTile{});
+  } else {
+    const QueryTile tile = query_tile_of<Config::kTileM>(
+        attention, find_tile<Config::kTileM>(attention.q_offsets, blockIdx.x));
     if (threadIdx.x % 32 == 0) publish(tile);
-    __syncwarp();
   }
-  if (attention.longer_in_slabs && threadIdx.x % 32 == 0) publish(QueryTile{});
 }
 
 // Rows of a tile from `first` on become zeros for the tensor cores; all threads of a warpgroup.
@@ -156,7 +162,7 @@ __device__ __forceinline__ void zero_rows(Tile& tile, int first, int threads) {
   ptx::bar_sync(1, threads);
 }
 
-template <typename Config>
+template <typename Config, bool kLooped>
 __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   using Element = typename Config::Element;
@@ -177,7 +183,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     if (tile.rows == 0) return;
     const WindowOf<int> window = window_of(attention, tile);
     const KeyRange keys(tile, window, kTileN);
-    if (keys.first >= keys.last) {
+    if (kLooped && keys.first >= keys.last) {
       __syncwarp();  // all lanes have read the tile
       if (lane == 0) ptx::mbarrier_arrive(shared.q_empty);
       ++phase;
@@ -266,11 +272,11 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, head),
                   attention.out.row_stride, rows, attention.dim_v, lane);
     }
-  } while (attention.longer_in_slabs);
+  } while (kLooped);
 }
 
 // A CTA and its tiles.
-template <typename Config>
+template <typename Config, bool kLooped>
 __device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& params,
                                                   ForwardWgmmaStorage<Config>& shared) {
   constexpr int kConsumerWarps = Config::kConsumers / 32;
@@ -288,19 +294,19 @@ __device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& para
   }
   __syncthreads();
   if (threadIdx.x >= Config::kConsumers) {
-    produce_forward<Config>(params, shared);
+    produce_forward<Config, kLooped>(params, shared);
   } else {
-    consume_forward<Config>(params, shared);
+    consume_forward<Config, kLooped>(params, shared);
   }
 }
 
-template <typename Config>
+template <typename Config, bool kLooped>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
     const __grid_constant__ ForwardWgmmaParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   ptx::griddepcontrol_launch_dependents();
-  run_forward_wgmma<Config>(params,
-                            *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
+  run_forward_wgmma<Config, kLooped>(
+      params, *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
 }
 
@@ -332,9 +338,12 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     params.heads_per_cta = heads_per_cta(attention, grid.x);
     grid = looped_grid(attention, attention.q_offsets, Config::kTileM,
                        attention.heads / params.heads_per_cta);
-    return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,
-                                                sizeof(ForwardWgmmaStorage<Config>), stream,
-                                                Config::kName);
+    const auto launch_kernel = [&](auto looped) {
+      return launch_longer<forward_wgmma<Config, looped.value != 0>>(
+          attention, params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream,
+          Config::kName);
+    };
+    return attention.longer_in_slabs ? launch_kernel(Constant<1>{}) : launch_kernel(Constant<0>{});
   });
 }
 

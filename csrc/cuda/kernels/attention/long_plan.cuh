@@ -196,7 +196,7 @@ constexpr int kOwnPlanSeqs = 30;
 template <typename Params>
 bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_rows, int heads,
                     int num_sms) {
-  constexpr int kRounds = 3, kMaxSeqs = 512;  // of which a warp reads all lengths
+  constexpr int kRounds = 3, kMaxSeqs = 64;  // of which a warp reads all lengths
   const int64_t num_seqs = params.q_offsets.num_seqs,
                 most = params.q_offsets.total / (long_rows(params) + 1);
   return (num_seqs <= kOwnPlanSeqs || (num_seqs <= kMaxSeqs && most <= kOwnPlanSeqs)) &&

@@ -40,22 +40,17 @@ __device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params
   return find_tile<kTile>(offsets, blockIdx.x);
 }
 
-// The tiles of this CTA in a grid of looped_grid(): one, or where most tiles would be of tiny sequences
-// those of longer ones among many. All lanes of a warp.
+// The tiles of longer sequences among those of this CTA in a grid of looped_grid(), where
+// params.longer_in_slabs. All lanes of a warp. (Kernels have an instance of their own with this loop:
+// around one tile it costs up to a tenth.)
 template <int kTile>
 class TilesOfCta {
  public:
   __device__ __forceinline__ TilesOfCta(const AttentionParams& params, const OffsetsView& offsets)
       : params_(params), offsets_(offsets), first_(static_cast<int>(blockIdx.x)) {}
 
-  // False if there are no more. There may be no rows in it (find_tile_of).
+  // False if there are no more.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
-    if (!params_.longer_in_slabs) {
-      if (first_ < 0) return false;
-      first_ = -1;
-      tile = find_tile<kTile>(offsets_, blockIdx.x);
-      return true;
-    }
     const int limit = tiny_limit(params_), stride = static_cast<int>(gridDim.x),
               num_tiles = static_cast<int>(num_longer_tiles(offsets_.total, limit));
     while (left_ == 0) {
