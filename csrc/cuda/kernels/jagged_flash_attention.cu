@@ -186,8 +186,12 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
         return attention::launch_backward_wgmma<Element>(longer, stream);
       };
       const bool wide_rows = has_wide_rows(params), grouped = params.heads != params.kv_heads;
+      // Few rows are of tiny sequences where these are wide and sequences long on average.
+      const bool few_tiny =
+          has_few_tiles(params) ||
+          (wide_rows && params.q_offsets.total >= params.q_offsets.num_seqs * (4 * kTinyWideRows));
       const bool has_tiny = takes_tiny(params, params.grad_out) && !(wide_rows && grouped) &&
-                            (all_tiny(params) || !has_few_tiles(params) || !takes_wgmma(params));
+                            (all_tiny(params) || !few_tiny || !takes_wgmma(params));
       return launch_by_length(params, has_tiny, stream, launch_longer,
                               wide_rows ? attention::launch_backward_tiny_wide<Element>
                                         : attention::launch_backward_tiny<Element>);
