@@ -211,6 +211,14 @@ FAULTS = (
         "--op jagged_flash_attention",
     ),
     Fault(
+        "tail mask off by one",
+        "cuda",
+        "cuda/kernels/attention/tiny_wide_backward.cuh",
+        "key < keys ? queries : 0);",
+        "key <= keys ? queries : 0);",
+        "--op jagged_flash_attention",
+    ),
+    Fault(
         "swapped offset",
         "cuda",
         "cuda/kernels/attention/forward_wgmma.cuh",

@@ -603,11 +603,15 @@ def test_path_of_wide_heads(
 # Lengths beside those of a block of 16 rows and of the longest tiny sequence, among empty ones.
 TINY = Layout((*(0,) * 70, 64, 1, 63, 0, 17, 16, 33, 48, *(0,) * 70), base=5, tail=70)
 TINY_KEYS = Layout((*(0,) * 69, 3, 1, 64, 0, 5, 32, 16, 64, 49, *(0,) * 70), base=2, tail=4)
+TINY_WIDE = Layout((*(0,) * 70, 32, 1, 31, 0, 17, 16, 15, 8, *(0,) * 70), base=5, tail=70)
+TINY_WIDE_KEYS = Layout((*(0,) * 69, 3, 1, 32, 0, 5, 32, 16, 17, 9, *(0,) * 70), base=2, tail=4)
 MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
 # So many short ones that the longer ones are looked for in slabs of rows.
 SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
+# With eight heads so many that a CTA looks in more than one slab (looped_grid).
+CROWD = Layout((*(24, 3, 0, 9, 33, 1) * 60, 65, 700, 129, *(2,) * 90, 300, 40), base=5, tail=70)
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
 # Beside the edges of blocks of 16 rows, of steps of 32, 64 and 128, and of tiny and long sequences.
 SHORT = Layout(
@@ -637,8 +641,33 @@ def test_path_of_tiny_sequences(
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize(
+    ("dims", "bucket"), [((72, 128), 128), ((128, 96), 128), ((136, 256), 256), ((208, 24), 256)]
+)
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_path_of_tiny_sequences_of_wide_rows(
+    dtype: torch.dtype, dims: tuple[int, int], bucket: int, cross: bool
+) -> None:
+    """Head dims above 64: half as many rows; backward each head has keys of its own."""
+    case = CASES["jagged_flash_attention"]
+    for heads, options in (
+        ((3, 3), {}),
+        ((3, 3), {"causal": True}),
+        ((2, 2), {"window_size": (5, 3), "scale": -0.3}),
+        ((4, 2), {"causal": True}),
+    ):
+        spec = spec_of(TINY_WIDE, dims=dims, heads=heads, max_len=True, **options)
+        spec = dataclasses.replace(spec, kv_layout=TINY_WIDE_KEYS if cross else None)
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}"
+        judge(case, spec, dtype, CUDA)
+        is_tiny = last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
+        assert is_tiny == (heads[0] == heads[1])
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize("path", ["best", "mma_sync"])
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
 def test_tiny_among_longer_sequences(
     dim: int, path: str, cross: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,22 +675,28 @@ def test_tiny_among_longer_sequences(
     if path == "mma_sync":
         monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     case = CASES["jagged_flash_attention"]
-    for layout, causal in ((MIXED, False), (MIXED, True), (SLABS, False)):
-        spec = spec_of(layout, dims=(dim, dim), causal=causal)
+    for layout, causal, heads in (
+        (MIXED, False, (4, 2)),
+        (MIXED, True, (4, 2)),
+        (SLABS, False, (4, 2)),
+        (CROWD, True, (8, 8)),
+    ):
+        spec = spec_of(layout, dims=(dim, dim), causal=causal, heads=heads)
         spec = dataclasses.replace(
             spec, kv_layout=MIXED_KEYS if cross and layout is MIXED else None
         )
         judge(case, spec, torch.bfloat16, CUDA)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("layout", [MIXED, SLABS, SHORT], ids=["mixed", "slabs", "short"])
 def test_tiny_and_short_sequences_do_not_depend_on_neighbours(
-    layout: Layout, heads: tuple[int, int]
+    layout: Layout, heads: tuple[int, int], dim: int
 ) -> None:
     """A sequence alone, and with max_len, gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]
-    sample = case.sample(spec_of(layout, heads=heads), torch.bfloat16, CUDA)
+    sample = case.sample(spec_of(layout, heads=heads, dims=(dim, dim)), torch.bfloat16, CUDA)
     whole = run(case, sample, calls(case), None)
     for begin, end in itertools.pairwise(layout.offsets().tolist()):
         if begin == end:
@@ -669,7 +704,7 @@ def test_tiny_and_short_sequences_do_not_depend_on_neighbours(
         rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
         offsets = torch.tensor([0, end - begin], device=CUDA)
         for max_len in (False, True):
-            spec = spec_of(Layout((end - begin,)), max_len=max_len, heads=heads)
+            spec = spec_of(Layout((end - begin,)), max_len=max_len, heads=heads, dims=(dim, dim))
             found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 

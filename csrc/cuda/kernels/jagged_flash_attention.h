@@ -13,8 +13,13 @@
 
 namespace jagged_cuda {
 
-// Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
-constexpr int kTinyRows = 64;
+// Sequences of at most tiny_limit() queries and keys have kernels of their own (attention/route.cuh):
+// of head dims above 64 a warp holds fewer rows.
+constexpr int kTinyRows = 64, kTinyWideRows = 32;
+template <typename Params>
+constexpr int tiny_limit(const Params& params) {
+  return params.dim_qk > 64 || params.dim_v > 64 ? kTinyWideRows : kTinyRows;
+}
 // Others of at most this many queries and keys have kernels of their own on compute capability 9.0,
 // for head dims of 33 to 64 (attention/launch.h).
 constexpr int kShortRows = 256;
@@ -25,8 +30,9 @@ constexpr bool is_wide(const Params& params) {
 }
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
-// tiles empty. Wide heads have no other on compute capability 9.0, so it takes them all, and the
-// rows outside. With ranges and the like it leaves those of one tile of the general kernel.
+// tiles empty. Wide heads have no other on compute capability 9.0, so it takes all that are not left
+// to the kernels for tiny ones, and where those do not run the rows outside. With ranges and the like
+// it leaves those of one tile of the general kernel.
 template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
@@ -74,7 +80,7 @@ struct AttentionParams {
   // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
   // rows outside all sequences are the latter's.
   bool split_by_length;
-  // True where the former looks for its tiles in slabs of kTinyRows rows, whose number does not grow
+  // True where the former looks for its tiles in slabs of tiny_limit() rows, whose number does not grow
   // with that of sequences; self-attention only.
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
@@ -82,6 +88,8 @@ struct AttentionParams {
   // [long_plan_bytes(B)], aligned to 16: workspace of the kernel for long sequences; twice as much in
   // the backward pass of wide heads. Null if there are none, or no such kernel.
   void* long_plan;
+  // True where each CTA of that kernel finds out for itself what is in the plan, which nobody writes.
+  bool plans_itself;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };

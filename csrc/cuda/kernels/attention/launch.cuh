@@ -45,9 +45,19 @@ cudaError_t for_mma_sync(const AttentionParams& params, Launch launch) {
 
 inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
                       int heads) {
-  return {params.longer_in_slabs ? num_longer_tiles(offsets.total, kTinyRows)
+  return {params.longer_in_slabs ? num_longer_tiles(offsets.total, tiny_limit(params))
                                  : num_tiles(offsets.total, offsets.num_seqs, tile_rows),
           heads};
+}
+
+// A grid for TilesOfCta.
+inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
+                        int heads) {
+  constexpr int64_t kLoopingCtas = 528;  // what an H100 holds of the smallest
+  Grid grid = tile_grid(params, offsets, tile_rows, heads);
+  const int64_t enough = (kLoopingCtas + heads - 1) / heads;
+  if (params.longer_in_slabs && grid.x > enough) grid.x = enough;
+  return grid;
 }
 
 // Launches a kernel that, where it is behind another one of the same operator with which it shares

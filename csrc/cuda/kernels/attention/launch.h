@@ -47,7 +47,7 @@ cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaSt
 // 16-bit elements, head dims of 33 on, sequences of more than long_rows(): first the plan in
 // params.long_plan, then, behind it or another kernel behind it on the stream, the kernel.
 template <typename Element>
-cudaError_t launch_forward_plan(const AttentionParams& params, cudaStream_t stream);
+cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
 // With ranges of keys, used parts of key sequences or silu, head dims up to 128 (attention/
@@ -68,6 +68,13 @@ template <typename Element>
 cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// The same for head dims of 65 to 256, sequences of up to kTinyWideRows; backward each head with keys
+// of its own.
+template <typename Element>
+cudaError_t launch_forward_tiny_wide(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_tiny_wide(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny, in the
 // backward pass as many kv heads as heads: behind the kernel for tiny ones. cudaErrorNotSupported

@@ -130,7 +130,7 @@ __device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& pa
   if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
   const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const JaggedTile tile = find_longer_tile<kPreparedRows, kPreparedRows>(params.q_offsets, index);
+    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
     if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
       visit(tile);
   }

@@ -299,8 +299,7 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
     place.advance();
     ++count;
   };
-  ptx::griddepcontrol_wait();
-  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
+  auto items = PlannedItems::of<kTileM, false>(attention, attention.heads);
   PlannedSequence sequence;
   int64_t index;
   while (wait(count), items.next(sequence, index)) {
@@ -326,6 +325,7 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
   WorkItem end = {};
   end.is_end = true;
   publish(end);
+  ptx::griddepcontrol_wait();  // launch_dependent
 }
 
 template <typename Config, typename Storage>
@@ -784,9 +784,13 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
-  return launch_dependent<long_forward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                Config::kThreads, sizeof(Storage), stream,
-                                                Config::kName);
+  const Grid grid{items < num_sms ? items : num_sms};
+  if (attention.plans_itself) {
+    return launch_planning<long_forward<Config>>(attention, params, grid, Config::kThreads,
+                                                 sizeof(Storage), stream, Config::kName);
+  }
+  return launch_dependent<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage),
+                                                stream, Config::kName);
 }
 
 // Calls launch(LongForwardConfig) for the smallest head dim that holds D and Dv.
@@ -800,9 +804,17 @@ cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
 }
 
 template <typename Element>
-cudaError_t launch_forward_plan(const AttentionParams& params, cudaStream_t stream) {
-  return for_long_forward<Element>(
-      params, [&](auto config) { return launch_plan<decltype(config)::kTileM>(params, stream); });
+cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
+  int device = 0, num_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  return for_long_forward<Element>(params, [&](auto config) {
+    constexpr int kTileM = decltype(config)::kTileM;
+    params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
+    return params.plans_itself ? cudaSuccess : launch_plan<kTileM, AttentionParams>(params, stream);
+  });
 }
 
 template <typename Element>

@@ -101,7 +101,7 @@ __device__ __forceinline__ ShortSequence short_sequence(const AttentionParams& p
   const TinyRows keys = params.kv_offsets.data == params.q_offsets.data
                             ? queries
                             : tiny_rows(params.kv_offsets, static_cast<unsigned>(seq));
-  if (max(queries.len, keys.len) > kShortRows || is_tiny(queries.len, keys.len)) return {};
+  if (max(queries.len, keys.len) > kShortRows || is_tiny(params, queries.len, keys.len)) return {};
   return {queries, keys, 0, params.heads};
 }
 

@@ -400,8 +400,7 @@ __device__ __forceinline__ void schedule_wide_keys(const AttentionParams& attent
   // Where late keys are seen by more queries, they come first.
   const bool descending = attention.window_left < AttentionParams::kUnbounded &&
                           attention.window_right >= AttentionParams::kUnbounded;
-  ptx::griddepcontrol_wait();
-  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
+  auto items = PlannedItems::of<Config::kRows, true>(attention, attention.kv_heads);
   PlannedSequence sequence;
   int64_t index;
   while (items.next(sequence, index)) {
@@ -722,22 +721,32 @@ cudaError_t launch_wide_backward(const AttentionBackwardParams& attention, cudaS
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
-  AttentionBackwardParams of_keys = attention;
-  of_keys.long_plan = static_cast<char*>(attention.long_plan) + long_plan_bytes(num_seqs);
-  cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
-  if (error != cudaSuccess) return error;
-  error = launch_dependent<plan_long<Config::kRows, AttentionBackwardParams>>(
-      of_keys, Grid{1}, kPlanThreads, 0, stream);
-  if (error != cudaSuccess) return error;
   const auto grid = [&](int64_t items) { return Grid{items < num_sms ? items : num_sms}; };
-  error = launch_dependent<wide_dq<Config>>(
-      params, grid(num_tiles(queries, num_seqs, Config::kTileM) * attention.heads),
-      Config::kThreads, sizeof(WideDqStorage<Config>), stream, Config::kName);
+  const Grid dq_grid = grid(num_tiles(queries, num_seqs, Config::kTileM) * attention.heads),
+             dkdv_grid = grid(num_tiles(keys, num_seqs, Config::kRows) * attention.kv_heads);
+  constexpr auto kDq = wide_dq<Config>;
+  constexpr int kDqBytes = sizeof(WideDqStorage<Config>);
+  cudaError_t error;
+  if (takes_own_plan(attention, attention.q_offsets, Config::kTileM, attention.heads, num_sms) &&
+      takes_own_plan(attention, attention.kv_offsets, Config::kRows, attention.kv_heads, num_sms)) {
+    params.attention.plans_itself = true;
+    error = launch_planning<kDq>(attention, params, dq_grid, Config::kThreads, kDqBytes, stream,
+                                 Config::kName);
+  } else {
+    AttentionBackwardParams of_keys = attention;
+    of_keys.long_plan = static_cast<char*>(attention.long_plan) + long_plan_bytes(num_seqs);
+    error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
+    if (error != cudaSuccess) return error;
+    error = launch_dependent<plan_long<Config::kRows, AttentionBackwardParams>>(
+        of_keys, Grid{1}, kPlanThreads, 0, stream);
+    if (error != cudaSuccess) return error;
+    error =
+        launch_dependent<kDq>(params, dq_grid, Config::kThreads, kDqBytes, stream, Config::kName);
+    params.attention = of_keys;
+  }
   if (error != cudaSuccess) return error;
-  params.attention = of_keys;
-  return launch_dependent<wide_dkdv<Config>>(
-      params, grid(num_tiles(keys, num_seqs, Config::kRows) * attention.kv_heads), Config::kThreads,
-      sizeof(WideDkdvStorage<Config>), stream);
+  return launch_dependent<wide_dkdv<Config>>(params, dkdv_grid, Config::kThreads,
+                                             sizeof(WideDkdvStorage<Config>), stream);
 }
 
 template <typename Element>
