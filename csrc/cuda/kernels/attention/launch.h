@@ -45,7 +45,8 @@ template <typename Element>
 cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // 16-bit elements, head dims of 33 on, sequences of more than long_rows(): first the plan in
-// params.long_plan, then, behind it or another kernel behind it on the stream, the kernel.
+// params.long_plan, or params.plans_itself where none is needed; then, behind it or another kernel
+// behind it on the stream, the kernel.
 template <typename Element>
 cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream);
 template <typename Element>
@@ -54,8 +55,8 @@ cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stre
 // ranged_forward.cuh).
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
-// The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
-// the order of its sums.
+// The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. dq
+// differs from run to run by the order of its sums.
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
 

@@ -1,7 +1,9 @@
 // Which sequences the kernel for long ones takes, longest first, so that the last items of a
 // persistent kernel are short ones. Where it takes all, and forward with ranges of keys and the like
-// (launch_forward_general), the rows outside all sequences come last, as sequences without keys (in the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
-// order within a bin is not fixed, and no result depends on it.
+// (launch_forward_general), the rows outside all sequences come last, as sequences without keys (in
+// the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into
+// kPlanBins bins of their numbers of keys; the order within a bin is not fixed, and no result depends
+// on it.
 //
 // A kernel before the main one costs some microseconds, so where there are few sequences and items
 // (takes_own_plan) each CTA sorts the sequences itself, one in each lane of the warp that takes items.
