@@ -1,5 +1,6 @@
 // Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time or
-// position biases, or forward with ranges of keys, unused keys or kv_bias, always mma.sync; plain FMA for f32 and f64.
+// position biases, or forward with any bias, ranges or unused keys, always mma.sync; plain FMA for
+// f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/launch.h"

@@ -162,8 +162,8 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
 // but for wide heads, sums in any order are allowed.
 bool takes_long_backward(const AttentionBackwardParams& params);
 
-// Whether the wgmma backward kernels for ranges of keys, unused keys, kv_bias and silu take these operands, if
-// they get their workspace.
+// Whether the wgmma backward kernels for ranges of keys, unused keys, kv_bias and silu take these
+// operands, if they get their workspace.
 bool takes_ranged_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
