@@ -35,6 +35,7 @@ TITLES = {
     "unseen": "Self-attention on shapes that nobody tuned for",
     "rows": "Moving rows",
     "norm": "A normed row times another one, with dropout",
+    "hstu": "Attention of rankers: masks of HSTU, SiLU, biases",
     "sweep": "By the fill of the padded batch: forward and backward together",
     "host": "Host time of an eager call",
     "modules": "Modules beside the operators that they are made of",

@@ -22,7 +22,6 @@ from benchmarks.timing import Measurement, Timer
 OURS = "jagged_cuda"
 HINTED = "jagged_cuda max_len"  # the same with the longest length given
 UNFUSED = "jagged_cuda unfused"  # attention as three operators, its scores in memory
-ALL_OURS = (OURS, HINTED, UNFUSED)
 REFERENCE_GPU = "H100"  # goals and peers' recorded times are of this one
 PEER_SLACK = 4.0  # a peer may round more than we may: it only has to be the same function
 RECORDED_PART = 0.05  # a peer whose time is further from the recorded one is noted
@@ -40,6 +39,11 @@ FLOOR_BYTES_PER_US = 3.03e6  # of a copy on the reference GPU; elsewhere the run
 FLOOR_MATMUL_PART = 0.75  # of the run's large product: no operator's products run faster
 BAR_FACTOR = 1.15
 LAUNCH_US, SHORT_LAUNCH_US, SHORT_FLOOR_US = 4.0, 8.0, 10.0
+
+
+def is_ours(name: str) -> bool:
+    """Whether an implementation is ours, in whatever variant."""
+    return name.split()[0] == OURS
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Row:
         peers = [
             entry["median_us"]
             for name, entry in self.results.items()
-            if name not in ALL_OURS and "median_us" in entry
+            if not is_ours(name) and "median_us" in entry
         ]
         base = {
             "us": 1.0,
@@ -390,7 +394,7 @@ class Session:
         Raises:
             LostDeviceError: the device no longer answers.
         """
-        guarded = _Guarded(name, list(rows), name in ALL_OURS)
+        guarded = _Guarded(name, list(rows), is_ours(name))
         try:
             yield guarded
         except Exception as error:

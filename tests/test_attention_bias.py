@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from plain import sentence
+from torch.nn import functional as F
 
 from jagged_cuda import (
     PositionBias,
@@ -176,6 +180,68 @@ def test_target_attention_takes_them(device: torch.device) -> None:
     leaves = (q, k, v, kv_bias)
     found, right = (torch.autograd.grad(z.square().sum(), leaves) for z in (out, wanted))
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+
+
+def times_of(kind: str, rows: int) -> list[int]:
+    rng = random.Random(rows)
+    gaps = {"seconds": 7.0, "milliseconds": 16.0}
+    if kind in gaps:  # a gap in a hundred is e times as long, or more
+        steps = (int(rng.lognormvariate(gaps[kind], 3)) for _ in range(rows))
+        return list(itertools.accumulate(steps, initial=1_700_000_000))[:rows]
+    return {
+        "equal": [5] * rows,
+        "any order": [rng.randint(-(2**20), 2**20) for _ in range(rows)],
+        "ends": [rng.choice((-(2**63), 2**63 - 1, 0, 2**31, 2**32 - 1)) for _ in range(rows)],
+    }[kind]
+
+
+BOUNDARIES: dict[str, Callable[[], torch.Tensor]] = {
+    "logarithms": lambda: log_boundaries(128, 0.3),
+    "square roots": lambda: sqrt_boundaries(2048, 30.0),
+    "one by one": lambda: torch.arange(-3, 500),
+    "two": lambda: torch.tensor([1, 2**40]),
+}
+
+
+@pytest.mark.parametrize("kind", ["seconds", "milliseconds", "equal", "any order", "ends"])
+@pytest.mark.parametrize("of", list(BOUNDARIES))
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_any_times_find_their_buckets(
+    kind: str, of: str, symmetric: bool, device: torch.device
+) -> None:
+    """Sorted or not, near or far apart, one bucket in a tile or hundreds: without scores, so that
+    the bias alone is judged, and its gradient."""
+    lengths, heads = (130, 1, 0, 40), 2
+    total, boundaries = sum(lengths), BOUNDARIES[of]()
+    time = times_of(kind, total)
+    table = drawn(heads, len(boundaries) + 1, device=device).requires_grad_()
+    v, grad = (drawn(total, heads, 32, device=device, seed=s).bfloat16() for s in (1, 2))
+    offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device)
+    stamps = torch.tensor(time, device=device)
+    bias = TimeBias(table, stamps, stamps, boundaries.to(device), symmetric)
+    zeros, ascending = torch.zeros_like(v), boundaries.tolist()
+    expected, begin = [], 0
+    for length in lengths:
+        of_seq = time[begin : begin + length]
+        away = [[abs(a - b) if symmetric else max(a - b, 0) for b in of_seq] for a in of_seq]
+        bucket = torch.tensor([[bisect.bisect(ascending, d) for d in row] for row in away])
+        weights = table.double()[:, bucket.reshape(length, length).long().to(device)]
+        values = v[begin : begin + length].double().transpose(0, 1)
+        expected.append([w @ values for w in (weights.softmax(2), F.silu(weights) / 50)])
+        begin += length
+    for which, attend in enumerate(
+        (jagged_flash_attention, functools.partial(jagged_hstu_attention, divisor=50.0))
+    ):
+        out = attend(zeros, zeros, v, offsets, time_bias=bias)  # type: ignore[operator]
+        wanted = torch.cat([of_seq[which].transpose(0, 1) for of_seq in expected])
+        found, right = (
+            torch.autograd.grad(o, table, grad.to(o.dtype), retain_graph=True)[0]
+            for o in (out, wanted)
+        )
+        # dS sums to 0 over a row: of one bucket alone roundings are left.
+        for a, b, least in ((out, wanted, 0.0), (found, right, 4.0)):
+            atol = 2**-6 * max(float(b.detach().abs().max()), least)
+            torch.testing.assert_close(a.double(), b.double(), atol=atol, rtol=0)
 
 
 @pytest.mark.cuda

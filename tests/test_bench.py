@@ -19,6 +19,7 @@ from benchmarks import (
     attention,
     build,
     checking,
+    hstu,
     implementations,
     modules,
     norm,
@@ -137,6 +138,34 @@ def test_norm_beside_plain_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture
         assert row["results"]["compiled"] == {"absent": "compiled needs a GPU"}
         assert row["shape"]["T"] == norm.QUICK_ROWS
     assert "with dropout" in capsys.readouterr().out
+
+
+def test_hstu_beside_padded_hstu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "hstu")
+    assert {row["case"] for row in found["rows"]} == set(hstu.COMMAND.cases)
+    for row in found["rows"]:
+        results = row["results"]
+        names = {OURS, hstu.SOFTMAX, hstu.CAUSAL, "padded_hstu"}
+        names |= {hstu.UNBIASED} if "bias" in row["case"] else set()
+        assert all(results[name]["median_us"] > 0 for name in names)
+        assert results["flex"] == {"absent": "flex needs a GPU"}
+        assert ("grad" in row["case"]) == (hstu.RANGED not in results)
+    assert {row["pass"] for row in found["rows"] if "grad" in row["case"]} == {"backward"}
+    assert "masks of HSTU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["key_ranges", "position_bias"])
+def test_hstu_without_its_mask_or_bias_is_not_timed(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = hstu.jagged_hstu_attention
+
+    def wrong(*leaves: Tensor, **options: Any) -> Tensor:
+        return right(*leaves, **(options | {lost: None}))
+
+    monkeypatch.setattr(hstu, "jagged_hstu_attention", wrong)
+    found = run(tmp_path, "hstu", "--cases", "position_bias_1024", status=1)
+    assert "wrong" in found["rows"][0]["results"][OURS]
 
 
 def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: Path) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from plain import DTYPE, sentence
 from torch.nn import functional as F
 
-from jagged_cuda import hstu_key_ranges, jagged_hstu_attention
+from jagged_cuda import (
+    PositionBias,
+    TimeBias,
+    hstu_key_ranges,
+    jagged_hstu_attention,
+    log_boundaries,
+)
 from jagged_cuda.testing.cases import CASES
 from jagged_cuda.testing.judge import judge
 from jagged_cuda.testing.lengths import Layout
@@ -84,3 +93,77 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
     ):
         found = sentence(jagged_hstu_attention, x, x, x, offsets, **options)  # type: ignore[arg-type]
         assert found == f"jagged_hstu_attention: {text}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_backward_pass_replays_with_other_lengths(dim: int) -> None:
+    """A captured call serves other lengths and ranges of the same T and B, to the last bit."""
+    total, generator = 700, torch.Generator().manual_seed(6)
+    drawn = [torch.randn(total, 2, dim, generator=generator) for _ in range(4)]
+    q, k, v, grad_out = (x.to("cuda", torch.bfloat16) for x in drawn)
+    batches = ((200, 64, 436), (1, 699, 0), (65, 100, 300))
+    given = [torch.tensor([0, *lengths], device="cuda").cumsum(0) for lengths in batches]
+
+    def gradients(offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ranges = hstu_key_ranges(offsets, contextual_len=3, max_attn_len=90, total=total)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = jagged_hstu_attention(*leaves, offsets, divisor="length", key_ranges=ranges)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    expected = [gradients(offsets) for offsets in given]
+    offsets = given[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(offsets)
+    for lengths, results in zip(given, expected, strict=True):
+        offsets.copy_(lengths)
+        graph.replay()
+        for found, result in zip(captured, results, strict=True):
+            assert torch.equal(found, result)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_giant_needs_no_padding_and_no_matrix(biased: bool) -> None:
+    """Peak memory, both ways, beside the packed tensors that go in and come out."""
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(6)
+    lengths = torch.randint(1, 65, (1024,), generator=generator)
+    lengths[7] = 16384
+    offsets = F.pad(lengths.cumsum(0), (1, 0)).to(device)
+    total = int(offsets[-1])
+    q, k, v, grad = (
+        torch.randn(total, 4, 64, generator=generator).to(device, torch.bfloat16) for _ in range(4)
+    )
+    time = torch.arange(total, device=device)
+    learned = [torch.zeros(*s, device=device) for s in ((total, 4), (4, 128), (4, 1024))]
+    leaves = [t.requires_grad_() for t in (q, k, v, *(learned if biased else ()))]
+    boundaries = log_boundaries(128, 0.3).to(device)
+    ranges = hstu_key_ranges(offsets, num_targets=lengths.to(device) // 4, total=total)
+    options: dict[str, Any] = {"divisor": "length", "key_ranges": ranges}
+
+    def attend() -> torch.Tensor:
+        biases = {
+            "kv_bias": leaves[3],
+            "time_bias": TimeBias(leaves[4], time, time, boundaries),
+            "position_bias": PositionBias(leaves[5]),
+        }
+        return jagged_hstu_attention(q, k, v, offsets, **options, **(biases if biased else {}))
+
+    def peak_of(call: Callable[[], Any], given: Sequence[torch.Tensor]) -> None:
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = call()
+        torch.cuda.synchronize()
+        more = torch.cuda.max_memory_allocated() - before
+        size = sum(t.nbytes for t in (*given, *made))
+        assert more + sum(t.nbytes for t in given) < 1.2 * size
+
+    with torch.no_grad():
+        peak_of(lambda: (attend(),), leaves)
+    out = attend()
+    peak_of(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), (*leaves, out, grad))

@@ -10,13 +10,14 @@ import torch
 from plain import DTYPE, assert_same_bits, sentence, spec_of
 
 import jagged_cuda
-from jagged_cuda import hstu_key_ranges, jagged_flash_attention
+from jagged_cuda import hstu_key_ranges, jagged_flash_attention, jagged_hstu_attention
 from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.cases import EVERY
 from jagged_cuda.testing.judge import judge
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops.jagged_flash_attention import RANGES
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 CASE = EVERY["jagged_flash_attention_ranges"]
 
 
@@ -36,10 +37,13 @@ def everything(qkv: list[torch.Tensor], offsets: torch.Tensor, **options: Any) -
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
 
 
+@pytest.mark.parametrize("dim", [16, 64])
 @DTYPE
-def test_keys_that_nobody_sees_are_not_read(dtype: torch.dtype, device: torch.device) -> None:
+def test_keys_that_nobody_sees_are_not_read(
+    dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
     """Late queries of a long sequence, which see its first keys and their own: NaN in between."""
-    q, k, v = operands(80, 1000, dtype, device)
+    q, k, v = operands(80, 1000, dtype, device, dim=dim)
     offsets, kv_offsets = (torch.tensor([0, n], device=device) for n in (80, 1000))
     position = torch.arange(920, 1000, device=device)
     near = torch.stack((position - 60, position + 1), -1)
@@ -126,14 +130,19 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 def test_path_with_ranges(dtype: torch.dtype, dim: int, kind: str) -> None:
-    """On mma.sync, forward and backward, short sequences and long ones, tiles left out or not."""
-    for lengths, heads in (((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))):
+    """Short sequences and long ones, tiles left out or not."""
+    forward = f"{'long' if HOPPER and dim in (64, 128) else 'mma_sync'}.d{dim}"
+    backward = f"wgmma.d{max(dim, 64)}" if HOPPER and dim <= 128 else f"mma_sync.d{dim}"
+    batches = [((70, 0, 33, 1, 128, 15), (4, 2)), ((1300, 129, 1100), (2, 2))]
+    if dim == 64:
+        batches.append(((2500, 64), (1, 1)))  # more tiles than a warp has lanes
+    for lengths, heads in batches:
         layout = Layout(lengths, base=5, tail=9)
         spec = spec_of(layout, dims=(dim, dim), heads=heads, ranges=kind)
         CASE.call(jagged_cuda, CASE.sample(spec, dtype, "cuda"))
-        assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}.general"
+        assert last_kernel("cuda") == f"cuda.attention.forward.{forward}.general"
         judge(CASE, spec, dtype, "cuda")
-        assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}.general"
+        assert last_kernel("cuda") == f"cuda.attention.backward.{backward}.general"
 
 
 @pytest.mark.cuda
@@ -155,3 +164,94 @@ def test_mma_sync_with_ranges_and_windows(dim: int) -> None:
         for mask in ({"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
             spec = spec_of(layout, kv_layout=keys, dims=(dim, dim), ranges=kind, **mask)
             judge(CASE, spec, torch.bfloat16, "cuda")
+
+
+# --- the kernel for long sequences
+
+# Around its tiles of 128 and 192 queries and its steps of 128 keys, and the limit of 64.
+LONG = Layout((1300, 64, 0, 65, 128, 129, 192, 193, 257, 1, 2000), base=3, tail=5)
+LONG_KEYS = Layout((700, 64, 3, 0, 128, 640, 500, 193, 64, 1025, 2500), base=2, tail=4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 8), (96, 72)])
+@pytest.mark.parametrize("name", ["jagged_flash_attention_ranges", "jagged_hstu_attention"])
+def test_long_sequences_with_ranges(name: str, dims: tuple[int, int], cross: bool) -> None:
+    """Every kind of range and mask, rows and keys around the edges of tiles."""
+    case, kv_layout = EVERY[name], LONG_KEYS if cross else None
+    masks: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window_size": (300, 70)})
+    kinds = (*RANGES, None) if name == "jagged_hstu_attention" else RANGES
+    for i, kind in enumerate(kinds):
+        choices = {"dims": dims, "heads": (4, 2), "ranges": kind, **masks[i % 3]}
+        choices |= {"scale": (None, -0.3)[i % 2]}
+        if name == "jagged_hstu_attention":
+            choices |= {"row_scale": i % 2 == 0, "divisor": ("length", 11.5)[i // 2 % 2]}
+        for dtype in (torch.float16, torch.bfloat16):
+            spec = spec_of(LONG, seed=i, kv_layout=kv_layout, **choices)
+            judge(case, spec, dtype, "cuda", backward=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["jagged_flash_attention_biased", "jagged_hstu_attention_biased"])
+def test_long_sequences_with_kv_bias(name: str, dim: int, cross: bool) -> None:
+    case, kv_layout = EVERY[name], LONG_KEYS if cross else None
+    for i in range(4):
+        choices = {"dims": (dim, dim), "heads": (4, 2), "ranges": (None, "hstu")[i % 2]}
+        choices |= {"tables": False, "kv_lengths": i >= 2, "bias_heads": (1, True)[i % 2]}
+        choices |= {"hidden": name.startswith("jagged_flash") and i % 2 == 1, "causal": i == 0}
+        spec = spec_of(LONG, seed=i, kv_layout=kv_layout, **choices)
+        judge(case, spec, torch.bfloat16, "cuda", backward=False)
+        found = last_kernel("cuda")
+        kind = "silu" if "hstu" in name else "general"
+        path = f"long.d{dim}.{kind}.bias" if HOPPER else f"mma_sync.d{dim}.{kind}"
+        assert found == f"cuda.attention.forward.{path}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_long_sequence_does_not_depend_on_its_neighbours(silu: bool) -> None:
+    """Alone and among others, at another place: the same bits."""
+    lengths = (700, 64, 2000, 65, 1)
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    total = sum(lengths)
+    qkv = [x.detach() for x in operands(total, total, torch.bfloat16, torch.device("cuda"), dim=64)]
+    ranges = hstu_key_ranges(offsets, num_targets=offsets.diff() // 9, contextual_len=3)
+
+    def call(rows: slice, offsets: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x[rows].contiguous() for x in qkv)
+        options: dict[str, Any] = {"key_ranges": ranges[rows].contiguous()}
+        if silu:
+            return jagged_hstu_attention(q, k, v, offsets, divisor="length", **options)
+        return jagged_flash_attention(q, k, v, offsets, **options)
+
+    whole = call(slice(None), offsets)
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        alone = call(slice(begin, end), torch.tensor([0, end - begin], device="cuda"))
+        assert torch.equal(alone, whole[begin:end])
+
+
+@pytest.mark.cuda
+def test_replay_of_ranges_with_other_lengths() -> None:
+    """A captured call serves other lengths and ranges of the same T and B."""
+    total = 2500
+    qkv = [x.detach() for x in operands(total, total, torch.bfloat16, torch.device("cuda"), dim=64)]
+    batches = ((700, 64, 1736), (1, 2499, 0), (100, 100, 300))
+    given = [torch.tensor([0, *lengths], device="cuda").cumsum(0) for lengths in batches]
+
+    def call(offsets: torch.Tensor) -> torch.Tensor:
+        ranges = hstu_key_ranges(offsets, contextual_len=3, max_attn_len=200, total=total)
+        return jagged_hstu_attention(*qkv, offsets, divisor="length", key_ranges=ranges)
+
+    expected = [call(offsets) for offsets in given]
+    offsets = given[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(offsets)
+    for lengths, result in zip(given, expected, strict=True):
+        offsets.copy_(lengths)
+        graph.replay()
+        assert torch.equal(captured, result)

@@ -19,7 +19,7 @@ from jagged_cuda import _build, _load
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-SOURCE = CSRC / "cuda" / "kernels" / "attention" / "long_bf16.cu"
+SOURCES = CSRC / "cuda" / "kernels" / "attention"
 BF16 = "13__nv_bfloat16"
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?(\S+)([^;]*);")
 
@@ -45,18 +45,30 @@ def _built_library() -> Path | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _compiled(source: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, or this file of it."""
     found = _built_library()
     if found is not None:
         return found
     cuda_home = _build.find_cuda_home("13.0")
     if cuda_home is None:
         pytest.skip("no library for 9.0a, and no nvcc to compile one")
-    target = tmp_path_factory.mktemp("sass") / "long_bf16.cubin"
-    command = [cuda_home / "bin" / "nvcc", "-cubin", "-O3", "-std=c++17", "-I", CSRC, SOURCE]
-    subprocess.run([*command, "-arch=sm_90a", "-o", target], check=True, capture_output=True)
+    target = tmp_path_factory.mktemp("sass") / f"{source}.cubin"
+    flags = ["-cubin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-arch=sm_90a"]
+    file = SOURCES / f"{source}.cu"
+    command = [cuda_home / "bin" / "nvcc", *flags, "-I", CSRC, file, "-o", target]
+    subprocess.run(command, check=True, capture_output=True)
     return target
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compiled("long_bf16", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def ranged_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compiled("ranged_forward_bf16", tmp_path_factory)
 
 
 def _instructions(library: Path, function: str) -> list[tuple[int, str, str]]:
@@ -95,13 +107,11 @@ def _spills(code: list[tuple[int, str, str]]) -> int:
     return len(_places(code, "STL")) + len(_places(code, "LDL"))
 
 
-def _name(kernel: str, config: str, params: str, dim: int) -> str:
+def _name(kernel: str, config: str, params: str, of: str) -> str:
+    """`of`: the arguments of the config."""
     parts = (f"{len(name)}{name}" for name in (kernel, config, params))
     kernel_part, config_part, params_part = parts
-    return (
-        f"_ZN11jagged_cuda9attention{kernel_part}INS0_{config_part}I{BF16}Li{dim}EEEEE"
-        f"vNS0_{params_part}E"
-    )
+    return f"_ZN11jagged_cuda9attention{kernel_part}INS0_{config_part}I{of}EEEEEvNS0_{params_part}E"
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -111,28 +121,51 @@ def test_a_turn_of_the_long_forward_is_products_and_nothing_else(library: Path, 
     So a turn, from its barrier to the next warpgroup's, starts both products of a key tile without
     a wait between them, and no exponential lies in it.
     """
-    name = _name("long_forward", "LongForwardConfig", "LongForwardParams", dim)
+    name = _name("long_forward", "LongForwardConfig", "LongForwardParams", f"{BF16}Li{dim}")
     loop = _key_loop(_instructions(library, name), products=dim // 16 + 8)
-    products = _places(loop, "HGMMA")
+    (passed,), (vote,) = _places(loop, "BAR.ARV"), _places(loop, "BAR.RED")
+    products = [i for i in _places(loop, "HGMMA") if i < vote]
     assert len(products) == dim // 16 + 128 // 16  # S over D, O over 128 keys
-    waits, passes = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "BAR.ARV")
-    exponentials = _places(loop, "MUFU.EX2")
+    waits, exponentials = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "MUFU.EX2")
     (turn,) = [i for i in _places(loop, "BAR.SYNC") if i < products[0]][-1:]
-    (passed,) = passes
-    assert turn < products[0] < products[-1] < passed
+    assert turn < products[0] < products[-1] < passed < vote
     assert not [i for i in waits if turn < i < passed], "a product is waited for within a turn"
     assert not [i for i in exponentials if turn < i < passed]
     # S is waited for alone (the product with P goes on), after the turn, before its exponentials.
     after = [i for i in waits if i > passed]
     assert loop[after[0]][2].endswith("0x1") and after[0] < min(exponentials)
-    assert len(exponentials) >= 64
+    # No maximum up to the vote, behind which S is computed once more where it is needed.
+    assert len([i for i in exponentials if i < vote]) == 64
+    assert not [i for i in _places(loop, "FMNMX") if i < vote]
+    assert len(_places(loop[vote:], "HGMMA")) == dim // 16
+    # Three warpgroups have 160 registers each: some addresses and flags are spilled.
+    assert _spills(loop[:vote]) <= (6 if dim == 64 else 0)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("silu", [False, True], ids=["softmax", "silu"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+def test_ranges_cost_nothing_where_all_rows_see_a_step(
+    ranged_library: Path, dim: int, silu: bool, biased: bool
+) -> None:
+    """A turn is products and nothing else there, too, silu takes one special function per score,
+    and what rows see is looked up behind branches: no score is compared unless a warp needs it."""
+    config = f"{BF16}Li{dim}ELb{int(silu)}ELb{int(biased)}"
+    name = _name("long_forward", "RangedForwardConfig", "LongForwardParams", config)
+    loop = _key_loop(_instructions(ranged_library, name), products=dim // 16 + 8)
+    products = _places(loop, "HGMMA")
+    assert len(products) == dim // 16 + 128 // 16
+    waits, (passed,) = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "BAR.ARV")
+    special = _places(loop, "MUFU")
+    assert len(special) <= 66, "more than one special function per score, and two of its row"
+    assert not [i for i in (*waits, *special) if products[0] < i < passed]
     assert _spills(loop) == 0
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_products_of_the_long_backward_are_not_serialised(library: Path, dim: int) -> None:
     """Where ptxas cannot follow the registers of a product it waits for each one by itself."""
-    name = _name("long_backward", "LongBackwardConfig", "LongBackwardParams", dim)
+    name = _name("long_backward", "LongBackwardConfig", "LongBackwardParams", f"{BF16}Li{dim}")
     code = _instructions(library, name)
     loop = max(_loops(code), key=lambda loop: _products(loop) / len(loop))
     products, waits = _products(loop), len(_places(loop, "WARPGROUP.DEPBAR"))

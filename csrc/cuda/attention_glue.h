@@ -63,9 +63,29 @@ inline void set_out(AttentionParams& params, const Tensor& out) {
   params.aligned = params.aligned && has_aligned_lines(out, {0, 1});
 }
 
+inline Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like,
+                                 int plans = 1) {
+  constexpr int64_t kWordBytes = 4;
+  const int64_t words = plans * long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
+  Tensor plan = allocate(op, like, {words}, ScalarType::Int);
+  params.long_plan = plan.mutable_data_ptr();
+  return plan;
+}
+
 inline void set_grad_out(AttentionBackwardParams& params, const Tensor& grad_out) {
   params.grad_out = view_heads(grad_out);
   params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1});
+}
+
+// The workspace of the kernels that takes_ranged_backward() speaks of; params are complete but for it.
+inline std::optional<Tensor> allocate_tile_bounds(const char* op, AttentionBackwardParams& params,
+                                                  const Tensor& like) {
+  if (!takes_ranged_backward(params)) return std::nullopt;
+  constexpr int64_t kWordBytes = 4;
+  const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs);
+  Tensor bounds = allocate(op, like, {bytes / kWordBytes}, ScalarType::Int);
+  params.tile_bounds = bounds.mutable_data_ptr();
+  return bounds;
 }
 
 // The gradients of biases that are wanted: the kernels of the backward pass leave sums in workspaces,
@@ -75,18 +95,21 @@ class BiasSums {
   BiasSums(const char* op, AttentionBackwardParams& params, const Tensor& like, const Sizes& sizes,
            const Biases& biases, bool kv_bias_gradient, bool table_gradients)
       : op_(op), gradients(op, like, sizes, biases) {
-    const auto zeros = [&](std::optional<Tensor>& made, Shape shape) {
-      made = allocate(op, like, shape, sum_dtype(like.scalar_type()));
-      torch::stable::zero_(*made);
-      return made->mutable_data_ptr();
+    const auto made = [&](std::optional<Tensor>& sums, Shape shape, bool zero) {
+      sums = allocate(op, like, shape, sum_dtype(like.scalar_type()));
+      if (zero) torch::stable::zero_(*sums);
+      return sums->mutable_data_ptr();
     };
-    if (kv_bias_gradient && biases.kv_bias) params.key_sums = zeros(key_sums_, {sizes.Tk, sizes.H});
+    if (kv_bias_gradient && biases.kv_bias)
+      params.key_sums = made(key_sums_, {sizes.Tk, sizes.H}, true);
     if (!table_gradients || !params.bias.has_tables()) return;
+    const bool each_warp = !is_16_bit(params.type);  // adds to what is there; else CTAs write
     params.table_ctas = static_cast<int>(table_ctas(params));
-    warps_ = params.table_ctas * table_warps(params.type);
-    if (biases.time_table) params.time_sums = zeros(time_sums_, {warps_, sizes.H, sizes.Rt + 1});
+    parts_ = params.table_ctas * table_parts(params.type);
+    if (biases.time_table)
+      params.time_sums = made(time_sums_, {parts_, sizes.H, sizes.Rt + 1}, each_warp);
     if (biases.position_table)
-      params.position_sums = zeros(position_sums_, {warps_, sizes.H, sizes.Rp});
+      params.position_sums = made(position_sums_, {parts_, sizes.H, sizes.Rp}, each_warp);
   }
 
   void finish(const AttentionBackwardParams& params, const Sizes& sizes, cudaStream_t stream) {
@@ -99,14 +122,14 @@ class BiasSums {
                           stream));
     };
     add_up(key_sums_, gradients.kv_bias, 1, sizes.Tk, sizes.Hb, 1);
-    add_up(time_sums_, gradients.time_table, warps_, 1, sizes.Ht, sizes.Rt + 1);
-    add_up(position_sums_, gradients.position_table, warps_, 1, sizes.Hp, sizes.Rp);
+    add_up(time_sums_, gradients.time_table, parts_, 1, sizes.Ht, sizes.Rt + 1);
+    add_up(position_sums_, gradients.position_table, parts_, 1, sizes.Hp, sizes.Rp);
   }
 
  private:
   const char* op_;
   std::optional<Tensor> key_sums_, time_sums_, position_sums_;
-  int64_t warps_ = 0;
+  int64_t parts_ = 0;
 
  public:
   BiasGradients gradients;

@@ -11,15 +11,6 @@
 namespace jagged_cuda {
 namespace {
 
-Tensor allocate_long_plan(const char* op, AttentionParams& params, const Tensor& like,
-                          int plans = 1) {
-  constexpr int64_t kWordBytes = 4;
-  const int64_t words = plans * long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
-  Tensor plan = allocate(op, like, {words}, ScalarType::Int);
-  params.long_plan = plan.mutable_data_ptr();
-  return plan;
-}
-
 std::tuple<Tensor, Tensor> jagged_flash_attention(
     const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Tensor& offsets_any,
     const std::optional<Tensor>& kv_offsets_any, int64_t window_left, int64_t window_right,
@@ -55,9 +46,10 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
-  if (!is_general(params) && sizes.Tq > long_rows(params) && params.aligned &&
-      is_16_bit(params.type))
-    long_plan = allocate_long_plan(op, params, q);
+  const bool wants_plan =
+      is_general(params) ? takes_ranged_forward(params)
+                         : sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type);
+  if (wants_plan) long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   return {out, lse};
 }
@@ -131,6 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
     params.long_statistics = long_statistics.mutable_data_ptr<float>();
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }
+  const auto tile_bounds = allocate_tile_bounds(op, params, q);
   check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
   sums.finish(params, sizes, current_stream(q));
   return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};

@@ -55,6 +55,8 @@ Tensor jagged_hstu_attention(
               max_len, key_ranges, biases);
   set_out(params, out);
   set_silu(params, divisor, row_scale);
+  Tensor long_plan;
+  if (takes_ranged_forward(params)) long_plan = allocate_long_plan(op, params, q);
   check_cuda(op, launch_jagged_hstu_attention(params, current_stream(q)));
   return out;
 }
@@ -107,6 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_hstu_attention
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
+  const auto tile_bounds = allocate_tile_bounds(op, params, q);
   check_cuda(op, launch_jagged_hstu_attention_backward(params, current_stream(q)));
   sums.finish(params, sizes, current_stream(q));
   return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};

@@ -1,5 +1,6 @@
 // array_jagged_bmm_jagged_out: z_b = A_b y_b, or A_b^T y_b, for each sequence b. On mma.sync, f32
-// sums; f64 below. Hopper takes 16 bits to array_jagged_bmm_jagged_out_wgmma.cu where that serves.
+// sums; f64 below. Hopper takes 16 bits to array_jagged_bmm_jagged_out_wgmma.cu and f32 to
+// array_jagged_bmm_jagged_out_f32_wgmma.cu where these serve.
 //
 // A = A_b [Lx, Ly], jagged along M and K, with stride 1 along K and the pitch Ly, or, transposed,
 // A_b^T [Ly, Lx] with stride 1 along M. B = y_b with stride 1 along N. A matrix begins at any
@@ -29,8 +30,10 @@
 namespace jagged_cuda {
 namespace gemm {
 
-// array_jagged_bmm_jagged_out_wgmma.cu; cudaErrorNotSupported where y has no tensor map.
+// array_jagged_bmm_jagged_out_wgmma.cu, _f32_wgmma.cu; cudaErrorNotSupported where y has no tensor
+// map.
 cudaError_t launch_wgmma(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream);
+cudaError_t launch_f32_wgmma(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream);
 
 namespace {
 
@@ -181,10 +184,10 @@ bool takes_wgmma(const ArrayJaggedBmmJaggedOutParams& params) {
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
   const int64_t rows = params.matrices.rows.total, columns = params.matrices.columns.total;
   const int64_t y_rows = params.transpose ? rows : columns;
-  return is_16_bit(params.type) && !params.mma_sync_only && params.y_vectors &&
-         params.columns % 8 == 0 && params.columns >= kMinColumns &&
-         params.columns <= kMaxColumns && rows <= kMaxRows && columns <= kMaxRows &&
-         (y_rows <= 1 || params.y_stride >= params.columns) && has_wgmma();
+  const int64_t vector = is_16_bit(params.type) ? 8 : 4;  // elements of 16 bytes
+  return !params.mma_sync_only && params.y_vectors && params.columns % vector == 0 &&
+         params.columns >= kMinColumns && params.columns <= kMaxColumns && rows <= kMaxRows &&
+         columns <= kMaxRows && (y_rows <= 1 || params.y_stride >= params.columns) && has_wgmma();
 }
 
 }  // namespace
@@ -194,7 +197,8 @@ cudaError_t launch_array_jagged_bmm_jagged_out(const ArrayJaggedBmmJaggedOutPara
                                                cudaStream_t stream) {
   if (params.type == ElementType::kF64) return gemm::launch_f64(params, stream);
   if (gemm::takes_wgmma(params)) {
-    const cudaError_t error = gemm::launch_wgmma(params, stream);
+    const cudaError_t error = is_16_bit(params.type) ? gemm::launch_wgmma(params, stream)
+                                                     : gemm::launch_f32_wgmma(params, stream);
     if (error != cudaErrorNotSupported) return error;
   }
   return gemm::with_math(

@@ -1,7 +1,8 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with ranges of
-// keys, biases or unused keys always mma.sync; plain FMA for f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with tables, or
+// backward with any bias, always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
+#include "cuda/kernels/attention/few_forward.h"
 #include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
@@ -24,7 +25,7 @@ bool takes_wgmma(const AttentionParams& params) {
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
 
-// Whether the kernels for tiny sequences take these operands: head dims of at most 64, rows that can
+// Whether the kernels for tiny sequences take these operands: head dims of at most 256, rows that can
 // be moved in 16-byte pieces, and items, rows and bytes of strides that can be counted in 32 bits.
 // `grad_out` is a fourth operand, or `out` in the forward pass.
 bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
@@ -32,7 +33,7 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
   const auto narrow = [](const HeadsView& view, int64_t heads) {
     return view.row_stride < kMaxCount && heads * view.head_stride < kMaxCount;
   };
-  return attention::dim_bucket(params) <= 64 && params.aligned &&
+  return attention::dim_bucket(params) != 0 && params.aligned &&
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 &&
          params.q_offsets.num_seqs * params.heads < kMaxCount && narrow(params.q, params.heads) &&
          narrow(params.k, params.kv_heads) && narrow(params.v, params.kv_heads) &&
@@ -46,15 +47,47 @@ bool takes_long(const Params& params) {
          (params.max_len == 0 || params.max_len > long_rows(params));
 }
 
+// Whether the kernels for tiny sequences are those of which a warp holds fewer rows.
+bool has_wide_rows(const AttentionParams& params) { return tiny_limit(params) < kTinyRows; }
+
 // Whether no sequence can be longer than tiny, by the caller's word or by the size of the tensors.
 bool all_tiny(const AttentionParams& params) {
-  return (params.max_len > 0 && params.max_len <= kTinyRows) ||
-         (params.q_offsets.total <= kTinyRows && params.kv_offsets.total <= kTinyRows);
+  const int64_t limit = tiny_limit(params);
+  return (params.max_len > 0 && params.max_len <= limit) ||
+         (params.q_offsets.total <= limit && params.kv_offsets.total <= limit);
+}
+
+// Whether a backward pass has so few tiles that launches and the latency of one warp are all there is:
+// then the kernels for longer sequences, which finish sooner, take all. (Gradients depend on T / B
+// anyhow, by the size of steps; the forward pass must not.)
+bool has_few_tiles(const AttentionParams& params) {
+  constexpr int64_t kFewTiles = 264;
+  return num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, 64) * params.heads <=
+         kFewTiles;
+}
+
+// Whether a forward pass has so few tiles and heads of sequences that one kernel may hold the CTAs of
+// two, and whether there is such a kernel.
+bool takes_few(const AttentionParams& params) {
+  constexpr int64_t kFewCtas = 264, kWarpsPerCta = 5;
+  const int bucket = attention::dim_bucket(params);
+  const int64_t seqs = params.q_offsets.num_seqs;
+  return (bucket == 32 || bucket == 128) && takes_wgmma(params) && !all_tiny(params) &&
+         (num_tiles(params.q_offsets.total, seqs, 64) +
+          seqs * (tiny_limit(params) / 16) / kWarpsPerCta + 1) *
+                 params.heads <=
+             kFewCtas;
 }
 
 // Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
 bool takes_short(const AttentionParams& params) {
   return params.split_by_length && attention::dim_bucket(params) == 64;
+}
+
+// The same in the backward pass, where that kernel sums nothing over the heads of a group.
+bool takes_short_backward(const AttentionBackwardParams& params) {
+  return takes_short(params) && params.heads == params.kv_heads &&
+         copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
 // Whether no sequence can be longer than short.
@@ -67,24 +100,36 @@ bool all_short(const AttentionParams& params) {
 // operands, and not at all where no sequence can be longer. A sequence's own length decides which
 // of the two takes it, so its bits do not depend on the batch. The path is that of the last.
 template <typename Params, typename Launch>
-cudaError_t launch_by_length(Params params, const HeadsView& grad_out, cudaStream_t stream,
+cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
                              Launch launch_longer,
                              cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
-  if (!takes_tiny(params, grad_out)) return launch_longer(params);
+  if (!has_tiny) return launch_longer(params);
   const cudaError_t error = launch_tiny(params, stream);
   if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;
   // Where sequences are short on average, most tiles would be those of tiny ones.
-  params.longer_in_slabs = params.q_offsets.data == params.kv_offsets.data &&
-                           params.q_offsets.total < params.q_offsets.num_seqs * (kTinyRows / 2);
+  params.longer_in_slabs =
+      params.q_offsets.data == params.kv_offsets.data &&
+      params.q_offsets.total < params.q_offsets.num_seqs * (tiny_limit(params) / 2);
   return launch_longer(params);
 }
 
 }  // namespace
 
+bool takes_ranged_forward(const AttentionParams& params) {
+  return is_16_bit(params.type) && !params.bias.has_tables() && !is_wide(params) &&
+         takes_wgmma(params) && takes_long(params);
+}
+
 bool takes_long_backward(const AttentionBackwardParams& params) {
   return is_16_bit(params.type) && !is_general(params) && takes_wgmma(params) &&
          takes_long(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
+}
+
+bool takes_ranged_backward(const AttentionBackwardParams& params) {
+  return is_16_bit(params.type) && (params.silu || is_general(params)) && !params.bias.any() &&
+         !is_wide(params) && takes_wgmma(params) &&
+         copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
@@ -93,12 +138,15 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
     if constexpr (sizeof(Element) != 2) {
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
-      if (is_general(params)) return attention::launch_forward_mma_sync<Element>(params, stream);
+      if (is_general(params)) return attention::launch_forward_general<Element>(params, stream);
       const auto launch_longer = [&](AttentionParams longer) {
         if (takes_wgmma(longer) && !is_wide(longer)) {
           if (!takes_long(longer)) longer.long_plan = nullptr;
-          cudaError_t error = cudaSuccess;
-          if (takes_short(longer)) {
+          // The plan is made while other kernels run.
+          cudaError_t error = longer.long_plan != nullptr
+                                  ? attention::launch_forward_plan<Element>(longer, stream)
+                                  : cudaSuccess;
+          if (error == cudaSuccess && takes_short(longer)) {
             error = attention::launch_forward_short<Element>(longer, stream);
             if (error == cudaSuccess && all_short(longer)) return error;
             longer.short_apart = error == cudaSuccess;
@@ -112,14 +160,28 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
             error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         } else if (takes_wgmma(longer) && takes_long(longer)) {
-          const cudaError_t error = attention::launch_forward_long<Element>(longer, stream);
+          cudaError_t error = attention::launch_forward_plan<Element>(longer, stream);
+          if (error == cudaSuccess) error = attention::launch_forward_long<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
         longer.long_plan = nullptr;
         return attention::launch_forward_mma_sync<Element>(longer, stream);
       };
-      return launch_by_length(params, params.out, stream, launch_longer,
-                              attention::launch_forward_tiny<Element>);
+      const bool has_tiny = takes_tiny(params, params.out);
+      if (has_tiny && takes_few(params)) {
+        AttentionParams few = params;
+        few.split_by_length = true;
+        if (!takes_long(few)) few.long_plan = nullptr;
+        cudaError_t error = attention::launch_forward_few<Element>(few, stream);
+        if (error == cudaSuccess && few.long_plan != nullptr) {
+          error = attention::launch_forward_plan<Element>(few, stream);
+          if (error == cudaSuccess) error = attention::launch_forward_long<Element>(few, stream);
+        }
+        if (error != cudaErrorNotSupported) return error;
+      }
+      return launch_by_length(params, has_tiny, stream, launch_longer,
+                              has_wide_rows(params) ? attention::launch_forward_tiny_wide<Element>
+                                                    : attention::launch_forward_tiny<Element>);
     }
   });
 }
@@ -139,15 +201,30 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
         }
         if (is_wide(longer) || !takes_wgmma(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
-        cudaError_t error = attention::launch_backward_wgmma<Element>(longer, stream);
+        cudaError_t error = cudaSuccess;
+        if (takes_short_backward(longer)) {
+          error = attention::launch_backward_short<Element>(longer, stream);
+          if (error == cudaSuccess && all_short(longer)) return error;
+          if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+          longer.short_apart = error == cudaSuccess;
+        }
+        error = attention::launch_backward_wgmma<Element>(longer, stream);
         if (error != cudaSuccess || longer.long_plan == nullptr) return error;
         error = attention::launch_backward_long<Element>(longer, stream);
         if (error != cudaErrorNotSupported) return error;
         longer.long_plan = nullptr;
         return attention::launch_backward_wgmma<Element>(longer, stream);
       };
-      return launch_by_length(params, params.grad_out, stream, launch_longer,
-                              attention::launch_backward_tiny<Element>);
+      const bool wide_rows = has_wide_rows(params), grouped = params.heads != params.kv_heads;
+      // Few rows are of tiny sequences where these are wide and sequences long on average.
+      const bool few_tiny =
+          has_few_tiles(params) ||
+          (wide_rows && params.q_offsets.total >= params.q_offsets.num_seqs * (4 * kTinyWideRows));
+      const bool has_tiny = takes_tiny(params, params.grad_out) && !(wide_rows && grouped) &&
+                            (all_tiny(params) || !few_tiny || !takes_wgmma(params));
+      return launch_by_length(params, has_tiny, stream, launch_longer,
+                              wide_rows ? attention::launch_backward_tiny_wide<Element>
+                                        : attention::launch_backward_tiny<Element>);
     }
   });
 }

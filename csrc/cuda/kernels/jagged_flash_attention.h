@@ -13,10 +13,15 @@
 
 namespace jagged_cuda {
 
-// Sequences of at most this many queries and keys have kernels of their own (attention/route.cuh).
-constexpr int kTinyRows = 64;
-// Others of at most this many queries and keys have a forward kernel of their own on compute
-// capability 9.0, for head dims of 33 to 64.
+// Sequences of at most tiny_limit() queries and keys have kernels of their own (attention/route.cuh):
+// of head dims above 64 a warp holds fewer rows.
+constexpr int kTinyRows = 64, kTinyWideRows = 32;
+template <typename Params>
+constexpr int tiny_limit(const Params& params) {
+  return params.dim_qk > 64 || params.dim_v > 64 ? kTinyWideRows : kTinyRows;
+}
+// Others of at most this many queries and keys have kernels of their own on compute capability 9.0,
+// for head dims of 33 to 64 (attention/launch.h).
 constexpr int kShortRows = 256;
 // Head dims above 128.
 template <typename Params>
@@ -25,11 +30,13 @@ constexpr bool is_wide(const Params& params) {
 }
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
-// tiles empty. Wide heads have no other on compute capability 9.0, so it takes them all, and the
-// rows outside.
+// tiles empty. Wide heads have no other on compute capability 9.0, so it takes all that are not left
+// to the kernels for tiny ones, and where those do not run the rows outside. With ranges and the like
+// it leaves those of one tile of the general kernel.
 template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
+  if (params.silu || is_general(params)) return kTinyRows;
   return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
 }
 
@@ -73,7 +80,7 @@ struct AttentionParams {
   // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
   // rows outside all sequences are the latter's.
   bool split_by_length;
-  // True where the former looks for its tiles in slabs of kTinyRows rows, whose number does not grow
+  // True where the former looks for its tiles in slabs of tiny_limit() rows, whose number does not grow
   // with that of sequences; self-attention only.
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
@@ -81,12 +88,14 @@ struct AttentionParams {
   // [long_plan_bytes(B)], aligned to 16: workspace of the kernel for long sequences; twice as much in
   // the backward pass of wide heads. Null if there are none, or no such kernel.
   void* long_plan;
+  // True where each CTA of that kernel finds out for itself what is in the plan, which nobody writes.
+  bool plans_itself;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
 
 // Whether a call wants the kernels that look ranges of keys, biases and used parts up.
-inline bool is_general(const AttentionParams& params) {
+constexpr bool is_general(const AttentionParams& params) {
   return params.key_ranges != nullptr || params.kv_lengths.data != nullptr || params.bias.any();
 }
 
@@ -101,26 +110,34 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_k;  // [Tk, G, D] contiguous
   HeadsView grad_v;  // [Tk, G, Dv] contiguous
   void* key_sums;    // [Tk, H], full of zeros: gets the sum of dS of each key; may be null
-  // Gets the gradients of tables where table_ctas is not 0: [table_ctas * table_warps, H, buckets]
-  // each, full of zeros, to be added up.
+  // Gets the gradients of tables where table_ctas is not 0, to be added up: [table_ctas *
+  // table_parts(type), H, buckets] each; of f32 and f64 full of zeros.
   void* time_sums;
   void* position_sums;
   int table_ctas;  // of each head
+  // [tile_bounds_bytes(Tq, B)], aligned to 16: workspace of the wgmma kernels that take ranges of
+  // keys and silu; null if they cannot.
+  void* tile_bounds;
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
 };
 
-// Warps of a CTA that sums the gradients of tables, each with sums of its own.
-constexpr int table_warps(ElementType type) {
-  return type == ElementType::kBf16 || type == ElementType::kF16 ? 4 : 8;
+// What each tile of 64 queries sees (attention/visible.cuh).
+constexpr int kTileBoundsBytes = 32;
+inline int64_t tile_bounds_bytes(int64_t queries, int64_t num_seqs) {
+  return num_tiles(queries, num_seqs, 64) * kTileBoundsBytes;
 }
+
+// What a CTA that sums the gradients of tables leaves behind: one sum of each bucket, or, of f32 and
+// f64, each of its warps one.
+constexpr int kTableWarps = 8;
+inline int table_parts(ElementType type) { return is_16_bit(type) ? 1 : kTableWarps; }
 // How many CTAs per head do so: by sizes alone, so that sums have one order.
 inline int64_t table_ctas(const AttentionParams& params) {
-  constexpr int kCtas = 528;
-  const int64_t wanted = kCtas / (params.heads > kCtas ? kCtas
-                                  : params.heads > 0   ? params.heads
-                                                       : 1);
+  // Several times as many as run at once, since tiles differ; f32 and f64 leave more behind.
+  const int64_t ctas = is_16_bit(params.type) ? 2112 : 528;
+  const int64_t wanted = ctas / (params.heads > ctas ? ctas : params.heads > 0 ? params.heads : 1);
   const int64_t tiles = num_tiles(params.q_offsets.total, params.q_offsets.num_seqs, 64);
   return wanted < tiles ? wanted : tiles;
 }
@@ -152,6 +169,14 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
 // Whether the backward kernel for long sequences takes these operands, if it gets its workspace and,
 // but for wide heads, sums in any order are allowed.
 bool takes_long_backward(const AttentionBackwardParams& params);
+
+// Whether the forward kernel for long sequences takes these operands with ranges of keys, used
+// parts, kv_bias or silu, if it gets its plan.
+bool takes_ranged_forward(const AttentionParams& params);
+
+// Whether the wgmma backward kernels for ranges of keys, unused keys and silu take these operands, if
+// they get their workspace.
+bool takes_ranged_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);
 cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,

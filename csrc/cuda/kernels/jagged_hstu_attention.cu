@@ -1,4 +1,6 @@
-// Which kernels jagged_hstu_attention takes: mma.sync for 16-bit elements, plain FMA for f32 and f64.
+// Which kernels jagged_hstu_attention takes: for 16-bit elements wgmma, forward for long sequences
+// (takes_ranged_forward), backward for all (takes_ranged_backward), else mma.sync; plain FMA for f32
+// and f64.
 #include "cuda/kernels/jagged_hstu_attention.h"
 
 #include "cuda/kernels/attention/launch.h"
@@ -8,12 +10,7 @@ namespace jagged_cuda {
 
 cudaError_t launch_jagged_hstu_attention(const AttentionParams& params, cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
-    using Element = decltype(element);
-    if constexpr (sizeof(Element) != 2) {
-      return attention::launch_forward_fma<Element>(params, stream);
-    } else {
-      return attention::launch_forward_mma_sync<Element>(params, stream);
-    }
+    return attention::launch_forward_general<decltype(element)>(params, stream);
   });
 }
 

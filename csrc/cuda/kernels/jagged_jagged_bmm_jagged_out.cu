@@ -159,14 +159,16 @@ cudaError_t launch_f64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_
       "cuda.jagged_jagged_bmm_jagged_out.fma.f64");
 }
 
-// Whether the product runs on wgmma.
+// Whether the product runs on wgmma. Three products of TF32, whose operands must be split in shared
+// memory for it, are slower there.
 bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
   constexpr int64_t kMaxInner = 1 << 20;
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
   const auto copyable = [&](int64_t rows, int64_t stride, bool vectors) {
     return vectors && rows <= kMaxRows && (rows <= 1 || stride >= params.inner);
   };
-  return is_16_bit(params.type) && !params.mma_sync_only && params.inner % 8 == 0 &&
+  const int64_t vector = is_16_bit(params.type) ? 8 : 4;  // elements of 16 bytes
+  return params.type != ElementType::kF32 && !params.mma_sync_only && params.inner % vector == 0 &&
          params.inner > 0 && params.inner <= kMaxInner &&
          copyable(params.matrices.rows.total, params.x_stride, params.x_vectors) &&
          copyable(params.matrices.columns.total, params.y_stride, params.y_vectors) && has_wgmma();

@@ -1,11 +1,11 @@
-// jagged_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0), 16-bit elements: z_b =
-// x_b y_b^T for each sequence b, f32 sums.
+// jagged_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0): z_b = x_b y_b^T for each
+// sequence b, f32 sums. 16-bit elements, and f32 rounded to TF32, which the copies do.
 //
 // Grid: x, one CTA for each virtual tile of 64 rows of x (prim/jagged.cuh), then one for each
 // kZeroElems elements of the result, which writes zeros where there is no matrix
 // (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
-// rows. A CTA walks its columns in tiles of kTileN, and D in steps of 64. Its four warps are one
-// warpgroup; each owns 16 whole rows.
+// rows. A CTA walks its columns in tiles of kTileN, and D in steps of 128 bytes. Its four warps are
+// one warpgroup; each owns 16 whole rows.
 //
 //     for each tile of columns, for each step i of D:
 //         wait for the copies of step i, start its product
@@ -18,9 +18,9 @@
 //
 // Storing: rows of z_b begin at any element. Eight at a time are written to shared memory as far
 // from a multiple of 16 bytes as they lie in global memory, and leave from there as aligned
-// granules; only those that another row shares leave element by element.
+// granules; only those that another row shares leave element by element (f32: gemm/ragged_rows.cuh).
 //
-// Shared memory: kSlots slots of x [64, 64] and y [kTileN, 64]; 8 rows for each warp.
+// Shared memory: kSlots slots of x [64, 128 bytes] and y [kTileN, 128 bytes]; 8 rows for each warp.
 //
 // Barriers: full[slot], on which the bytes of a slot complete. One __syncthreads a step: all have
 // seen the product end whose slot is filled next. __syncwarp around a warp's rows.
@@ -30,24 +30,40 @@
 // elements that are not stored; past D both operands are zeros.
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/matrices.cuh"
+#include "cuda/kernels/gemm/ragged_rows.cuh"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/tma.cuh"
 
+#include <type_traits>
+
 namespace jagged_cuda::gemm {
 namespace {
 
-template <typename Element_>
+// Chosen by time, of 16 bits on an H100, of TF32 on an H200 (docs/performance_log.md).
+template <typename Math_>
 struct MatricesWgmmaConfig {
-  using Element = Element_;
-  static constexpr int kTileM = 64, kStepK = 64;
+  using Math = Math_;
+  using Element = typename Math::Element;
+  static constexpr bool kWide = sizeof(Element) == 4;
+  static constexpr int kTileM = 64;
+  static constexpr int kStepK = 128 / sizeof(Element);
+  static constexpr int kProductK = 32 / sizeof(Element);  // of one wgmma
   static constexpr int kThreads = 128;
-  // Chosen by time on an H100 (docs/performance_log.md).
-  static constexpr int kTileN = 64;
-  static constexpr int kSlots = 3;
-  static constexpr int kMinCtas = 4;
+  static constexpr int kTileN = kWide ? 128 : 64;
+  static constexpr int kSlots = kWide ? 4 : 3;
+  static constexpr int kMinCtas = kWide ? 2 : 4;
+};
+
+// Where a warp turns 8 rows of 16-bit elements: room for a shift, and lines whose banks differ.
+template <typename Element, int kTileN>
+struct ShiftedRows {
+  static constexpr int kLine = kTileN + 24;
+  static_assert(kLine / 2 % 32 == 12);
+
+  alignas(128) Element rows[8 * kLine];
 };
 
 template <typename Config>
@@ -55,29 +71,30 @@ struct MatricesWgmmaStorage {
   using Element = typename Config::Element;
   using XTile = WarpgroupTile<Element, Config::kTileM, Config::kStepK>;
   using YTile = WarpgroupTile<Element, Config::kTileN, Config::kStepK>;
-  // Room for a shift, and lines whose banks differ.
-  static constexpr int kLine = Config::kTileN + 24;
-  static_assert(kLine / 2 % 32 == 12);
+  using WarpRows =
+      std::conditional_t<Config::kWide, RaggedRows, ShiftedRows<Element, Config::kTileN>>;
 
   XTile sX[Config::kSlots];
   YTile sY[Config::kSlots];
-  alignas(128) Element sRows[Config::kThreads / 32][8 * kLine];
+  WarpRows sRows[Config::kThreads / 32];
   uint64_t full[Config::kSlots];
 };
 
 struct MatricesWgmmaParams {
-  CUtensorMap x, y;  // boxes of 64 rows and 64 columns
+  CUtensorMap x, y;  // boxes of 64 rows and 128 bytes
   JaggedJaggedBmmJaggedOutParams product;
   int64_t row_tiles;
 };
 
 // Stores a warp's 16 rows, [rows, columns] of which exist: `global` is the first, `pitch` elements
 // lead to the next. All lanes call it together.
-template <int kTileN, int kLine, typename Element>
-__device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, kTileN / 8>& sum,
-                                              Element* sRows, Element* global, int64_t pitch,
-                                              int rows, int columns) {
+template <int kTileN, typename Element>
+__device__ __forceinline__ void store_shifted(const float (&sum)[kTileN / 8][4],
+                                              ShiftedRows<Element, kTileN>& warp, Element* global,
+                                              int64_t pitch, int rows, int columns) {
   constexpr int kGranule = 8, kGranules = kTileN / kGranule;
+  constexpr int kLine = ShiftedRows<Element, kTileN>::kLine;
+  Element* sRows = warp.rows;
   static_assert(32 % kGranules == 0);
   const int lane = threadIdx.x % 32;
   const auto shift_of = [](const Element* row) {
@@ -92,8 +109,8 @@ __device__ __forceinline__ void store_shifted(const jagged_cuda::Accumulator<1, 
 #pragma unroll
     for (int block = 0; block < kTileN / 8; ++block) {
       if (8 * block >= columns) break;
-      sRow[8 * block] = from_sum<Element>(sum[0][block][2 * half]);
-      sRow[8 * block + 1] = from_sum<Element>(sum[0][block][2 * half + 1]);
+      sRow[8 * block] = from_sum<Element>(sum[block][2 * half]);
+      sRow[8 * block + 1] = from_sum<Element>(sum[block][2 * half + 1]);
     }
     __syncwarp();  // the rows are there for all lanes
 
@@ -186,24 +203,27 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   }
   const int warp = threadIdx.x / 32;
   Element* gRows = gOut + matrix.begin + (tile.row + 16 * warp) * pitch;
-  jagged_cuda::Accumulator<1, kTileN / 8> sum;
   int slot = 0, parity = 0;
-  for (int n = begin; n < end; n += kTileN) {
-    RoundedSum<kTileN / 8> rounded;
+  // The columns of a tile from n on, of which 8 kBlocks are computed.
+  const auto multiply_columns = [&](auto num_blocks, int n) {
+    constexpr int kBlocks = decltype(num_blocks)::value;
+    const int columns = min(end - n, kTileN);
+    float sum[kBlocks][4];
+    RoundedSum<kBlocks> rounded;
     for (int k = 0; k < inner; k += kStepK) {
       const int depth = k % kSumDepth;  // that the sum has
       if (k > 0 && depth == 0) {
         ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(sum[0]);
-        rounded.add(sum[0]);
+        ptx::fence_operands(sum);
+        rounded.add(sum);
       }
       ptx::mbarrier_wait(shared.full[slot], parity);
       ptx::wgmma_fence();
       const ptx::MatrixDescriptor x_rows = shared.sX[slot].descriptor(),
                                   y_rows = shared.sY[slot].descriptor();
 #pragma unroll
-      for (int step = 0; step < kStepK; step += 16) {
-        ptx::Wgmma<Element, false>::run(sum[0], x_rows + XTile::column_step_bytes(step),
+      for (int step = 0; step < kStepK; step += Config::kProductK) {
+        ptx::Wgmma<Element, false>::run(sum, x_rows + XTile::column_step_bytes(step),
                                         y_rows + YTile::column_step_bytes(step),
                                         depth > 0 || step > 0);
       }
@@ -217,20 +237,30 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
       if (++slot == kSlots) slot = 0, parity ^= 1;
     }
     ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(sum[0]);
-    rounded.finish(sum[0]);
-    store_shifted<kTileN, Storage::kLine>(sum, shared.sRows[warp], gRows + n, pitch,
-                                          rows - 16 * warp, min(end - n, kTileN));
+    ptx::fence_operands(sum);
+    rounded.finish(sum);
+    const int rows_left = rows - 16 * warp;
+    if constexpr (Config::kWide) {
+      shared.sRows[warp].store(sum, gRows + n, static_cast<int>(pitch), rows_left, columns);
+    } else {
+      store_shifted<kTileN>(sum, shared.sRows[warp], gRows + n, pitch, rows_left, columns);
+    }
+  };
+  for (int n = begin; n < end; n += kTileN) {
+    if (kTileN > 64 && end - n <= 64) {
+      multiply_columns(std::integral_constant<int, 8>{}, n);
+    } else {
+      multiply_columns(std::integral_constant<int, kTileN / 8>{}, n);
+    }
   }
 }
 
-template <typename Element>
-constexpr PathName kPath =
-    PathName("cuda.jagged_jagged_bmm_jagged_out.wgmma.") + kElementName<Element>;
+template <typename Math>
+constexpr PathName kPath = PathName("cuda.jagged_jagged_bmm_jagged_out.wgmma.") + Math::kName;
 
-template <typename Element>
-cudaError_t launch_element(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
-  using Config = MatricesWgmmaConfig<Element>;
+template <typename Math>
+cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  using Config = MatricesWgmmaConfig<Math>;
   const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
   const auto encode = [&](CUtensorMap& map, const void* data, int64_t count, int64_t stride) {
     // A tensor without rows is never copied from, but its map must be valid.
@@ -250,14 +280,22 @@ cudaError_t launch_element(const JaggedJaggedBmmJaggedOutParams& params, cudaStr
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
       launch_params, {ctas, split.parts}, Config::kThreads, sizeof(MatricesWgmmaStorage<Config>),
-      stream, kPath<Element>);
+      stream, kPath<Math>);
 }
 
 }  // namespace
 
 cudaError_t launch_wgmma(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
-  return params.type == ElementType::kBf16 ? launch_element<__nv_bfloat16>(params, stream)
-                                           : launch_element<__half>(params, stream);
+  switch (params.type) {
+    case ElementType::kBf16:
+      return launch_math<Bf16>(params, stream);
+    case ElementType::kF16:
+      return launch_math<F16>(params, stream);
+    case ElementType::kTf32:
+      return launch_math<Tf32>(params, stream);
+    default:
+      return cudaErrorNotSupported;
+  }
 }
 
 }  // namespace jagged_cuda::gemm

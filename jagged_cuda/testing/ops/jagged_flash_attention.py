@@ -73,6 +73,7 @@ BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     "ranges": (None, None, "hstu", "scattered"),
     "kv_lengths": (False, True),
     "hidden": (False, False, True),
+    "tables": (True, False),  # or kv_bias alone
     # Heads of a bias, one for all (1) or one each (True); and R of a table, or None for no table.
     "bias_heads": (1, True),
     "time": ("symmetric", "past"),
@@ -142,11 +143,12 @@ def bias_options(
         )
     time = _times(places), _times(key_places), _boundaries(spec, given.device)
     symmetric = spec.choices["time"] == "symmetric"
-    options: dict[str, Any] = {
-        "kv_bias": kv_bias,
-        "time_bias": jagged_cuda.TimeBias(time_table.t(), *time, symmetric),
-        "position_bias": jagged_cuda.PositionBias(position_table.t(), spec.choices["first"]),
-    }
+    options: dict[str, Any] = {"kv_bias": kv_bias}
+    if spec.choices["tables"]:
+        options["time_bias"] = jagged_cuda.TimeBias(time_table.t(), *time, symmetric)
+        options["position_bias"] = jagged_cuda.PositionBias(
+            position_table.t(), spec.choices["first"]
+        )
     if spec.choices["kv_lengths"]:
         options["kv_lengths"] = jagged_cuda.lengths_from_offsets(keys) * 2 // 3
     return options
@@ -166,6 +168,8 @@ def padded_bias(spec: Spec, tensors: Tensors) -> Tensor | None:
     keys = pad(_hide(spec, tensors["kv_bias"], _places(spec.kv, device)), spec.kv)
     bias = each_head(keys.transpose(1, 2)[:, :, None, :])
     bias = bias.expand(-1, -1, spec.layout.max_len, -1)
+    if not spec.choices["tables"]:
+        return bias
     then = pad(_times(_places(spec.kv, device)), spec.kv)
     away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
     away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)
@@ -251,7 +255,8 @@ class _Rounded(torch.autograd.Function):
     and dS.
 
     P is stored after its division by the sum, as softmax and a product do, or before it
-    (`divide_last`), as an online softmax must.
+    (`divide_last`), as an online softmax must; relative to the row's maximum or, where `parts`
+    share the keys, 16 at a time in turn, each to its own.
     """
 
     @staticmethod
@@ -265,15 +270,22 @@ class _Rounded(torch.autograd.Function):
         scale: float,
         storage: torch.dtype,
         divide_last: bool,
+        parts: int,
     ) -> tuple[Tensor, Tensor]:
         logits = scale * (q @ k.transpose(2, 3))
         if bias is not None:
             logits = (logits + bias).where(visible, -math.inf)
         probs = masked_softmax(logits, visible, dim=3)
-        # The largest probability of a row is 1 before the division.
-        divisor = probs.amax(3, keepdim=True) if divide_last and probs.numel() > 0 else 1.0
-        stored = (probs / divisor).nan_to_num().to(storage).to(q.dtype)
-        out = ((stored @ v) * divisor).to(storage).to(q.dtype)
+        part_of_key = torch.arange(k.shape[2], device=k.device) // 16 % parts
+        out = v.new_zeros(*q.shape[:3], v.shape[3])
+        for part in range(parts):
+            keys = part_of_key == part
+            # The largest probability of a part of a row is 1 before the division.
+            own = probs[..., keys]
+            divisor = own.amax(3, keepdim=True) if divide_last and own.numel() > 0 else 1.0
+            stored = (own / divisor).nan_to_num().to(storage).to(q.dtype)
+            out = out + (stored @ v[:, :, keys]) * divisor
+        out = out.to(storage).to(q.dtype)
         ctx.save_for_backward(q, k, v, probs, out)
         ctx.scale, ctx.storage = scale, storage
         return out, _lse(logits, visible)
@@ -291,7 +303,7 @@ class _Rounded(torch.autograd.Function):
             ctx.scale * (grad_logits.transpose(2, 3) @ q),
             stored_probs.transpose(2, 3) @ grad_out,
             grad_bias,
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -336,13 +348,13 @@ def reference(spec: Spec, tensors: Tensors) -> Tensors:
     return without_heads(spec, definition(spec, with_heads(spec, tensors)))
 
 
-def rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+def rounded(divide_last: bool, parts: int = 1) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
     def way(spec: Spec, tensors: Tensors, storage: torch.dtype) -> Tensors:
         tensors = with_heads(spec, tensors)
         padded = pad_heads(tensors["q"], tensors["k"], tensors["v"], spec.layout, spec.kv)
         bias, visible = padded_bias(spec, tensors), visible_keys(spec, tensors)
         scale = attention_scale(spec)
-        out, lse = _Rounded.apply(*padded, bias, visible, scale, storage, divide_last)
+        out, lse = _Rounded.apply(*padded, bias, visible, scale, storage, divide_last, parts)
         return without_heads(spec, _unpadded(out, lse, spec.layout, -math.inf))
 
     return way

@@ -44,8 +44,8 @@ def reference(spec: Spec, tensors: Tensors) -> Tensors:
     return _dense(spec, flash.reference(_flash_spec(spec), _rows(tensors)))
 
 
-def rounded(divide_last: bool) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
-    of_flash = flash.rounded(divide_last)
+def rounded(divide_last: bool, parts: int = 1) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    of_flash = flash.rounded(divide_last, parts)
     return lambda spec, tensors, storage: _dense(
         spec, of_flash(_flash_spec(spec), _rows(tensors), storage)
     )
@@ -115,7 +115,12 @@ CASE = Case(
     },
     autocast="lower_precision",
     product=True,
-    rounded=(rounded(divide_last=False), rounded(divide_last=True)),
+    # With few queries there is nothing but the keys to divide.
+    rounded=(
+        rounded(divide_last=False),
+        rounded(divide_last=True),
+        rounded(divide_last=True, parts=4),
+    ),
     terms=terms,
     huge={"dims": (64, 64), "heads": (8, 8), "queries": 8},
     huge_dense={"dims": (64, 64), "heads": (8, 8), "queries": 128},

@@ -7,7 +7,5 @@ template cudaError_t launch_backward_wgmma<__nv_bfloat16>(const AttentionBackwar
                                                           cudaStream_t);
 template cudaError_t launch_backward_mma_sync<__nv_bfloat16>(const AttentionBackwardParams&,
                                                              cudaStream_t);
-template cudaError_t launch_table_gradients_mma_sync<__nv_bfloat16>(const AttentionBackwardParams&,
-                                                                    cudaStream_t);
 
 }  // namespace jagged_cuda::attention

@@ -5,7 +5,5 @@ namespace jagged_cuda::attention {
 
 template cudaError_t launch_backward_wgmma<__half>(const AttentionBackwardParams&, cudaStream_t);
 template cudaError_t launch_backward_mma_sync<__half>(const AttentionBackwardParams&, cudaStream_t);
-template cudaError_t launch_table_gradients_mma_sync<__half>(const AttentionBackwardParams&,
-                                                             cudaStream_t);
 
 }  // namespace jagged_cuda::attention

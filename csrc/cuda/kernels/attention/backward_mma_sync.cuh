@@ -28,9 +28,10 @@
 //     P = w silu(scale S)        dS = w silu'(scale S) * dP
 //
 // Biases (bias.cuh) are added to scale S. The gradient of a key's is the sum of its dS, which
-// backward_dkdv has in registers; those of tables have a third kernel, table_gradients, in which each
-// of a fixed number of CTAs computes dS of its share of the tiles as backward_dq does, and each of its
-// warps adds it to tables of its own in global memory. Keys that are not used get zeros.
+// backward_dkdv has in registers. Where those of tables are wanted, backward_dq_tables takes
+// backward_dq's place: each of a fixed number of CTAs takes its share of the tiles, and each of its
+// warps adds dS to tables of its own (table_sums.cuh), behind the CTA's other shared memory. Keys
+// that are not used get zeros.
 //
 // Ranges of keys (ranges.cuh) leave out steps in both kernels: of keys that no query of the tile has
 // in its ranges, and of queries that have no key of the tile in theirs.
@@ -41,6 +42,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
+#include "cuda/kernels/attention/table_sums.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -52,7 +54,7 @@ struct DqConfig {
   static constexpr int kRowBlocks = kRowBlocks_;  // 16-row blocks of a warp, as in the forward pass
   static constexpr bool kGeneral = kGeneral_;     // as there
   static constexpr bool kSilu = kSilu_;           // as there; with kTables params.silu counts
-  static constexpr bool kTables = kTables_;       // dS goes to tables in place of dQ
+  static constexpr bool kTables = kTables_;       // dS is added up for the gradients of tables, too
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowBlocks * 16;
@@ -60,7 +62,7 @@ struct DqConfig {
   static constexpr int kStep = 32;                  // keys of an iteration
   static constexpr int kMinCtas = kRowBlocks == 2 ? 2
                                   : kDim == 32    ? 5
-                                  : kDim == 64    ? 4
+                                  : kDim == 64    ? (kTables ? 3 : 4)
                                   : kDim == 128   ? 3
                                                   : 1;
   static constexpr int kStages = 2;
@@ -101,6 +103,10 @@ struct DqStorage {
   SharedTile<Element, Config::kRows, Config::kDim> sGradOut;
   SharedTile<Element, Config::kStep, Config::kDim> sK[Config::kStages];
   SharedTile<Element, Config::kStep, Config::kDim> sV[Config::kStages];
+  BiasStorage<Config::kGeneral, Config::kRows, Config::kStep, Config::kStages> bias;
+  // With kTables; behind the struct: [kWarps][time_buckets + position_buckets] sums.
+  using Sums = WarpTableSums<Config::kStep / 8>;
+  typename Sums::Diagonals diagonals[Config::kTables ? Config::kWarps : 1];
 };
 
 template <typename Config>
@@ -112,6 +118,7 @@ struct DkdvStorage {
   SharedTile<Element, Config::kStep, Config::kDim> sGradOut[Config::kStages];
   alignas(16) float sLse[Config::kStages][Config::kStep];
   alignas(16) float sDelta[Config::kStages][Config::kStep];
+  BiasStorage<Config::kGeneral, Config::kRows, Config::kStep, Config::kStages> bias;
 };
 
 // sum over Dv of dO * O for one row, over the four lanes of a quad; dO is read from shared memory,
@@ -139,7 +146,8 @@ __device__ __forceinline__ float row_dot(Tile& sGradOut, int row, const Element*
 template <typename Config>
 __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParams& params,
                                                     DqStorage<Config>& shared,
-                                                    const JaggedTile& tile) {
+                                                    const JaggedTile& tile,
+                                                    typename DqStorage<Config>::Sums* sums) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
@@ -153,7 +161,7 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
   const int64_t global_row = tile.rows.begin + tile.row;
   Element* gGradQ = row_of<Element>(params.grad_q, global_row, head);
   if (tile.seq < 0) {
-    if (params.split_by_length || Config::kTables) return;
+    if (params.split_by_length) return;
     store_zeros<kThreads>(gGradQ, params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
@@ -168,12 +176,18 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
   const Element* gGradOut = row_of<Element>(params.grad_out, global_row, head);
   const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
   const Element* gV = row_of<Element>(params.v, kv.begin, kv_head);
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  using Bias = TileBias<false, kRows, kStep, kRowBlocks>;
+  std::conditional_t<Config::kGeneral, Bias, Unbiased> bias(params, tile.rows, kv, tile.row,
+                                                            warp_row);
+  if constexpr (Config::kGeneral) bias.set_load_head(head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kStep), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
                         params.dim_qk, params.aligned);
     load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
                         params.dim_v, params.aligned);
+    if constexpr (Config::kGeneral) bias.template load<kThreads>(shared.bias.steps[stage], key);
   };
   load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
   load_tile<kThreads>(shared.sGradOut, gGradOut, params.grad_out.row_stride, rows, params.dim_v,
@@ -183,10 +197,13 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
   ptx::cp_async_commit();
 
   // lse and delta of the lane's two rows; a row past the end, or one that sees nothing, has P = 0.
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
   const float scale = static_cast<float>(params.scale),
               scale_log2 = Config::kGeneral ? kLog2E : scale * kLog2E;
-  const HeadBias<float> bias(params, head, tile.rows, kv);
+  if constexpr (Config::kGeneral) {
+    bias.set_head(head);
+    if (!Config::kTables && params.bias.time_table != nullptr)
+      shared.bias.cells.template fill<kThreads>(params.bias);
+  }
   float lse_log2[kRowBlocks][2], delta[kRowBlocks][2];
   ptx::cp_async_wait<1>();
   __syncthreads();
@@ -199,27 +216,26 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
       const bool valid = row < rows;
       if (silu) {
         delta[r][half] = row_weight<float>(params, global_row + (valid ? row : 0), kv.len);
-        if (!Config::kTables && valid && lane % 4 == 0)
-          static_cast<float*>(params.delta)[statistic] = delta[r][half];
+        if (valid && lane % 4 == 0) static_cast<float*>(params.delta)[statistic] = delta[r][half];
         continue;
       }
       const float dot =
           row_dot(shared.sGradOut, row, gOut + (valid ? row : 0) * params.out.row_stride,
                   params.dim_v, params.aligned, lane);
-      lse_log2[r][half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+      lse_log2[r][half] =
+          valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : INFINITY;
       // Of a row all of whose keys a bias hides: their P is 0 then.
       if (Config::kGeneral && lse_log2[r][half] == -INFINITY) lse_log2[r][half] = 0.0f;
       delta[r][half] = dot - (valid && params.grad_lse != nullptr
                                   ? static_cast<const float*>(params.grad_lse)[statistic]
                                   : 0.0f);
-      if (!Config::kTables && valid && lane % 4 == 0)
-        static_cast<float*>(params.delta)[statistic] = delta[r][half];
+      if (valid && lane % 4 == 0) static_cast<float*>(params.delta)[statistic] = delta[r][half];
     }
   }
 
   const OwnRows q_rows(shared.sQ, warp_row, lane), grad_out_rows(shared.sGradOut, warp_row, lane);
+  const LaneRanges<kRowBlocks> lane_ranges(params, global_row, warp_row + lane / 4, rows);
   Accumulator<kRowBlocks, kOutBlocks> dq = {};
-  TableSums<float> sums(params, blockIdx.x * Config::kWarps + threadIdx.x / 32, head);
   int stage = 0;
   for (int64_t key = steps.first; key < steps.last; key = steps.next(key), stage ^= 1) {
     ptx::cp_async_wait<0>();
@@ -233,8 +249,7 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
     mma_rows_by_rows(s, q_rows, StepAddress::by_columns(shared.sK[stage], 0, lane));
     mma_rows_by_rows(dp, grad_out_rows, StepAddress::by_columns(shared.sV[stage], 0, lane));
     if constexpr (Config::kGeneral) {
-      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
-                     lane);
+      bias.scale_and_add(s, scale, shared.bias.steps[stage], shared.bias.cells, key, lane);
     }
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
@@ -256,22 +271,19 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
       replace_unseen(s, 0.0f, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     if (Config::kGeneral && params.key_ranges != nullptr) {
-      replace_outside_ranges(s, 0.0f, params, global_row, warp_row + lane / 4, rows, key, lane);
+      replace_outside_ranges(s, 0.0f, lane_ranges, static_cast<int>(key), lane);
     }
     if constexpr (Config::kTables) {
-      sums.add(bias, s, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len, lane);
-    } else {
-      mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
+      sums->add(bias, s, shared.bias.steps[stage], shared.bias.cells, key, lane);
     }
+    mma_accumulator_by_columns(dq, s, StepAddress::by_rows(shared.sK[stage], 0, lane));
   }
   ptx::cp_async_wait<0>();
-  if constexpr (!Config::kTables) {
-    float scales[kRowBlocks][2];
+  float scales[kRowBlocks][2];
 #pragma unroll
-    for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
-    store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
-               params.dim_qk, params.aligned, lane);
-  }
+  for (int row = 0; row < kRowBlocks * 2; ++row) scales[row / 2][row % 2] = scale;
+  store_rows(dq, scales, shared.sQ, warp_row, 0, gGradQ, params.grad_q.row_stride, rows,
+             params.dim_qk, params.aligned, lane);
 }
 
 template <typename Config>
@@ -280,19 +292,38 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   extern __shared__ __align__(128) char shared_bytes[];
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   backward_dq_of_tile<Config>(params, *reinterpret_cast<DqStorage<Config>*>(shared_bytes),
-                              find_tile_of<Config::kRows>(params, params.q_offsets));
+                              find_tile_of<Config::kRows>(params, params.q_offsets), nullptr);
 }
 
-// Grid: x = params.table_ctas, y = heads.
+// The same and the gradients of tables. Grid: x = params.table_ctas, y = heads.
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 1) void table_gradients_mma_sync(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_tables_mma_sync(
     const __grid_constant__ AttentionBackwardParams params) {
+  constexpr int kWarps = Config::kWarps, kThreads = Config::kThreads;
   extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<DqStorage<Config>*>(shared_bytes);
+  auto* sSums = reinterpret_cast<float*>(&shared + 1);
+  const ScoreBias& bias = params.bias;
+  const int time_buckets = bias.time_table == nullptr ? 0 : bias.time_buckets,
+            buckets = time_buckets + (bias.position_table == nullptr ? 0 : bias.position_buckets);
+  for (int i = threadIdx.x; i < kWarps * buckets; i += kThreads) sSums[i] = 0.0f;
+  if (time_buckets > 0) shared.bias.cells.template fill<kThreads>(bias);
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  typename DqStorage<Config>::Sums sums(bias, sSums + warp * buckets, shared.diagonals[warp]);
   const int64_t tiles = params.q_offsets.total / Config::kRows + params.q_offsets.num_seqs + 2;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    backward_dq_of_tile<Config>(params, *reinterpret_cast<DqStorage<Config>*>(shared_bytes),
-                                find_tile<Config::kRows>(params.q_offsets, index));
+    backward_dq_of_tile<Config>(params, shared, find_tile<Config::kRows>(params.q_offsets, index),
+                                &sums);
     __syncthreads();  // the next tile overwrites this one's operands
+  }
+  sums.flush(threadIdx.x % 32);
+  __syncthreads();
+  const TableSums<float> results(params, blockIdx.x, blockIdx.y);
+  for (int i = threadIdx.x; i < buckets; i += kThreads) {
+    float sum = 0.0f;
+    for (int each = 0; each < kWarps; ++each) sum += sSums[each * buckets + i];
+    (i < time_buckets ? results.times + i : results.positions + (i - time_buckets))[0] = sum;
   }
 }
 
@@ -335,13 +366,18 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       Window{num_keys - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
   const auto find_step = [&](int64_t query) {
-    if (!Config::kGeneral || params.key_ranges == nullptr) return query;
+    if (!Config::kGeneral || params.key_ranges == nullptr) return QueryStep{query, false};
     return find_step_that_sees<kStep>(params, queries, query, last_query, tile.row, rows);
   };
-  const int64_t first_query = find_step(window.first_column(tile.row) / kStep * kStep);
+  const QueryStep first_step = find_step(window.first_column(tile.row) / kStep * kStep);
 
   const Element* gK = row_of<Element>(params.k, global_row, kv_head);
   const Element* gV = row_of<Element>(params.v, global_row, kv_head);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_row = warp % Config::kRowWarps * Config::kWarpRows;
+  using Bias = TileBias<true, kRows, kStep, kRowBlocks>;
+  std::conditional_t<Config::kGeneral, Bias, Unbiased> bias(
+      params, queries, {tile.rows.begin, num_keys}, tile.row, warp_row);
   const auto load_queries = [&](int head, int64_t query, int stage) {
     const int valid = static_cast<int>(min(static_cast<int64_t>(kStep), queries.len - query));
     const int64_t first = queries.begin + query;
@@ -358,38 +394,46 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       ptx::cp_async_4(&shared.sDelta[stage][row],
                       static_cast<const float*>(params.delta) + statistic, row < valid ? 4 : 0);
     }
+    if constexpr (Config::kGeneral) bias.template load<kThreads>(shared.bias.steps[stage], query);
   };
   int head = kv_head * group;
   const int last_head = head + group;
+  if constexpr (Config::kGeneral) bias.set_load_head(head);
   load_tile<kThreads>(shared.sK, gK, params.k.row_stride, rows, params.dim_qk, params.aligned);
   load_tile<kThreads>(shared.sV, gV, params.v.row_stride, rows, params.dim_v, params.aligned);
   ptx::cp_async_commit();
-  if (first_query < last_query) load_queries(head, first_query, 0);
+  if (first_step.query < last_query) load_queries(head, first_step.query, 0);
   ptx::cp_async_commit();
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warp_row = warp % Config::kRowWarps * Config::kWarpRows;
   const int column =
       warp / Config::kRowWarps * (kOutBlocks * 8);  // of dK and dV, that this warp accumulates
   const float scale = static_cast<float>(params.scale),
               scale_log2 = Config::kGeneral ? kLog2E : scale * kLog2E;
   float key_sums[kRowBlocks][2] = {};  // of this lane's columns
+  if constexpr (Config::kGeneral) {
+    bias.set_head(head);
+    if (params.bias.time_table != nullptr) shared.bias.cells.template fill<kThreads>(params.bias);
+  }
   ptx::cp_async_wait<1>();
   __syncthreads();
   const OwnRows k_rows(shared.sK, warp_row, lane), v_rows(shared.sV, warp_row, lane);
   Accumulator<kRowBlocks, kOutBlocks> dk = {}, dv = {};
   int stage = 0;
-  int64_t query = first_query;
-  while (query < last_query && head < last_head) {
+  QueryStep step = first_step;
+  while (step.query < last_query && head < last_head) {
+    const int64_t query = step.query;
     int next_head = head;
-    int64_t next_query = find_step(query + kStep);
-    if (next_query >= last_query) {
-      next_query = first_query;
+    QueryStep next_step = find_step(query + kStep);
+    if (next_step.query >= last_query) {
+      next_step = first_step;
       ++next_head;
+      if constexpr (Config::kGeneral) {
+        if (next_head < last_head) bias.set_load_head(next_head);
+      }
     }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
+    if (next_head < last_head) load_queries(next_head, next_step.query, stage ^ 1);
     ptx::cp_async_commit();
 
     if (!Config::kRestsWarps || warp_row < rows) {
@@ -397,9 +441,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       mma_rows_by_rows(s, k_rows, StepAddress::by_columns(shared.sQ[stage], 0, lane));
       Accumulator<kRowBlocks, kScoreBlocks> slope;  // of silu
       if constexpr (Config::kGeneral) {
-        const HeadBias<float> bias(params, head, queries, {tile.rows.begin, num_keys});
-        scale_and_bias_transposed(s, scale, bias, tile.row + warp_row + lane / 4, num_keys, query,
-                                  queries.len, lane);
+        bias.scale_and_add(s, scale, shared.bias.steps[stage], shared.bias.cells, query, lane);
       }
 #pragma unroll
       for (int block = 0; !Config::kSilu && block < kScoreBlocks; ++block) {
@@ -422,7 +464,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
         replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, query, queries.len,
                        lane);
       }
-      if (Config::kGeneral && params.key_ranges != nullptr) {
+      if (Config::kGeneral && step.cut) {
         const int left = static_cast<int>(min(int64_t{kStep}, queries.len - query));
         replace_outside_ranges_transposed(s, kHidden, params, queries.begin + query, left,
                                           tile.row + warp_row + lane / 4, lane);
@@ -471,8 +513,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
       if (column == 0)
         store_key_sums(params, key_sums, tile.rows.begin + tile.row, warp_row, rows, head, lane);
     }
+    if constexpr (Config::kGeneral) {
+      if (next_head != head && next_head < last_head) bias.set_head(next_head);
+    }
     head = next_head;
-    query = next_query;
+    step = next_step;
     stage ^= 1;
   }
   ptx::cp_async_wait<0>();
@@ -495,6 +540,23 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   }
 }
 
+template <typename Element, int kDim>
+cudaError_t launch_dq_tables(const AttentionBackwardParams& params, cudaStream_t stream,
+                             const char* path) {
+  // Fewer to compile: either score function, and head dims of 64 at least.
+  using Config = DqConfig<Element, (kDim < 64 ? 64 : kDim), 1, true, false, true>;
+  constexpr auto kKernel = backward_dq_tables_mma_sync<Config>;
+  constexpr int kMostBuckets = 2 * 2048, kBytes = sizeof(DqStorage<Config>),
+                kBytesEach = Config::kWarps * sizeof(float);
+  const cudaError_t error = allow_shared_memory<kKernel>(kBytes + kMostBuckets * kBytesEach);
+  if (error != cudaSuccess) return error;
+  const ScoreBias& bias = params.bias;
+  const int buckets = (bias.time_table == nullptr ? 0 : bias.time_buckets) +
+                      (bias.position_table == nullptr ? 0 : bias.position_buckets);
+  return launch<kKernel>(params, {params.table_ctas, params.heads}, Config::kThreads,
+                         kBytes + buckets * kBytesEach, stream, path);
+}
+
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
@@ -503,27 +565,16 @@ cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cuda
         DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1), kGeneral, kSilu>;
     using Dkdv =
         DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1), kGeneral, kSilu>;
-    const cudaError_t error = launch_longer<backward_dq_mma_sync<Dq>>(
-        params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
-        sizeof(DqStorage<Dq>), stream, Dq::kName);
+    const cudaError_t error =
+        params.table_ctas > 0
+            ? launch_dq_tables<Element, dim.value>(params, stream, Dq::kName)
+            : launch_longer<backward_dq_mma_sync<Dq>>(
+                  params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads),
+                  Dq::kThreads, sizeof(DqStorage<Dq>), stream, Dq::kName);
     if (error != cudaSuccess) return error;
     return launch<backward_dkdv_mma_sync<Dkdv>>(
         params, tile_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
         sizeof(DkdvStorage<Dkdv>), stream, nullptr);
-  });
-}
-
-// Behind the others, where the gradients of tables are wanted.
-template <typename Element>
-cudaError_t launch_table_gradients_mma_sync(const AttentionBackwardParams& params,
-                                            cudaStream_t stream) {
-  return for_dim(params, [&](auto dim) {
-    // Fewer to compile.
-    using Config = DqConfig<Element, (dim.value < 64 ? 64 : dim.value), 1, true, false, true>;
-    static_assert(Config::kWarps == table_warps(ElementType::kBf16));
-    return launch<table_gradients_mma_sync<Config>>(params, {params.table_ctas, params.heads},
-                                                    Config::kThreads, sizeof(DqStorage<Config>),
-                                                    stream, nullptr);
   });
 }
 

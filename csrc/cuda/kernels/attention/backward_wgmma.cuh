@@ -103,19 +103,15 @@ struct OutRows {
   }
 };
 
+// One tile of queries.
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
-    const __grid_constant__ AttentionBackwardParams params) {
+__device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardParams& params,
+                                                       DqWgmmaStorage<Config>& shared,
+                                                       const JaggedTile& tile) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
-
-  ptx::griddepcontrol_launch_dependents();
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile_of<kRows>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_queries - row);
@@ -128,7 +124,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
-  if (left_to_tiny(params, tile.rows.len, kv.len) || left_to_long(params, tile.rows.len)) return;
+  if (left_to_tiny(params, tile.rows.len, kv.len) || left_to_short(params, tile.rows.len, kv.len) ||
+      left_to_long(params, tile.rows.len))
+    return;
   const int num_keys = static_cast<int>(kv.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
@@ -227,19 +225,36 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
+template <typename Config, bool kLooped>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
+  if constexpr (kLooped) {
+    TilesOfCta<Config::kRows> tiles(params, params.q_offsets);
+    JaggedTile tile;
+    while (tiles.next(tile)) {
+      backward_dq_of_queries<Config>(params, shared, tile);
+      __syncthreads();  // before the next tile's copies
+    }
+  } else {
+    backward_dq_of_queries<Config>(params, shared,
+                                   find_tile<Config::kRows>(params.q_offsets, blockIdx.x));
+  }
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
+}
+
+// One tile of keys.
+template <typename Config>
+__device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardParams& params,
+                                                      DkdvWgmmaStorage<Config>& shared,
+                                                      const JaggedTile& tile) {
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
-
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   // The tile: `rows` keys from tile.row on; `queries` are the rows of q in the same sequence.
-  const JaggedTile tile = find_tile_of<kRows>(params, params.kv_offsets);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row), num_keys = static_cast<int>(tile.rows.len);
   const int rows = min(kRows, num_keys - row);
@@ -254,7 +269,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     return;
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
-  if (left_to_tiny(params, queries.len, tile.rows.len) || left_to_long(params, queries.len)) return;
+  if (left_to_tiny(params, queries.len, tile.rows.len) ||
+      left_to_short(params, queries.len, tile.rows.len) || left_to_long(params, queries.len))
+    return;
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window =
       WindowOf<int>{num_keys - num_queries, window_rows32(params.window_left),
@@ -363,28 +380,47 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
              params.grad_v.row_stride, rows, params.dim_v, true, lane);
 }
 
-template <typename Element, int kDim, int kStep>
+template <typename Config, bool kLooped>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  if constexpr (kLooped) {
+    TilesOfCta<Config::kRows> tiles(params, params.kv_offsets);
+    JaggedTile tile;
+    while (tiles.next(tile)) {
+      backward_dkdv_of_keys<Config>(params, shared, tile);
+      __syncthreads();  // before the next tile's copies
+    }
+  } else {
+    backward_dkdv_of_keys<Config>(params, shared,
+                                  find_tile<Config::kRows>(params.kv_offsets, blockIdx.x));
+  }
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+}
+
+template <typename Element, int kDim, int kStep, bool kLooped>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
-  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq>>(
-      params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
+  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq, kLooped>>(
+      params, params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
       sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
-  return launch_dependent<backward_dkdv_wgmma<Dkdv>>(
-      params, tile_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
+  return launch_dependent<backward_dkdv_wgmma<Dkdv, kLooped>>(
+      params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
       sizeof(DkdvWgmmaStorage<Dkdv>), stream);
 }
 
 template <typename Element>
 cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_dim<128>(params, [&](auto dim) {
-    if constexpr (dim.value <= 64) {
-      if (!has_long_sequences(params)) {
-        return launch_backward_step<Element, dim.value, 32>(params, stream);
-      }
-    }
-    return launch_backward_step<Element, dim.value, 64>(params, stream);
+    constexpr int kShortStep = dim.value <= 64 ? 32 : 64;
+    if (params.longer_in_slabs)
+      return launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+    if (!has_long_sequences(params))
+      return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
+    return launch_backward_step<Element, dim.value, 64, false>(params, stream);
   });
 }
 

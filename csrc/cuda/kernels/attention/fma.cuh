@@ -20,6 +20,7 @@
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/ranges.cuh"
 #include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/attention/table_sums.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
 
@@ -551,7 +552,7 @@ template <typename Element>
 cudaError_t launch_table_gradients_fma(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_dim(params, [&](auto dim) {
     using Config = SharedConfig<Element, dim.value>;
-    static_assert(Config::kThreads / 32 == table_warps(ElementType::kF32));
+    static_assert(Config::kThreads / 32 == kTableWarps);
     return launch<table_gradients_fma<Config>>(params, {params.table_ctas, params.heads},
                                                Config::kThreads, sizeof(FmaBackwardStorage<Config>),
                                                stream, nullptr);

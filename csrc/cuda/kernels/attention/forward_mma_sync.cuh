@@ -42,6 +42,7 @@
 #include "cuda/kernels/attention/silu.cuh"
 
 #include <cmath>
+#include <type_traits>
 
 namespace jagged_cuda::attention {
 
@@ -85,6 +86,7 @@ struct ForwardStorage {
   SharedTile<Element, Config::kTileM, Config::kDim> sQ;
   SharedTile<Element, Config::kTileN, Config::kDim> sK[Config::kStages];
   SharedTile<Element, Config::kTileN, Config::kDim> sV[Config::kStages];
+  BiasStorage<Config::kGeneral, Config::kTileM, Config::kTileN, Config::kStages> bias;
 };
 
 template <typename Config>
@@ -100,7 +102,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
-  const JaggedTile tile = find_tile_of<kTileM>(params, params.q_offsets);
+  // Behind the kernel for long sequences (launch_forward_general) only sequences of one tile are left.
+  const bool is_direct = Config::kGeneral && params.long_plan != nullptr;
+  const JaggedTile tile =
+      is_direct ? JaggedTile{blockIdx.x, sequence_rows(params.q_offsets, blockIdx.x), 0}
+                : find_tile_of<kTileM>(params, params.q_offsets);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
@@ -117,35 +123,45 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   const RowRange kv =
       Config::kGeneral ? used_rows(params, tile.seq) : sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
+  if (Config::kGeneral && left_to_long(params, tile.rows.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const KeySteps<kTileN, Config::kGeneral> steps(params, window, tile, rows, kv.len);
 
   const Element* gQ = row_of<Element>(params.q, global_row, head);
   const Element* gK = row_of<Element>(params.k, kv.begin, kv_head);
   const Element* gV = row_of<Element>(params.v, kv.begin, kv_head);
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  using Bias = TileBias<false, kTileM, kTileN, kRowBlocks>;
+  std::conditional_t<Config::kGeneral, Bias, Unbiased> bias(params, tile.rows, kv, tile.row,
+                                                            warp_row);
+  if constexpr (Config::kGeneral) bias.set_load_head(head);
   const auto load_keys = [&](int64_t key, int stage) {
     const int keys = static_cast<int>(min(static_cast<int64_t>(kTileN), kv.len - key));
     load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride, keys,
                         params.dim_qk, params.aligned);
     load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride, keys,
                         params.dim_v, params.aligned);
+    if constexpr (Config::kGeneral) bias.template load<kThreads>(shared.bias.steps[stage], key);
   };
   load_tile<kThreads>(shared.sQ, gQ, params.q.row_stride, rows, params.dim_qk, params.aligned);
   ptx::cp_async_commit();
   if (steps.first < steps.last) load_keys(steps.first, 0);
   ptx::cp_async_commit();
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpRows;
   // At least a tiny positive number: with scale 0 all scores are equal, but a
   // masked one, -inf, must stay so.
   const float scale = static_cast<float>(params.scale),
               // Of logits, in the general kernel, scale is part already.
       scale_log2 = Config::kGeneral ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f);
-  const HeadBias<float> bias(params, head, tile.rows, kv);
+  if constexpr (Config::kGeneral) {
+    bias.set_head(head);
+    if (params.bias.time_table != nullptr) shared.bias.cells.template fill<kThreads>(params.bias);
+  }
   ptx::cp_async_wait<1>();
   __syncthreads();
   const RowOperand<Config::kHoldsQ, kRowBlocks, SharedTile<Element, kTileM, kDim>> q_rows(
       shared.sQ, warp_row, lane);
+  const LaneRanges<kRowBlocks> lane_ranges(params, global_row, warp_row + lane / 4, rows);
   OnlineSoftmax<kRowBlocks> softmax;
   Accumulator<kRowBlocks, kOutBlocks> o = {};
   constexpr float kHidden = Config::kSilu ? kHiddenScore : -INFINITY;
@@ -161,8 +177,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
     Accumulator<kRowBlocks, kScoreBlocks> s = {};
     mma_rows_by_rows(s, q_rows, KeysAddress::by_columns(shared.sK[stage], 0, lane));
     if constexpr (Config::kGeneral) {
-      scale_and_bias(s, scale, bias, tile.row + warp_row + lane / 4, tile.rows.len, key, kv.len,
-                     lane);
+      bias.scale_and_add(s, scale, shared.bias.steps[stage], shared.bias.cells, key, lane);
     } else if (scale < 0.0f) {
       // The maximum of scale * S lies where -S is largest.
 #pragma unroll
@@ -175,7 +190,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
       replace_unseen(s, kHidden, window, tile.row + warp_row + lane / 4, key, kv.len, lane);
     }
     if (Config::kGeneral && params.key_ranges != nullptr) {
-      replace_outside_ranges(s, kHidden, params, global_row, warp_row + lane / 4, rows, key, lane);
+      replace_outside_ranges(s, kHidden, lane_ranges, static_cast<int>(key), lane);
     }
     if constexpr (Config::kSilu) {
       for_each_score(s, [](float& score) { score *= sigmoid(score); });
@@ -219,9 +234,15 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
   return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
     using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1),
                                  ranges.value != 0, silu.value != 0>;
-    return launch_longer<forward_mma_sync<Config>>(
-        params, params, tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
-        Config::kThreads, sizeof(ForwardStorage<Config>), stream, Config::kName);
+    constexpr auto kKernel = forward_mma_sync<Config>;
+    constexpr int kSharedBytes = sizeof(ForwardStorage<Config>);
+    if (Config::kGeneral && params.long_plan != nullptr) {
+      return launch_dependent<kKernel>(params, Grid{params.q_offsets.num_seqs, params.heads},
+                                       Config::kThreads, kSharedBytes, stream);
+    }
+    return launch_longer<kKernel>(params, params,
+                                  tile_grid(params, params.q_offsets, Config::kTileM, params.heads),
+                                  Config::kThreads, kSharedBytes, stream, Config::kName);
   });
 }
 

@@ -1,9 +1,9 @@
 // Forward of jagged_flash_attention on wgmma and TMA (compute capability 9.0), 16-bit elements. The
 // mathematics is that of forward_mma_sync.cuh.
 //
-// Grid: x = query tiles of kTileM rows (find_tile_of), y = groups of heads. A CTA takes the heads of
-// its group one after another, so that the tile is searched for once, and the copies for one head
-// run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp);
+// Grid: x = query tiles of kTileM rows, mostly one for each CTA (TilesOfCta), y = groups of heads. A
+// CTA takes the heads of its group one after another, so that the tile is searched for once, and the
+// copies for one head run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp);
 // a fifth, the producer, finds the tile and keeps the copies ahead.
 //
 //     producer                          warpgroup
@@ -20,7 +20,8 @@
 //
 // Barriers:         arrives                              waits
 //     q_full        producer, with the bytes of Q        warpgroup, before it reads the tile and Q
-//     q_empty       4 warps, after the head's last S     producer, before it copies the next Q
+//     q_empty       4 warps, after the head's last S,    producer, before it copies the next Q or
+//                   or of a tile without keys            writes the next tile
 //     full[slot]    producer, with the bytes of a tile   warpgroup, before it reads the slot
 //     empty[slot]   4 warps, after their product         producer, before it copies into the slot
 // One __syncthreads once the barriers are initialised.
@@ -72,10 +73,10 @@ struct ForwardWgmmaStorage {
   QueryTile tile;
 };
 
-// The tile of this CTA; all lanes of a warp.
+// A tile as the consumers take it, without rows if they leave it to another kernel.
 template <int kTileM>
-__device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& params) {
-  const JaggedTile found = find_tile_of<kTileM>(params, params.q_offsets);
+__device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params,
+                                                   const JaggedTile& found) {
   RowRange kv = found.seq < 0 ? RowRange{0, 0} : found.rows;
   if (found.seq >= 0 && params.kv_offsets.data != params.q_offsets.data)
     kv = sequence_rows(params.kv_offsets, found.seq);
@@ -95,38 +96,58 @@ __device__ __forceinline__ QueryTile find_query_tile(const AttentionParams& para
   return tile;
 }
 
-// Finds the tile and copies everything that the warpgroup reads, in the order of its use; one warp,
-// whose first lane copies.
-template <typename Config>
+// Finds the tiles and copies everything that the warpgroup reads, in the order of its use; one warp,
+// whose first lane copies. Behind more than one tile comes one without rows.
+template <typename Config, bool kLooped>
 __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   const AttentionParams& attention = params.attention;
-  const QueryTile tile = find_query_tile<Config::kTileM>(attention);
-  if (threadIdx.x % 32 != 0) return;
-  shared.tile = tile;
-  const KeyRange keys(tile, window_of(attention, tile), Config::kTileN);
-  if (tile.rows == 0 || keys.first >= keys.last) {
-    ptx::mbarrier_arrive(shared.q_full);
-    return;
-  }
   const int group = attention.heads / attention.kv_heads,
             first_head = blockIdx.y * params.heads_per_cta;
   RingPosition<Config::kSlots> ring;
-  for (int i = 0; i < params.heads_per_cta; ++i) {
-    const int head = first_head + i;
-    const auto copy = [&](const CUtensorMap& map, int key) {
-      ptx::mbarrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
-      copy_tile(shared.slots[ring.stage], map, tile.key_begin + key, head / group,
-                shared.full[ring.stage]);
-      ring.advance();
-    };
-    ptx::mbarrier_wait(shared.q_empty, i % 2 ^ 1);
-    copy_tile(shared.sQ, params.q, tile.global_row, head, shared.q_full);
-    copy(params.k, keys.first);
-    for (int key = keys.first; key < keys.last; key += Config::kTileN) {
-      if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
-      copy(params.v, key);
+  int phase = 0;  // of sQ and the tile
+  // One lane.
+  const auto publish = [&](const QueryTile& tile) {
+    ptx::mbarrier_wait(shared.q_empty, phase % 2 ^ 1);
+    shared.tile = tile;
+    const KeyRange keys(tile, window_of(attention, tile), Config::kTileN);
+    if (tile.rows == 0 || keys.first >= keys.last) {
+      ptx::mbarrier_arrive(shared.q_full);
+      ++phase;
+      return;
     }
+    for (int i = 0; i < params.heads_per_cta; ++i) {
+      const int head = first_head + i;
+      const auto copy = [&](const CUtensorMap& map, int key) {
+        ptx::mbarrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+        copy_tile(shared.slots[ring.stage], map, tile.key_begin + key, head / group,
+                  shared.full[ring.stage]);
+        ring.advance();
+      };
+      ptx::mbarrier_wait(shared.q_empty, phase % 2 ^ 1);
+      copy_tile(shared.sQ, params.q, tile.global_row, head, shared.q_full);
+      ++phase;
+      copy(params.k, keys.first);
+      for (int key = keys.first; key < keys.last; key += Config::kTileN) {
+        if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
+        copy(params.v, key);
+      }
+    }
+  };
+  if constexpr (kLooped) {
+    TilesOfCta<Config::kTileM> tiles(attention, attention.q_offsets);
+    JaggedTile found;
+    while (tiles.next(found)) {
+      const QueryTile tile = query_tile_of<Config::kTileM>(attention, found);
+      if (tile.rows == 0) continue;
+      if (threadIdx.x % 32 == 0) publish(tile);
+      __syncwarp();
+    }
+    if (threadIdx.x % 32 == 0) publish(QueryTile{});
+  } else {
+    const QueryTile tile = query_tile_of<Config::kTileM>(
+        attention, find_tile<Config::kTileM>(attention.q_offsets, blockIdx.x));
+    if (threadIdx.x % 32 == 0) publish(tile);
   }
 }
 
@@ -141,7 +162,7 @@ __device__ __forceinline__ void zero_rows(Tile& tile, int first, int threads) {
   ptx::bar_sync(1, threads);
 }
 
-template <typename Config>
+template <typename Config, bool kLooped>
 __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   using Element = typename Config::Element;
@@ -154,104 +175,111 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
   const float scale = static_cast<float>(attention.scale),
               scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
 
-  ptx::mbarrier_wait(shared.q_full, 0);
-  const QueryTile tile = shared.tile;
-  if (tile.rows == 0) return;
-  const WindowOf<int> window = window_of(attention, tile);
-  const KeyRange keys(tile, window, kTileN);
   RingPosition<kSlots> ring;
-  for (int i = 0; i < params.heads_per_cta; ++i) {
-    const int head = blockIdx.y * params.heads_per_cta + i;
-    OnlineSoftmax<1> softmax;
-    Accumulator<1, kOutBlocks> o = {};
-    Accumulator<1, kScoreBlocks> s;
-    float rescale[1][2];
-    const auto start_scores = [&] {
-      ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
-      ptx::wgmma_fence();
-      wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.stage]);
-      ptx::wgmma_commit_group();
-      return ring.advance();
-    };
-    // What becomes of the scores of the keys from `key` on, when their product is done.
-    const auto finish_scores = [&](int key, int slot) {
-      ptx::fence_operands(s[0]);
-      const bool last = key + kTileN >= keys.last;
-      if (lane == 0) {
-        ptx::mbarrier_arrive(shared.empty[slot]);
-        if (last) ptx::mbarrier_arrive(shared.q_empty);
-      }
-      if (scale < 0.0f) {
-        // The maximum of scale * S lies where -S is largest.
-#pragma unroll
-        for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
-      }
-      if (window.cuts_tile(tile.row, kTileM, key, kTileN, tile.num_keys)) {
-        replace_unseen(s, -INFINITY, window, tile.row + own_row, key, tile.num_keys, lane);
-      }
-      softmax.update(s, rescale, scale_log2);
-    };
-    // O += P V for a tile with `rows` rows.
-    const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
-      auto& sV = shared.slots[ring.stage];
-      ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
-      if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
-      ptx::fence_operands(o[0]);
-      ptx::wgmma_fence();
-      wgmma_packed_by_columns(o, p, sV);
-      ptx::wgmma_commit_group();
-      return ring.advance();
-    };
-    const auto finish_output = [&](int slot) {
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(o[0]);
-      if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
-    };
-
-    if (keys.first < keys.last) {
-      ptx::mbarrier_wait(shared.q_full, i % 2);
-      const int first_slot = start_scores();
-      ptx::wgmma_wait_group<0>();
-      finish_scores(keys.first, first_slot);
-      int key = keys.first;
-      for (; key + kTileN < keys.last; key += kTileN) {
-        const PackedRows<Element, kScoreBlocks> p(s);
-        const int score_slot = start_scores(), value_slot = start_output(p, kTileN);
-        ptx::wgmma_wait_group<1>();
-        finish_scores(key + kTileN, score_slot);
-        finish_output(value_slot);
-        rescale_rows(o, rescale);
-      }
-      finish_output(start_output(PackedRows<Element, kScoreBlocks>(s), tile.num_keys - key));
+  int phase = 0;
+  do {
+    ptx::mbarrier_wait(shared.q_full, phase % 2);
+    const QueryTile tile = shared.tile;
+    if (tile.rows == 0) return;
+    const WindowOf<int> window = window_of(attention, tile);
+    const KeyRange keys(tile, window, kTileN);
+    if (kLooped && keys.first >= keys.last) {
+      __syncwarp();  // all lanes have read the tile
+      if (lane == 0) ptx::mbarrier_arrive(shared.q_empty);
+      ++phase;
     }
-
-    softmax.finish();
-    const int64_t global_row = tile.global_row + own_row;
-    const int rows = tile.rows - own_row;  // from this lane's first on
-    float inverse_sum[2];
+    for (int i = 0; i < params.heads_per_cta; ++i) {
+      const int head = blockIdx.y * params.heads_per_cta + i;
+      OnlineSoftmax<1> softmax;
+      Accumulator<1, kOutBlocks> o = {};
+      Accumulator<1, kScoreBlocks> s;
+      float rescale[1][2];
+      const auto start_scores = [&] {
+        ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
+        ptx::wgmma_fence();
+        wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.stage]);
+        ptx::wgmma_commit_group();
+        return ring.advance();
+      };
+      // What becomes of the scores of the keys from `key` on, when their product is done.
+      const auto finish_scores = [&](int key, int slot) {
+        ptx::fence_operands(s[0]);
+        const bool last = key + kTileN >= keys.last;
+        if (lane == 0) {
+          ptx::mbarrier_arrive(shared.empty[slot]);
+          if (last) ptx::mbarrier_arrive(shared.q_empty);
+        }
+        if (scale < 0.0f) {
+          // The maximum of scale * S lies where -S is largest.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.row_sum[0][half];
-      inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
-      if (lane % 4 == 0 && half * 8 < rows) {
-        static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + head] =
-            sum == 0.0f
-                ? -INFINITY
-                : __fmaf_rn(softmax.row_max[0][half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
+          for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
+        }
+        if (window.cuts_tile(tile.row, kTileM, key, kTileN, tile.num_keys)) {
+          replace_unseen(s, -INFINITY, window, tile.row + own_row, key, tile.num_keys, lane);
+        }
+        softmax.update(s, rescale, scale_log2);
+      };
+      // O += P V for a tile with `rows` rows.
+      const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
+        auto& sV = shared.slots[ring.stage];
+        ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
+        if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
+        ptx::fence_operands(o[0]);
+        ptx::wgmma_fence();
+        wgmma_packed_by_columns(o, p, sV);
+        ptx::wgmma_commit_group();
+        return ring.advance();
+      };
+      const auto finish_output = [&](int slot) {
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(o[0]);
+        if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
+      };
+
+      if (keys.first < keys.last) {
+        ptx::mbarrier_wait(shared.q_full, phase % 2);
+        ++phase;
+        const int first_slot = start_scores();
+        ptx::wgmma_wait_group<0>();
+        finish_scores(keys.first, first_slot);
+        int key = keys.first;
+        for (; key + kTileN < keys.last; key += kTileN) {
+          const PackedRows<Element, kScoreBlocks> p(s);
+          const int score_slot = start_scores(), value_slot = start_output(p, kTileN);
+          ptx::wgmma_wait_group<1>();
+          finish_scores(key + kTileN, score_slot);
+          finish_output(value_slot);
+          rescale_rows(o, rescale);
+        }
+        finish_output(start_output(PackedRows<Element, kScoreBlocks>(s), tile.num_keys - key));
       }
+
+      softmax.finish();
+      const int64_t global_row = tile.global_row + own_row;
+      const int rows = tile.rows - own_row;  // from this lane's first on
+      float inverse_sum[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = softmax.row_sum[0][half];
+        inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+        if (lane % 4 == 0 && half * 8 < rows) {
+          static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + head] =
+              sum == 0.0f
+                  ? -INFINITY
+                  : __fmaf_rn(softmax.row_max[0][half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
+        }
+      }
+      store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, head),
+                  attention.out.row_stride, rows, attention.dim_v, lane);
     }
-    store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, head),
-                attention.out.row_stride, rows, attention.dim_v, lane);
-  }
+  } while (kLooped);
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
-    const __grid_constant__ ForwardWgmmaParams params) {
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
+// A CTA and its tiles.
+template <typename Config, bool kLooped>
+__device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& params,
+                                                  ForwardWgmmaStorage<Config>& shared) {
   constexpr int kConsumerWarps = Config::kConsumers / 32;
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
   if (threadIdx.x == Config::kConsumers) {
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
@@ -266,35 +294,59 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   }
   __syncthreads();
   if (threadIdx.x >= Config::kConsumers) {
-    produce_forward<Config>(params, shared);
+    produce_forward<Config, kLooped>(params, shared);
   } else {
-    consume_forward<Config>(params, shared);
+    consume_forward<Config, kLooped>(params, shared);
   }
+}
+
+template <typename Config, bool kLooped>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
+    const __grid_constant__ ForwardWgmmaParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  ptx::griddepcontrol_launch_dependents();
+  run_forward_wgmma<Config, kLooped>(
+      params, *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
+}
+
+template <typename Config>
+cudaError_t encode_forward_maps(ForwardWgmmaParams& params, const AttentionParams& attention) {
+  using Tile = typename ForwardWgmmaStorage<Config>::Tile;
+  const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
+  const cudaError_t errors[] = {encode_heads<Tile>(params.q, attention, attention.q, queries,
+                                                   attention.heads, attention.dim_qk),
+                                encode_heads<Tile>(params.k, attention, attention.k, keys,
+                                                   attention.kv_heads, attention.dim_qk),
+                                encode_heads<Tile>(params.v, attention, attention.v, keys,
+                                                   attention.kv_heads, attention.dim_v)};
+  for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
   return for_dim<128>(attention, [&](auto dim) {
     using Config = ForwardWgmmaConfig<Element, dim.value>;
-    using Tile = typename ForwardWgmmaStorage<Config>::Tile;
     ForwardWgmmaParams params;
     params.attention = attention;
-    const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
-    const cudaError_t errors[] = {encode_heads<Tile>(params.q, attention, attention.q, queries,
-                                                     attention.heads, attention.dim_qk),
-                                  encode_heads<Tile>(params.k, attention, attention.k, keys,
-                                                     attention.kv_heads, attention.dim_qk),
-                                  encode_heads<Tile>(params.v, attention, attention.v, keys,
-                                                     attention.kv_heads, attention.dim_v)};
-    for (cudaError_t error : errors) {
-      if (error != cudaSuccess) return error;
-    }
+    const cudaError_t error = encode_forward_maps<Config>(params, attention);
+    if (error != cudaSuccess) return error;
     Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
     params.heads_per_cta = heads_per_cta(attention, grid.x);
-    grid.y /= params.heads_per_cta;
-    return launch_longer<forward_wgmma<Config>>(attention, params, grid, Config::kThreads,
-                                                sizeof(ForwardWgmmaStorage<Config>), stream,
-                                                Config::kName);
+    grid = looped_grid(attention, attention.q_offsets, Config::kTileM,
+                       attention.heads / params.heads_per_cta);
+    // The plan of the long sequences comes first.
+    const bool is_behind =
+        attention.split_by_length || (attention.long_plan != nullptr && !attention.plans_itself);
+    const auto launch_kernel = [&](auto looped) {
+      return launch_behind<forward_wgmma<Config, looped.value != 0>>(
+          is_behind, params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream,
+          Config::kName);
+    };
+    return attention.longer_in_slabs ? launch_kernel(Constant<1>{}) : launch_kernel(Constant<0>{});
   });
 }
 

@@ -45,19 +45,36 @@ cudaError_t for_mma_sync(const AttentionParams& params, Launch launch) {
 
 inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
                       int heads) {
-  return {params.longer_in_slabs ? num_longer_tiles(offsets.total, kTinyRows)
+  return {params.longer_in_slabs ? num_longer_tiles(offsets.total, tiny_limit(params))
                                  : num_tiles(offsets.total, offsets.num_seqs, tile_rows),
           heads};
 }
 
-// Launches the first kernel for longer sequences. Behind that for tiny ones, with which it shares
-// nothing, it may start while that one still runs.
+// A grid for TilesOfCta.
+inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
+                        int heads) {
+  constexpr int64_t kLoopingCtas = 528;  // what an H100 holds of the smallest
+  Grid grid = tile_grid(params, offsets, tile_rows, heads);
+  const int64_t enough = (kLoopingCtas + heads - 1) / heads;
+  if (params.longer_in_slabs && grid.x > enough) grid.x = enough;
+  return grid;
+}
+
+// Launches a kernel that, where it is behind another one of the same operator with which it shares
+// nothing, may start while that one still runs.
+template <auto kKernel, typename Params>
+cudaError_t launch_behind(bool is_behind, const Params& params, const Grid& grid, int threads,
+                          int shared_bytes, cudaStream_t stream, const char* path) {
+  return is_behind ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
+                   : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+}
+
+// Launches the first kernel for longer sequences, maybe behind that for tiny ones.
 template <auto kKernel, typename Params>
 cudaError_t launch_longer(const AttentionParams& attention, const Params& params, const Grid& grid,
                           int threads, int shared_bytes, cudaStream_t stream, const char* path) {
-  return attention.split_by_length
-             ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
-             : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+  return launch_behind<kKernel>(attention.split_by_length, params, grid, threads, shared_bytes,
+                                stream, path);
 }
 
 // Boxes of a tile's rows and of the columns of its blocks, of one head. A tensor without rows is

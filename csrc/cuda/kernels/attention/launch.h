@@ -40,12 +40,23 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// 16-bit elements, head dims of 33 on, sequences of more than long_rows(): the plan in
-// params.long_plan and the kernel; where long_rows() is not 0, behind another kernel on the stream.
+// 16-bit elements, head dims up to 128, with ranges of keys, unused keys or silu, without biases.
+template <typename Element>
+cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// 16-bit elements, head dims of 33 on, sequences of more than long_rows(): first the plan in
+// params.long_plan, or params.plans_itself where none is needed; then, behind it or another kernel
+// behind it on the stream, the kernel.
+template <typename Element>
+cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
-// The same in the backward pass, with the workspaces beside long_plan. dq differs from run to run by
-// the order of its sums.
+// With ranges of keys, used parts of key sequences or silu, head dims up to 128 (attention/
+// ranged_forward.cuh).
+template <typename Element>
+cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
+// The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. dq
+// differs from run to run by the order of its sums.
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
 
@@ -59,15 +70,22 @@ cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stre
 template <typename Element>
 cudaError_t launch_backward_tiny(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny: behind the
-// kernel for tiny ones. cudaErrorNotSupported where an operand has no tensor map.
+// The same for head dims of 65 to 256, sequences of up to kTinyWideRows; backward each head with keys
+// of its own.
+template <typename Element>
+cudaError_t launch_forward_tiny_wide(const AttentionParams& params, cudaStream_t stream);
+template <typename Element>
+cudaError_t launch_backward_tiny_wide(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// 16-bit elements, head dims up to 64, sequences of up to kShortRows that are not tiny, in the
+// backward pass as many kv heads as heads: behind the kernel for tiny ones. cudaErrorNotSupported
+// where an operand has no tensor map.
 template <typename Element>
 cudaError_t launch_forward_short(const AttentionParams& params, cudaStream_t stream);
-
-// The gradients of tables, of 16-bit elements, and of f32 and f64.
 template <typename Element>
-cudaError_t launch_table_gradients_mma_sync(const AttentionBackwardParams& params,
-                                            cudaStream_t stream);
+cudaError_t launch_backward_short(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// The gradients of tables, of f32 and f64; launch_backward_mma_sync has those of 16-bit elements.
 template <typename Element>
 cudaError_t launch_table_gradients_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
@@ -90,23 +108,39 @@ cudaError_t launch_forward_fma(const AttentionParams& params, cudaStream_t strea
 template <typename Element>
 cudaError_t launch_backward_fma(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// The kernels that take whatever is_general(), any element: the backward pass, and where they are
-// wanted the sums of tables behind it.
+// The kernels that take whatever is_general() and silu, any element: forward. Where there is a plan
+// (takes_ranged_forward) sequences of more than long_rows() have theirs, and the rows outside; the
+// path is theirs, too. The kernel for the others runs behind it, on SMs that have nothing more to do.
+template <typename Element>
+cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) {
+  if constexpr (sizeof(Element) != 2) {
+    return launch_forward_fma<Element>(params, stream);
+  } else {
+    if (params.long_plan == nullptr) return launch_forward_mma_sync<Element>(params, stream);
+    const cudaError_t error = launch_forward_ranged<Element>(params, stream);
+    if (error == cudaErrorNotSupported) params.long_plan = nullptr;
+    if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+    if (error == cudaSuccess && params.q_offsets.num_seqs == 0) return error;
+    return launch_forward_mma_sync<Element>(params, stream);
+  }
+}
+
+// The same in the backward pass, and where they are wanted the sums of tables behind it.
 template <typename Element>
 cudaError_t launch_backward_general(const AttentionBackwardParams& params, cudaStream_t stream) {
   constexpr bool k16Bit = sizeof(Element) == 2;
   cudaError_t error;
   if constexpr (k16Bit) {
+    if (params.tile_bounds != nullptr) return launch_backward_ranged<Element>(params, stream);
     error = launch_backward_mma_sync<Element>(params, stream);
   } else {
     error = launch_backward_fma<Element>(params, stream);
   }
-  if (error != cudaSuccess || params.table_ctas == 0) return error;
-  if constexpr (k16Bit) {
-    return launch_table_gradients_mma_sync<Element>(params, stream);
-  } else {
-    return launch_table_gradients_fma<Element>(params, stream);
+  if constexpr (!k16Bit) {
+    if (error == cudaSuccess && params.table_ctas > 0)
+      error = launch_table_gradients_fma<Element>(params, stream);
   }
+  return error;
 }
 
 // Target attention, 16-bit elements.

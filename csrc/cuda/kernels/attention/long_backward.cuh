@@ -18,7 +18,7 @@
 //                                the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
 //                                  Q, dO, lse, delta                start dQ = dS K of the step before
 //                                                                   start S^T = K Q^T of the next step
-//                                                                   add dQ to its sums
+//                                                                   dQ to shared memory, add to sums
 //                                                                   start dP^T = V dO^T of the next step
 //                                                                   P^T = exp2(...)
 //                                                                   dS^T = P^T * (dP^T - delta)
@@ -28,8 +28,9 @@
 // half of the columns, at 64 half of the queries. That it comes one step late is why they need not
 // keep step with each other: one is at its exponentials while the other has the tensor cores.
 //
-// What a step needs from shared memory outside of its products is loaded long before its use: while
-// the tensor cores read their operands a load takes hundreds of cycles.
+// What a step needs from shared memory outside of its products is loaded long before its use, and
+// what it writes there is waited for as late as registers allow: while the tensor cores read their
+// operands, both take hundreds of cycles.
 //
 // The sums of dQ lie in memory as the accumulators do in registers, in chunks of 16 queries and 64
 // columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
@@ -75,6 +76,9 @@ struct LongBackwardConfig {
   // Chunks of lse or delta that a lane loads ahead of their use, two pairs of queries each.
   // At 64 dims there are no registers for that.
   static constexpr int kStatisticsAhead = kDim == 128 ? 2 : 0;
+  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there are
+  // no registers for that.
+  static constexpr bool kSendsLate = kDim == 128;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
@@ -126,7 +130,7 @@ __device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& pa
   if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
   const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const JaggedTile tile = find_longer_tile<kPreparedRows, kPreparedRows>(params.q_offsets, index);
+    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
     if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
       visit(tile);
   }
@@ -286,6 +290,8 @@ struct StepRange {
   }
 };
 
+// Which queries a step takes, and its flags; `member` is a head's place in its group, and a step
+// behind the last of one head is the first of the next.
 template <typename Config>
 class StepOrder {
  public:
@@ -481,6 +487,7 @@ struct LongBackwardConsumer {
   int keys_parity = 0, stage = 0;
   StepFlags flags = {0};
   LongStep step;
+  float* sums = nullptr;  // of the dQ in shared memory, null if there is none
   Columns lse, delta;
   Accumulator<1, kOutBlocks> dk, dv;
 
@@ -552,6 +559,7 @@ struct LongBackwardConsumer {
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.scores_full[scores.stage]);
+    if constexpr (Config::kSendsLate) send_grad_q();
     const LateStep late = {step.grad_q, flags.rows(), scores.stage, scores.parity};
     scores.advance();
     return late;
@@ -575,28 +583,39 @@ struct LongBackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // Adds dQ to its sums.
-  __device__ __forceinline__ void add_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
+  // dQ to shared memory, for send_grad_q().
+  __device__ __forceinline__ void stage_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
     constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
     ptx::fence_operands(dq[0]);
-    if (lane == 0) ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
-    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
-    float* sums =
-        late.grad_q +
-        static_cast<int64_t>(row / kLongGroupRows) * attention.heads * (kChunks * kChunk) +
-        (Config::kDim == 128 ? warpgroup * kChunk : 0);
-    float* staged = shared.sGradQ[warpgroup * 4 + warp];
-    if (lane == 0) ptx::cp_async_bulk_wait_read();
+    if (lane == 0) {
+      ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
+      ptx::cp_async_bulk_wait_read();
+    }
     __syncwarp();
+    float* staged = shared.sGradQ[warpgroup * 4 + warp];
 #pragma unroll
     for (int block = 0; block < 8; ++block)
       ptx::st_shared_16(staged + block * 128 + lane * 4, dq[0][block]);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0 && row < late.rows) {
-      ptx::cp_reduce_async_bulk_add(sums, staged, kChunk * 4);
+    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
+    sums = row < late.rows ? late.grad_q +
+                                 static_cast<int64_t>(row / kLongGroupRows) * attention.heads *
+                                     (kChunks * kChunk) +
+                                 (Config::kDim == 128 ? warpgroup * kChunk : 0)
+                           : nullptr;
+  }
+  // Adds dQ to its sums; behind a fence and a barrier of the warp.
+  __device__ __forceinline__ void send_grad_q() {
+    if (lane == 0 && sums != nullptr) {
+      ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
+                                    LongWorkspace<Config>::kChunk * 4);
       ptx::cp_async_bulk_commit();
     }
+    sums = nullptr;
+  }
+  __device__ __forceinline__ void send_grad_q_now() {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    send_grad_q();
   }
 
   __device__ __forceinline__ void wait_for_step() {
@@ -727,7 +746,8 @@ struct LongBackwardConsumer {
         Accumulator<1, kScoreBlocks> s, dp;
         start_scores(s);
         ptx::wgmma_wait_group<1>();
-        add_grad_q(dq, late);
+        stage_grad_q(dq, late);
+        if constexpr (!Config::kSendsLate) send_grad_q_now();
         late = own;
         start_grad_probs(dp);
         finish_step(s, dp, p, ds, item);
@@ -735,14 +755,17 @@ struct LongBackwardConsumer {
       Accumulator<1, 8> dq;
       start_grad_q(dq, late);
       ptx::wgmma_wait_group<0>();
-      add_grad_q(dq, late);
+      if constexpr (Config::kSendsLate) send_grad_q_now();
+      stage_grad_q(dq, late);
+      if constexpr (!Config::kSendsLate) send_grad_q_now();
     }
     late = start_sums(p, ds);
     Accumulator<1, 8> dq;
     start_grad_q(dq, late);
     ptx::wgmma_wait_group<0>();
     finish_sums();
-    add_grad_q(dq, late);
+    stage_grad_q(dq, late);
+    send_grad_q_now();
   }
 
   __device__ __forceinline__ void store_item(const KeyItem& item) {

@@ -2,7 +2,9 @@
 // 16-bit elements. For a tile of queries of one sequence and head, over tiles j of its keys, with
 // c = |scale| log2(e) and a reference m that seldom moves (LazySoftmax):
 //     S_j = Q K_j^T,  P_j = exp2(c (S_j - m)),  l = l r + rowsum P_j,  O = O r + P_j V_j
-// where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l.
+// where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l. Up to 128 dims
+// a step computes no maximum: where the sums show that m has fallen behind, S is computed once more
+// from K_j, which stays in its slot until then, and m moves.
 //
 // Grid: one CTA per SM, which takes items (tile of kTileM queries, head) from a plan that lists long
 // sequences first (long_plan.cuh), until there are no more. A CTA has a warpgroup of producers and
@@ -22,9 +24,14 @@
 // 128 dims there is no room for a second Q (kOwnQueries): each warpgroup has a tile of Q for itself,
 // which is filled anew as soon as it has computed its last S of an item, and the last product and
 // the output of an item come before the next Q. There a warpgroup also passes over the key tiles at
-// the end of an item that its rows do not see. Only
-// one warpgroup at a time hands products to the tensor cores, while the others are at their
+// the end of an item that its rows do not see. Only one warpgroup at a time hands products to the tensor cores, while the others are at their
 // exponentials: a warp that starts a product waits until those before it are done.
+//
+// Components of a Config: its Mask (which keys a row sees), Score (what becomes of a score: here
+// softmax) and Bias (what is added to one). With ranges of keys and the like they are those of
+// ranged_forward.cuh: then a third warp of producers, behind the scheduler, finds what the rows of an
+// item see (prepare_masks), a fourth one brings biases, steps that no row sees are passed over, and
+// items are published further ahead than there are tiles of Q (kQueryRing).
 //
 // Registers: setmaxnreg moves them from the producers to the others. A product that accumulates
 // reads and writes its accumulators in the register file, which slows all other instructions of the
@@ -35,14 +42,18 @@
 // 128, 192, 256.
 //
 // Barriers:           arrives                              waits
-//     items.full      scheduler                            copier, computing warps
-//     items.empty     copier, computing warps              scheduler; then sQ is free as well
+//     items.full      scheduler, or prepare_masks          copier, computing warps
+//     items.empty     copier, computing warps              the same; then sQ is free as well
+//     planned         scheduler, prepare_masks             prepare_masks, scheduler
 //     q_full          copier, with the bytes of Q          computing warps
 //     q_empty[w]      warpgroup w, after its last S        copier (kOwnQueries)
+//     q_empty[stage]  computing warps, after their last S  copier (kQueryRing)
 //     ring.full       copier, with the bytes of a tile     computing warps
+//                     and what brings biases
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros
+//     vote[w]         warpgroup w                          the same: whether some m has fallen behind
 // All warpgroups take equally many turns, those without rows in a tile too: one per key tile, one
 // per item without keys and one at the end.
 //
@@ -52,6 +63,7 @@
 // rows outside all sequences, where the plan has them.
 #pragma once
 
+#include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/long_plan.cuh"
 #include "cuda/kernels/attention/mask.cuh"
@@ -60,6 +72,150 @@
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
 namespace jagged_cuda::attention {
+
+// What a window and the lengths hide of an item, of which a warpgroup computes the 64 rows from
+// `first_row` on. What it needs is read again from `tile`, which lies in shared memory: few steps are
+// cut, and registers are full.
+template <int kTileN>
+class WindowMask {
+ public:
+  struct Shared {};                          // nothing is prepared
+  static constexpr bool kPrepared = false;   // Shared, by a warp of producers
+  static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
+
+  __device__ __forceinline__ WindowMask(const AttentionParams& params, const QueryTile& tile,
+                                        const Shared&, int first_row = 0)
+      : params_(params),
+        tile_(tile),
+        keys_(tile, window(), kTileN),
+        uncut_(tile, window(), first_row, kTileN) {}
+
+  // The steps of keys: from first() on next(), before last().
+  __device__ __forceinline__ int first() const { return keys_.first; }
+  __device__ __forceinline__ int next(int key) const { return key + kTileN; }
+  __device__ __forceinline__ int last() const { return keys_.last; }
+  // Behind the last key that a warpgroup's rows see, at least first() + 1.
+  __device__ __forceinline__ int own_last(int warpgroup) const {
+    return own_last_key(tile_, window(), keys_, warpgroup * 64);
+  }
+  // What is known of a step before its scores are there: nothing.
+  __device__ __forceinline__ int kind_of(int, int) const { return 0; }
+  // Scores of keys from `key` on that this lane's rows, of which own_row() is the first, do not see
+  // become `value`.
+  template <int kBlocks, typename OwnRow>
+  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int, int key,
+                                       int warpgroup, OwnRow own_row, int lane) const {
+    if (uncut_.contains(key)) return;
+    const WindowOf<int> seen = window();
+    const int row = tile_.row + own_row();
+    if (seen.first_column(tile_.row + warpgroup * 64 + 63) > key) {
+      replace_unseen(s, value, seen, row, key, tile_.num_keys, lane);
+    } else {
+      replace_behind(s, value, seen, row, key, tile_.num_keys, lane);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ WindowOf<int> window() const { return window_of(params_, tile_); }
+
+  const AttentionParams& params_;
+  const QueryTile& tile_;
+  const KeyRange keys_;
+  const UncutKeys uncut_;
+};
+
+// Where nothing is added to scores.
+struct NoBias {
+  struct Shared {};
+  static constexpr int kWarps = 0;  // of producers
+};
+
+// Calls change(score, bias) for each of a lane's scores, `bias` that of its key out of bias[].
+template <int kBlocks, typename Change>
+__device__ __forceinline__ void for_each_biased(Accumulator<1, kBlocks>& s, const float* bias,
+                                                int lane, Change change) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const float2 pair = *reinterpret_cast<const float2*>(bias + block * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) change(s[0][block][e], e % 2 == 0 ? pair.x : pair.y);
+  }
+}
+
+// Scores of a warp's 16 rows as softmax has them.
+template <bool kBiased>
+struct SoftmaxScore {
+  static constexpr float kHidden = -INFINITY, kBiasFactor = 1.0f;
+  const float scale, scale_log2;
+  LazySoftmax softmax;
+  float rescale[1][2], sums[2];
+
+  // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
+  // one, -inf, must stay so. Of biased scores, scale is part already.
+  __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
+      : scale(static_cast<float>(params.scale)),
+        scale_log2(kBiased ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+
+  __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
+  // Before what is hidden is replaced. `bias` of the keys, times kBiasFactor, where kBiased.
+  template <int kBlocks>
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s, const float* bias,
+                                        int lane) const {
+    if constexpr (kBiased) {
+      for_each_biased(s, bias, lane,
+                      [&](float& score, float added) { score = __fmaf_rn(score, scale, added); });
+    } else if (scale < 0.0f) {
+      // The maximum of scale * S lies where -S is largest.
+#pragma unroll
+      for (int e = 0; e < kBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
+    }
+  }
+  // Scores become the operand of the product with V, written after finish_output(). True where what
+  // was summed so far is to be multiplied by `rescale`.
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+                                         FinishOutput finish_output) {
+    return softmax.update(s, p, rescale, scale_log2, finish_output);
+  }
+  // The same without a maximum: whether it has to be done with one, by move() from the same scores;
+  // else keep(). Rows from `rows` on, of which `row` and the eighth behind it are this lane's, never
+  // have to, once they are held.
+  __device__ __forceinline__ void hold_rows(int row, int rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + half * 8 >= rows) softmax.reference[half] = INFINITY;
+    }
+  }
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool try_keeping(const Accumulator<1, kBlocks>& s, Probs& p,
+                                              FinishOutput finish_output) {
+    softmax.try_keeping(s, p, sums, scale_log2, finish_output);
+    return softmax.is_behind(sums[0]) || softmax.is_behind(sums[1]);
+  }
+  __device__ __forceinline__ void keep() { softmax.keep(sums); }
+  template <typename Probs, int kBlocks>
+  __device__ __forceinline__ void move(const Accumulator<1, kBlocks>& s, Probs& p) {
+    const bool behind[2] = {softmax.is_behind(sums[0]), softmax.is_behind(sums[1])};
+    softmax.move(s, p, rescale, behind, scale_log2);
+  }
+  // The factors of the rows' sums, of which this lane has two: row global_row of q, `rows` of which
+  // exist from there on, and the eighth behind it.
+  __device__ __forceinline__ void finish(float (&factor)[2], const AttentionParams& params,
+                                         int64_t global_row, int rows, int head, int, int lane) {
+    softmax.finish();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.row_sum[half];
+      factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+      if (lane % 4 == 0 && half * 8 < rows) {
+        static_cast<float*>(params.lse)[(global_row + half * 8) * params.heads + head] =
+            sum == 0.0f ? -INFINITY
+                        : __fmaf_rn(softmax.reference[half], kBiased ? 1.0f : fabsf(scale),
+                                    ptx::lg2_approx(sum) * kLn2);
+      }
+    }
+  }
+};
 
 template <typename Element_, int kDim_>
 struct LongForwardConfig {
@@ -71,12 +227,19 @@ struct LongForwardConfig {
   // Nothing depends on the batch, so that a row's bits depend on its own sequence alone.
   static constexpr int kTileN = kDim == 256 ? 80 : kDim == 192 ? 112 : 128;
   static constexpr int kSlots = 4;
+  // Steps behind the first of an item compute no maximum.
+  static constexpr bool kKeepsReference = kDim <= 128;
   // Where there is no room for two items: each warpgroup has a tile of Q for itself.
   static constexpr bool kOwnQueries = kDim > 128;
+  // Published ahead. If more than two, their tiles of Q are a ring apart from them.
+  static constexpr int kItems = 2;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  using Mask = WindowMask<kTileN>;
+  using Score = SoftmaxScore<false>;
+  using Bias = NoBias;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
 };
@@ -97,48 +260,61 @@ struct WorkItem {
 template <typename Config>
 struct LongForwardStorage {
   using Element = typename Config::Element;
-  static constexpr int kItems = 2;
-  // One per stage of item, or per warpgroup.
+  static constexpr int kItems = Config::kItems;
+  // One per stage of item, or per warpgroup, or a ring.
   static constexpr int kQueryTiles = 2;
+  static constexpr bool kQueryRing = kItems > kQueryTiles;
+  static_assert(!(kQueryRing && Config::kOwnQueries));
   using QueryRows = WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kDim>;
   using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kDim>;
   QueryRows sQ[kQueryTiles];
   KeyRows slots[Config::kSlots];
-  Ring<kItems> items;  // of item, and of sQ if not kOwnQueries
+  Ring<kItems> items;  // of item, and of sQ if neither kOwnQueries nor kQueryRing
   uint64_t q_full[kQueryTiles], q_empty[kQueryTiles];
   Ring<Config::kSlots> ring;  // of slots
   WorkItem item[kItems];
+  // Where masks are to be prepared, items wait for it.
+  Ring<kItems> planned;
+  WorkItem planned_item[kItems];
+  typename Config::Mask::Shared keys[kItems];
+  typename Config::Bias::Shared bias;
 };
 
-// Takes items from the plan, one ahead; one warp.
-template <typename Config, typename Storage>
-__device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
-  RingPosition<Storage::kItems> place;
+// Takes items of kTileM queries from the plan, one ahead; one warp. Where late queries see more keys
+// (`descending`), they come first, those of all heads. If kGeneral, only the used keys count
+// (AttentionParams::kv_lengths). Calls wait(number of items published) before it takes the next.
+template <int kTileM, bool kGeneral, int kItems, typename Wait>
+__device__ __forceinline__ void schedule_items(const AttentionParams& attention, Ring<kItems>& ring,
+                                               WorkItem (&published)[kItems], bool descending,
+                                               Wait wait) {
+  RingPosition<kItems> place;
+  int count = 0;
   const auto publish = [&](const WorkItem& item) {
-    shared.items.acquire(place);
+    ring.acquire(place);
     if (threadIdx.x % 32 == 0) {
-      shared.item[place.stage] = item;
-      ptx::mbarrier_arrive(shared.items.full[place.stage]);
+      published[place.stage] = item;
+      ptx::mbarrier_arrive(ring.full[place.stage]);
     }
     __syncwarp();
     place.advance();
+    ++count;
   };
-  // Where late queries see more keys, they come first, those of all heads.
-  const bool descending = attention.window_right < AttentionParams::kUnbounded;
-  ptx::griddepcontrol_wait();
-  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.heads);
+  auto items = PlannedItems::of<kTileM, false>(attention, attention.heads);
   PlannedSequence sequence;
   int64_t index;
-  while (items.next(sequence, index)) {
-    const int tiles = (sequence.num_queries + Config::kTileM - 1) / Config::kTileM;
+  while (wait(count), items.next(sequence, index)) {
+    const int tiles = (sequence.num_queries + kTileM - 1) / kTileM;
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
-    const RowRange kv = planned_keys(attention, sequence);
+    RowRange kv = planned_keys(attention, sequence);
+    if (kGeneral && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
     WorkItem item = {};
     const int fastest = descending ? attention.heads : tiles;
     const int slow = static_cast<int>(index / fastest), fast = static_cast<int>(index % fastest);
-    item.tile.row = (descending ? tiles - 1 - slow : fast) * Config::kTileM;
-    item.tile.rows = min(Config::kTileM, sequence.num_queries - item.tile.row);
+    // With ranges the first may see most of all.
+    const int later = kGeneral ? (slow == 0 ? 0 : tiles - slow) : tiles - 1 - slow;
+    item.tile.row = (descending ? later : fast) * kTileM;
+    item.tile.rows = min(kTileM, sequence.num_queries - item.tile.row);
     item.tile.num_queries = sequence.num_queries;
     item.tile.num_keys = static_cast<int>(kv.len);
     item.tile.global_row = sequence.begin + item.tile.row;
@@ -149,6 +325,56 @@ __device__ __forceinline__ void schedule(const AttentionParams& attention, Stora
   WorkItem end = {};
   end.is_end = true;
   publish(end);
+  ptx::griddepcontrol_wait();  // launch_dependent
+}
+
+template <typename Config, typename Storage>
+__device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
+  schedule_items<Config::kTileM, false>(attention, shared.items, shared.item,
+                                        attention.window_right < AttentionParams::kUnbounded,
+                                        [](int) {});
+}
+
+// The same where masks are to be prepared (prepare_masks): items go to another ring first. Many items
+// ahead hide how long it takes to find short ones; of long ones a CTA takes but one ahead, so that all
+// CTAs end together.
+template <typename Config, typename Storage>
+__device__ __forceinline__ void schedule_planned(const AttentionParams& attention,
+                                                 Storage& shared) {
+  constexpr int kItems = Storage::kItems, kLongSteps = 6;
+  const auto wait = [&](int count) {
+    if (count < 2) return;
+    const int known = count - 2, stage = known % kItems;
+    ptx::mbarrier_wait(shared.items.full[stage], known / kItems & 1);
+    const int last_done =
+        count - (shared.keys[stage].steps.keys() >= kLongSteps * Config::kTileN ? 2 : kItems);
+    if (last_done >= 0)
+      ptx::mbarrier_wait(shared.items.empty[last_done % kItems], last_done / kItems & 1);
+  };
+  schedule_items<Config::kTileM, true>(attention, shared.planned, shared.planned_item, true, wait);
+}
+
+// Finds what is to be known of the items' masks, behind the scheduler; one warp.
+template <typename Config, typename Storage>
+__device__ __forceinline__ void prepare_masks(const AttentionParams& attention, Storage& shared) {
+  RingPosition<Storage::kItems> from, to;
+  for (;;) {
+    shared.planned.wait(from);
+    const WorkItem item = shared.planned_item[from.stage];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.planned.release(from.stage);
+    from.advance();
+    shared.items.acquire(to);
+    if (!item.is_end) Config::Mask::prepare(shared.keys[to.stage], attention, item.tile);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      shared.item[to.stage] = item;
+      ptx::mbarrier_arrive(shared.items.full[to.stage]);
+    }
+    __syncwarp();
+    to.advance();
+    if (item.is_end) return;
+  }
 }
 
 // Copies Q, K and V of the items, in the order of their use; one thread.
@@ -160,23 +386,30 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   RingPosition<LongForwardStorage<Config>::kItems> place;
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = ~0u;  // one bit per warpgroup
+  RingPosition<LongForwardStorage<Config>::kQueryTiles> queries;
   for (;;) {
     shared.items.wait(place);
     const WorkItem item = shared.item[place.stage];
+    const typename Config::Mask mask(attention, item.tile, shared.keys[place.stage]);
     const int stage = place.advance();
-    shared.items.release(stage);
+    // What is prepared of a mask is looked at until the last copy.
+    const bool has_keys = mask.first() < mask.last();
+    if (!Config::Mask::kPrepared || !has_keys) shared.items.release(stage);
     if (item.is_end) return;
-    const KeyRange keys(item.tile, window_of(attention, item.tile), Config::kTileN);
-    if (keys.first >= keys.last) continue;
+    if (!has_keys) continue;
     const auto copy = [&](const CUtensorMap& map, int key) {
       shared.ring.acquire(slot);
       copy_tile(shared.slots[slot.stage], map, item.tile.key_begin + key, item.head / group,
                 shared.ring.full[slot.stage]);
       slot.advance();
     };
-    if constexpr (!Config::kOwnQueries)
-      copy_tile(shared.sQ[stage], params.q, item.tile.global_row, item.head, shared.q_full[stage]);
-    copy(params.k, keys.first);
+    if constexpr (LongForwardStorage<Config>::kQueryRing)
+      ptx::mbarrier_wait(shared.q_empty[queries.stage], queries.parity ^ 1);
+    if constexpr (!Config::kOwnQueries) {
+      const int tile = LongForwardStorage<Config>::kQueryRing ? queries.advance() : stage;
+      copy_tile(shared.sQ[tile], params.q, item.tile.global_row, item.head, shared.q_full[tile]);
+    }
+    copy(params.k, mask.first());
     if constexpr (Config::kOwnQueries) {
       for (int w = 0; w < Config::kWarpgroups && w * 64 < item.tile.rows; ++w) {
         ptx::mbarrier_wait(shared.q_empty[w], q_parities >> w & 1);
@@ -185,10 +418,12 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
                   shared.q_full[w]);
       }
     }
-    for (int key = keys.first; key < keys.last; key += Config::kTileN) {
-      if (key + Config::kTileN < keys.last) copy(params.k, key + Config::kTileN);
+    for (int key = mask.first(), next; key < mask.last(); key = next) {
+      next = mask.next(key);
+      if (next < mask.last()) copy(params.k, next);
       copy(params.v, key);
     }
+    if (Config::Mask::kPrepared) shared.items.release(stage);
   }
 }
 
@@ -199,34 +434,42 @@ struct LongForwardConsumer {
   using Storage = LongForwardStorage<Config>;
   static constexpr int kTileN = Config::kTileN, kScoreBlocks = kTileN / 8,
                        kOutBlocks = Config::kDim / 8;
-  static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups;
+  static constexpr int kTurnBarrier = 1, kZeroedBarrier = kTurnBarrier + Config::kWarpgroups,
+                       kVoteBarrier = kZeroedBarrier + Config::kWarpgroups;
   static constexpr int kTurnThreads = 256;  // of two warpgroups
+  using Mask = typename Config::Mask;
+  // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
+  static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0;
 
   const AttentionParams& attention;
   Storage& shared;
-  const int warpgroup, lane, own_row;
-  const float scale, scale_log2;
+  const int warpgroup, lane, first_row;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = 0;  // one bit per tile of Q
-  LazySoftmax softmax;
+  int query_stage = 0;      // of kQueryRing
+  typename Config::Score score;
   Accumulator<1, kScoreBlocks> s;
   Accumulator<1, kOutBlocks> o;
   PackedRows<Element, kScoreBlocks> p;
-  float rescale[1][2];
 
-  // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
-  // one, -inf, must stay so.
   __device__ __forceinline__ LongForwardConsumer(const AttentionParams& params, Storage& storage,
                                                  int own_warpgroup)
       : attention(params),
         shared(storage),
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
-        own_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
-        scale(static_cast<float>(params.scale)),
-        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+        first_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
+        score(params) {}
 
+  // The first of this lane's two rows. Where registers are full it is found anew.
+  __device__ __forceinline__ int row_of_thread() const {
+    if constexpr (!Config::kKeepsReference) return first_row;
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return warpgroup * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  }
   __device__ __forceinline__ void take_turn() const {
     ptx::bar_sync(kTurnBarrier + warpgroup, kTurnThreads);
   }
@@ -245,7 +488,7 @@ struct LongForwardConsumer {
     if (lane == 0) shared.items.release(stage);
   }
   __device__ __forceinline__ int query_tile(int item_stage) const {
-    return Config::kOwnQueries ? warpgroup : item_stage;
+    return Config::kOwnQueries ? warpgroup : Storage::kQueryRing ? query_stage : item_stage;
   }
   __device__ __forceinline__ void wait_for_queries(int item_stage) {
     const int tile = query_tile(item_stage);
@@ -255,6 +498,10 @@ struct LongForwardConsumer {
   // Behind the last S of an item.
   __device__ __forceinline__ void release_queries() {
     if (Config::kOwnQueries && lane == 0) ptx::mbarrier_arrive(shared.q_empty[warpgroup]);
+    if (Storage::kQueryRing) {
+      if (lane == 0) ptx::mbarrier_arrive(shared.q_empty[query_stage]);
+      query_stage ^= 1;
+    }
   }
 
   // S = Q K^T
@@ -264,23 +511,23 @@ struct LongForwardConsumer {
                        Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
-  // Signs and masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const QueryTile& tile, const WindowOf<int>& window,
-                                                int key) {
+  // Behind a product with keys; of biased scores the slot is still wanted.
+  __device__ __forceinline__ void release_scores(int score_slot) {
+    if (!kBiased) release_slot(score_slot);
+  }
+  // Biases and masks of S, the scores of keys from `key` on, when their product is done.
+  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key,
+                                                int score_slot) {
     ptx::fence_operands(s[0]);
-    if (scale < 0.0f) {
-      // The maximum of scale * S lies where -S is largest.
-#pragma unroll
-      for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
+    if constexpr (kBiased) {
+      score.begin(s, shared.bias.keys[score_slot], lane);
+      __syncwarp();
+      release_slot(score_slot);
+    } else {
+      score.begin(s, nullptr, lane);
     }
-    const int first_row = tile.row + warpgroup * 64, row = tile.row + own_row;
-    if (window.cuts_tile(first_row, 64, key, kTileN, tile.num_keys)) {
-      if (window.first_column(first_row + 63) > key) {
-        replace_unseen(s, -INFINITY, window, row, key, tile.num_keys, lane);
-      } else {
-        replace_behind(s, -INFINITY, window, row, key, tile.num_keys, lane);
-      }
-    }
+    mask.hide(
+        s, Config::Score::kHidden, kind, key, warpgroup, [&] { return row_of_thread(); }, lane);
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
@@ -307,27 +554,17 @@ struct LongForwardConsumer {
   }
 
   __device__ __forceinline__ void reset() {
-    softmax = LazySoftmax();
+    score.reset();
 #pragma unroll
     for (int e = 0; e < kOutBlocks * 4; ++e) o[0][e / 4][e % 4] = 0.0f;
   }
   __device__ __forceinline__ void store_item(const WorkItem& item) {
-    softmax.finish();
+    const int own_row = row_of_thread();
     const int rows = item.tile.rows - own_row;  // from this lane's first on
     const int64_t global_row = item.tile.global_row + own_row;
-    float inverse_sum[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.row_sum[half];
-      inverse_sum[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
-      if (lane % 4 == 0 && half * 8 < rows) {
-        static_cast<float*>(attention.lse)[(global_row + half * 8) * attention.heads + item.head] =
-            sum == 0.0f
-                ? -INFINITY
-                : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
-      }
-    }
-    store_quads(o, inverse_sum, row_of<Element>(attention.out, global_row, item.head),
+    float factor[2];
+    score.finish(factor, attention, global_row, rows, item.head, item.tile.num_keys, lane);
+    store_quads(o, factor, row_of<Element>(attention.out, global_row, item.head),
                 attention.out.row_stride, rows, attention.dim_v, lane);
   }
 
@@ -339,10 +576,11 @@ struct LongForwardConsumer {
   }
 
   // The other warpgroups' work on an item, after its first turn.
-  __device__ __forceinline__ void skip_item(int item_stage, const KeyRange& keys) {
+  __device__ __forceinline__ void skip_item(int item_stage, const Mask& mask) {
     if constexpr (!Config::kOwnQueries) wait_for_queries(item_stage);
-    for (int key = keys.first; key < keys.last; key += kTileN) {
-      if (key != keys.first) {
+    if constexpr (Storage::kQueryRing) release_queries();
+    for (int key = mask.first(); key < mask.last(); key = mask.next(key)) {
+      if (key != mask.first()) {
         take_turn();
         pass_turn();
       }
@@ -359,9 +597,8 @@ struct LongForwardConsumer {
       const int stage = place.advance();
       const WorkItem& item = shared.item[stage];
       const QueryTile tile = item.tile;
-      const WindowOf<int> window = window_of(attention, tile);
-      const KeyRange keys(tile, window, kTileN);
-      const bool is_end = item.is_end, has_keys = !is_end && keys.first < keys.last;
+      const Mask mask(attention, item.tile, shared.keys[stage], warpgroup * 64);
+      const bool is_end = item.is_end, has_keys = !is_end && mask.first() < mask.last();
       int value_slot = 0;
       if (pending) {
         value_slot = wait_for_slot();
@@ -382,7 +619,7 @@ struct LongForwardConsumer {
         }
         if (is_end) return;
         if (has_keys) {
-          skip_item(stage, keys);
+          skip_item(stage, mask);
         } else {
           reset();
           store_item(item);
@@ -409,17 +646,18 @@ struct LongForwardConsumer {
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s[0]);
       }
-      release_slot(score_slot);
-      // Behind the last key that this warpgroup sees.
-      const int last =
-          Config::kOwnQueries ? own_last_key(tile, window, keys, warpgroup * 64) : keys.last;
-      if (keys.first + kTileN >= last) release_queries();
+      release_scores(score_slot);
+      // Behind the last step that this warpgroup computes.
+      const int last = kEndsEarly ? mask.own_last(warpgroup) : mask.last();
+      int key = mask.first(), next = mask.next(key);
+      if (next >= last) release_queries();
       reset();
-      finish_scores(tile, window, keys.first);
-      softmax.update(s, p, rescale, scale_log2, [] {});
+      finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key, score_slot);
+      score.update(s, p, [] {});
+      if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
       bool is_ready = shared.ring.test(slot);
-      int key = keys.first + kTileN;
-      for (; key < last; key += kTileN) {
+      while (next < last) {
+        key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
         take_turn();
@@ -427,30 +665,51 @@ struct LongForwardConsumer {
         value_slot = wait_for_slot();
         start_output(value_slot);
         pass_turn();
+        const int kind = mask.kind_of(row_of_thread() / 16, key);
+        next = mask.next(key);
         ptx::wgmma_wait_group<1>();
-        release_slot(score_slot);
-        if (key + kTileN >= last) release_queries();
-        finish_scores(tile, window, key);
-        const bool moved = softmax.update(s, p, rescale, scale_log2, [&] {
+        const auto finish_last = [&] {
           finish_output(value_slot);
           is_ready = shared.ring.test(slot);
-        });
-        if (moved) rescale_rows(o, rescale);
+        };
+        if constexpr (Config::kKeepsReference) {
+          finish_scores(mask, kind, key, score_slot);
+          if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128,
+                              score.try_keeping(s, p, finish_last))) {
+            // S once more, from K, which is still there.
+            start_scores(stage, score_slot);
+            ptx::wgmma_wait_group<0>();
+            finish_scores(mask, kind, key, score_slot);
+            score.move(s, p);
+            rescale_rows(o, score.rescale);
+          } else {
+            score.keep();
+          }
+          release_slot(score_slot);
+          if (next >= last) release_queries();
+        } else {
+          release_scores(score_slot);
+          if (next >= last) release_queries();
+          finish_scores(mask, kind, key, score_slot);
+          if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
+        }
       }
-      pending_rows = tile.num_keys - (key - kTileN);
-      if constexpr (Config::kOwnQueries) {
-        // The next Q is not there yet, so the last product does not wait for it.
-        if (key < keys.last) skip_scores();
+      pending_rows = item.tile.num_keys - key;
+      if (Config::kOwnQueries || (kEndsEarly && next < mask.last())) {
+        // With its own Q, which is not there yet, the last product does not wait for the next item.
+        if (next < mask.last()) skip_scores();
         value_slot = wait_for_slot();
         zero_values(value_slot, pending_rows);
         start_output(value_slot);
         finish_output(value_slot);
-        for (; key < keys.last; key += kTileN) {
-          if (key + kTileN < keys.last) skip_scores();
+        for (; next < mask.last(); next = key) {
+          key = mask.next(next);
+          if (key < mask.last()) skip_scores();
           release_slot(wait_for_slot());
         }
         store_item(item);
         release_item(stage);
+        pending = false;
       } else {
         pending = true;
         pending_stage = stage;
@@ -469,19 +728,31 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
-    shared.items.init(kConsumerWarps + 1);
-    shared.ring.init(kConsumerWarps);
+    shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps);
+    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kWarps);
+    if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
-    for (uint64_t& barrier : shared.q_empty) ptx::mbarrier_init(barrier, 4);
+    for (uint64_t& barrier : shared.q_empty)
+      ptx::mbarrier_init(barrier, Config::kOwnQueries ? 4 : kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
   // The same in all lanes, as the compiler then sees.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  // Of the kernel for short sequences, which fills SMs that have no more items.
+  if constexpr (Config::Mask::kPrepared) ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
+    if constexpr (Config::Mask::kPrepared) {
+      if (threadIdx.x < 32) schedule_planned<Config>(params.attention, shared);
+      if (threadIdx.x / 32 == 2) prepare_masks<Config>(params.attention, shared);
+    } else {
+      if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
+    }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
+    if constexpr (Config::Bias::kWarps > 0) {
+      if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongForwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
@@ -510,23 +781,46 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
-  if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
-  return launch_dependent<long_forward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                Config::kThreads, sizeof(Storage), stream,
-                                                Config::kName);
+  const Grid grid{items < num_sms ? items : num_sms};
+  if (attention.plans_itself) {
+    return launch_planning<long_forward<Config>>(attention, params, grid, Config::kThreads,
+                                                 sizeof(Storage), stream, Config::kName);
+  }
+  return launch_dependent<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage),
+                                                stream, Config::kName);
+}
+
+// Calls launch(LongForwardConfig) for the smallest head dim that holds D and Dv.
+template <typename Element, typename Launch>
+cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
+  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+  if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
+  if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
+  if (dim <= 192) return launch(LongForwardConfig<Element, 192>());
+  return launch(LongForwardConfig<Element, 256>());
+}
+
+template <typename Element>
+cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
+  int device = 0, num_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  return for_long_forward<Element>(params, [&](auto config) {
+    constexpr int kTileM = decltype(config)::kTileM;
+    params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
+    return params.plans_itself ? cudaSuccess : launch_plan<kTileM, AttentionParams>(params, stream);
+  });
 }
 
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream) {
-  const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  if (dim <= 64) return launch_long_forward<LongForwardConfig<Element, 64>>(params, stream);
-  if (dim <= 128) return launch_long_forward<LongForwardConfig<Element, 128>>(params, stream);
-  if (dim <= 192) return launch_long_forward<LongForwardConfig<Element, 192>>(params, stream);
-  return launch_long_forward<LongForwardConfig<Element, 256>>(params, stream);
+  return for_long_forward<Element>(
+      params, [&](auto config) { return launch_long_forward<decltype(config)>(params, stream); });
 }
 
 }  // namespace jagged_cuda::attention

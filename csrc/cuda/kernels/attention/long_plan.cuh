@@ -1,7 +1,12 @@
 // Which sequences the kernel for long ones takes, longest first, so that the last items of a
-// persistent kernel are short ones. Where it takes all, the rows outside all sequences come last, as
-// sequences without keys (in the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into kPlanBins bins of their numbers of keys; the
-// order within a bin is not fixed, and no result depends on it.
+// persistent kernel are short ones. Where it takes all, and forward with ranges of keys and the like
+// (launch_forward_general), the rows outside all sequences come last, as sequences without keys (in
+// the backward pass for dk and dv: without queries). One CTA sorts sequences by counting into
+// kPlanBins bins of their numbers of keys; the order within a bin is not fixed, and no result depends
+// on it.
+//
+// A kernel before the main one costs some microseconds, so where there are few sequences and items
+// (takes_own_plan) each CTA sorts the sequences itself, one in each lane of the warp that takes items.
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
@@ -64,6 +69,24 @@ __device__ __forceinline__ int take_place(int* counts, int bin) {
   return __shfl_sync(peers, first, leader) + __popc(peers & ((1u << lane) - 1));
 }
 
+// The bin of a sequence that the kernel takes, -1 for others. kOfKeys: items are tiles of keys.
+template <bool kOfKeys, typename Params>
+__device__ __forceinline__ int planned_bin(const Params& attention, int64_t seq,
+                                           int64_t num_queries) {
+  const bool takes_all = long_rows(attention) == 0;
+  if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries)) return -1;
+  const int num_keys = keys_of(attention, seq, num_queries);
+  return left_to_tiny(attention, num_queries, num_keys) ? -1 : plan_bin(num_keys);
+}
+
+// Whether the plan lists the rows outside all sequences, too.
+template <typename Params>
+__device__ __forceinline__ bool plans_outside(const Params& attention) {
+  constexpr bool kOfKeys = std::is_same_v<Params, AttentionBackwardParams>;
+  return (long_rows(attention) == 0 && !attention.split_by_length) ||
+         (!kOfKeys && (attention.silu || is_general(attention)));
+}
+
 // Items are tiles of kTile queries, in the backward pass of keys.
 template <int kTile, typename Params>
 __global__ __launch_bounds__(kPlanThreads) void plan_long(
@@ -78,13 +101,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   if (threadIdx.x < kPlanBins) counts[threadIdx.x] = 0;
   __syncthreads();
 
-  // The place of a long sequence's bin, -1 for others.
-  const bool takes_all = long_rows(attention) == 0;
   const auto bin_of = [&](int64_t seq) {
     if (seq >= num_seqs) return -1;
-    const int64_t num_queries = sequence_rows(attention.q_offsets, seq).len;
-    if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries)) return -1;
-    return plan_bin(keys_of(attention, seq, num_queries));
+    return planned_bin<kOfKeys>(attention, seq, sequence_rows(attention.q_offsets, seq).len);
   };
   constexpr int kAhead = 8;  // loads in flight
   for (int64_t first = threadIdx.x; first < num_seqs; first += kAhead * kPlanThreads) {
@@ -147,7 +166,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    if (takes_all) {
+    if (plans_outside(attention)) {
       const OffsetsView& offsets = kOfKeys ? attention.kv_offsets : attention.q_offsets;
       const int begin = static_cast<int>(clamped_offset(offsets, 0)),
                 end = static_cast<int>(clamped_offset(offsets, num_seqs)),
@@ -165,29 +184,62 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   ptx::griddepcontrol_wait();
 }
 
-// Behind another kernel for the same operands it may start while that one still runs.
 template <int kTile, typename Params>
 cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
-  constexpr auto kKernel = plan_long<kTile, Params>;
-  return long_rows(params) == 0
-             ? launch<kKernel>(params, Grid{1}, kPlanThreads, 0, stream, nullptr)
-             : launch_dependent<kKernel>(params, Grid{1}, kPlanThreads, 0, stream);
+  return launch_longer<plan_long<kTile, Params>>(params, params, Grid{1}, kPlanThreads, 0, stream,
+                                                 nullptr);
+}
+
+// Whether a kernel of `num_sms` CTAs, one per SM, whose items are tiles of tile_rows rows, plans for
+// itself: a lane holds a sequence, two the rows outside, and without a counter that CTAs share items
+// are handed out in fixed turn. So many rows hold only so many sequences of more than long_rows().
+constexpr int kOwnPlanSeqs = 30;
+template <typename Params>
+bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_rows, int heads,
+                    int num_sms) {
+  constexpr int kRounds = 3, kMaxSeqs = 64;  // of which a warp reads all lengths
+  const int64_t num_seqs = params.q_offsets.num_seqs,
+                most = params.q_offsets.total / (long_rows(params) + 1);
+  return (num_seqs <= kOwnPlanSeqs || (num_seqs <= kMaxSeqs && most <= kOwnPlanSeqs)) &&
+         num_tiles(offsets.total, 0, tile_rows) + (num_seqs < most ? num_seqs : most) <=
+             int64_t{kRounds} * num_sms / heads;
+}
+
+// Launches a kernel that plans for itself: the first on the stream unless those for tiny or other
+// sequences come before.
+template <auto kKernel, typename Params>
+cudaError_t launch_planning(const AttentionParams& attention, const Params& params,
+                            const Grid& grid, int threads, int shared_bytes, cudaStream_t stream,
+                            const char* path) {
+  return long_rows(attention) == 0 && !attention.split_by_length
+             ? launch<kKernel>(params, grid, threads, shared_bytes, stream, path)
+             : launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path);
 }
 
 // Hands out a plan's items: by sequence, head, tile of queries. One warp.
 class PlannedItems {
  public:
   __device__ __forceinline__ PlannedItems(LongPlan* plan, int heads)
-      : plan_(*plan),
+      : plan_(plan),
         heads_(heads),
         num_sequences_(__ldcg(&plan->num_sequences)),
         num_items_(static_cast<int64_t>(__ldcg(&plan->num_tiles)) * heads) {}
 
+  // The plan of another kernel, or where params.plans_itself this warp's own. Items are tiles of
+  // kTile queries, or keys.
+  template <int kTile, bool kOfKeys>
+  __device__ __forceinline__ static PlannedItems of(const AttentionParams& params, int heads) {
+    if (params.plans_itself) return PlannedItems(params, heads, Constant<kTile>{}, kOfKeys);
+    ptx::griddepcontrol_wait();
+    return PlannedItems(static_cast<LongPlan*>(params.long_plan), heads);
+  }
+
   // False if there are no more.
   __device__ __forceinline__ bool next(PlannedSequence& sequence, int64_t& item_in_sequence) {
     const int lane = threadIdx.x % 32;
+    if (plan_ == nullptr) return next_of_own(sequence, item_in_sequence);
     unsigned long long taken = 0;
-    if (lane == 0) taken = atomicAdd(&plan_.next_item, 1ull);
+    if (lane == 0) taken = atomicAdd(&plan_->next_item, 1ull);
     const int64_t item = static_cast<int64_t>(__shfl_sync(0xffffffffu, taken, 0));
     if (item >= num_items_) return false;
     // Items only rise, so the search starts at the last sequence; next ones are likely near.
@@ -196,22 +248,119 @@ class PlannedItems {
       const int probe = rank_ + step * (lane + 1);
       const bool before =
           probe < high &&
-          static_cast<int64_t>(__ldcg(&plan_.sequences[probe].first_tile)) * heads_ <= item;
+          static_cast<int64_t>(__ldcg(&plan_->sequences[probe].first_tile)) * heads_ <= item;
       const int passed = __popc(__ballot_sync(0xffffffffu, before));
       rank_ += step * passed;
       if (passed < 32) high = min(high, rank_ + step);
     }
-    const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_.sequences[rank_]));
+    const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_->sequences[rank_]));
     sequence = {found.x, found.y, found.z, found.w};
     item_in_sequence = item - static_cast<int64_t>(found.x) * heads_;
     return true;
   }
 
  private:
-  LongPlan& plan_;
-  const int heads_, num_sequences_;
-  const int64_t num_items_;
+  // Lane l gets the l-th of the sequences, then the rows outside; longest first where a CTA takes more
+  // than one item.
+  template <int kTile>
+  __device__ __forceinline__ PlannedItems(const AttentionParams& params, int heads,
+                                          Constant<kTile> /*tile*/, bool of_keys)
+      : plan_(nullptr), heads_(heads) {
+    const int lane = threadIdx.x % 32, num_seqs = static_cast<int>(params.q_offsets.num_seqs);
+    const OffsetsView& tiled = of_keys ? params.kv_offsets : params.q_offsets;
+    PlannedSequence mine = {0, 0, 0, -1};
+    int bin = -1, count = 0;
+#pragma unroll 1
+    for (int first = 0; first < num_seqs; first += 32) {
+      const int seq = first + lane;
+      PlannedSequence candidate = {0, 0, 0, seq};
+      int its = -1;
+      if (seq < num_seqs) {
+        const RowRange rows = sequence_rows(params.q_offsets, seq);
+        candidate.begin = static_cast<int>(rows.begin);
+        candidate.num_queries = static_cast<int>(rows.len);
+        its = of_keys ? planned_bin<true>(params, seq, rows.len)
+                      : planned_bin<false>(params, seq, rows.len);
+      }
+      unsigned found = __ballot_sync(0xffffffffu, its >= 0);
+#pragma unroll 1
+      for (; found != 0 && count < kOwnPlanSeqs; found &= found - 1) {
+        const int from = __ffs(static_cast<int>(found)) - 1;
+        const PlannedSequence next = shuffled(candidate, from);
+        const int next_bin = __shfl_sync(0xffffffffu, its, from);
+        if (lane == count++) {
+          mine = next;
+          bin = next_bin;
+        }
+      }
+    }
+    if (lane >= count && lane < count + 2 && plans_outside(params)) {
+      const bool before = lane == count;
+      const int first = before ? 0 : static_cast<int>(clamped_offset(tiled, num_seqs)),
+                last = static_cast<int>(before ? clamped_offset(tiled, 0) : tiled.total);
+      mine = {0, first, last - first, -1};
+      bin = kPlanBins;
+    }
+    num_sequences_ = __popc(__ballot_sync(0xffffffffu, bin >= 0));
+    int rows = mine.num_queries;
+    if (of_keys && mine.seq >= 0) rows = keys_of(params, mine.seq, rows);
+    int tiles = lane < num_sequences_ ? (rows + kTile - 1) / kTile : 0;
+    num_items_ = static_cast<int64_t>(__reduce_add_sync(0xffffffffu, tiles)) * heads;
+    // Loops as they stand: so short a kernel waits for its instructions.
+    if (num_items_ > gridDim.x) {
+      int rank = 0, source = 0;
+#pragma unroll 1
+      for (int other = 0; other < num_sequences_; ++other) {
+        const int its = __shfl_sync(0xffffffffu, bin, other);
+        if (its < bin || (its == bin && other < lane)) ++rank;
+      }
+#pragma unroll 1
+      for (int other = 0; other < num_sequences_; ++other) {
+        if (__shfl_sync(0xffffffffu, rank, other) == lane) source = other;
+      }
+      mine = shuffled(mine, source);
+      tiles = __shfl_sync(0xffffffffu, tiles, source);
+      if (lane >= num_sequences_) tiles = 0;
+    }
+    int sum = tiles;
+#pragma unroll 1
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += before;
+    }
+    own_ = mine;
+    own_.first_tile = sum - tiles;
+  }
+
+  __device__ __forceinline__ static PlannedSequence shuffled(const PlannedSequence& sequence,
+                                                             int lane) {
+    return {__shfl_sync(0xffffffffu, sequence.first_tile, lane),
+            __shfl_sync(0xffffffffu, sequence.begin, lane),
+            __shfl_sync(0xffffffffu, sequence.num_queries, lane),
+            __shfl_sync(0xffffffffu, sequence.seq, lane)};
+  }
+
+  // Every other round goes backwards, since items become shorter.
+  __device__ __forceinline__ bool next_of_own(PlannedSequence& sequence,
+                                              int64_t& item_in_sequence) {
+    const unsigned place = round_ % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    const int64_t item = int64_t{round_++} * gridDim.x + place;
+    if (item >= num_items_) return false;
+    const int lane = threadIdx.x % 32;
+    const bool before =
+        lane < num_sequences_ && static_cast<int64_t>(own_.first_tile) * heads_ <= item;
+    sequence = shuffled(own_, __popc(__ballot_sync(0xffffffffu, before)) - 1);
+    item_in_sequence = item - static_cast<int64_t>(sequence.first_tile) * heads_;
+    return true;
+  }
+
+  LongPlan* plan_;  // null: own_ is a lane's part of the plan
+  const int heads_;
+  int num_sequences_;
+  int64_t num_items_;
   int rank_ = 0;
+  unsigned round_ = 0;
+  PlannedSequence own_ = {};
 };
 
 }  // namespace jagged_cuda::attention

@@ -26,10 +26,14 @@ struct RowRanges {
     second = {other.x, other.y};
   }
 
-  __device__ __forceinline__ bool contains(int64_t key) const {
-    return (key >= first.begin && key < first.end) || (key >= second.begin && key < second.end);
+  // Without branches, of which masks would have one for each score.
+  template <typename Key>
+  __device__ __forceinline__ bool contains(Key key) const {
+    return ((key >= first.begin) & (key < first.end)) |
+           ((key >= second.begin) & (key < second.end));
   }
-  __device__ __forceinline__ bool contains_all(int64_t key, int keys) const {
+  template <typename Key>
+  __device__ __forceinline__ bool contains_all(Key key, int keys) const {
     return (key >= first.begin && key + keys <= first.end) ||
            (key >= second.begin && key + keys <= second.end);
   }
@@ -135,48 +139,85 @@ __device__ __forceinline__ bool some_query_sees(const AttentionParams& params,
   return __any_sync(0xffffffffu, met);
 }
 
+// A step of queries, and whether keys are hidden from some of them by their ranges.
+struct QueryStep {
+  int64_t query;
+  bool cut;
+};
+
 // The first step from `query` on, out of those before `last`, of which some query has keys
 // [key, key + keys) in its ranges; `last` or more if there is none. All 32 lanes of a warp together.
 template <int kStep>
-__device__ __forceinline__ int64_t find_step_that_sees(const AttentionParams& params,
-                                                       const RowRange& queries, int64_t query,
-                                                       int64_t last, int64_t key, int keys) {
-  const auto sees = [&](int64_t step) {
-    return step < last && some_query_sees<kStep>(params, queries, step, key, keys);
+__device__ __forceinline__ QueryStep find_step_that_sees(const AttentionParams& params,
+                                                         const RowRange& queries, int64_t query,
+                                                         int64_t last, int64_t key, int keys) {
+  static_assert(kStep <= 32);
+  constexpr unsigned kAll = 0xffffffffu;
+  struct Seen {
+    bool any, all;
   };
-  if (query >= last || sees(query)) return query;
+  const auto sees = [&](int64_t step) {
+    const int64_t row = step + threadIdx.x % kStep;
+    if (step >= last) return Seen{false, false};
+    if (row >= queries.len) return Seen{false, true};
+    const RowRanges ranges(params, queries.begin + row);
+    return Seen{ranges.meets(key, keys), ranges.contains_all(key, keys)};
+  };
+  const auto found = [&](int64_t step, const Seen& seen) {
+    return QueryStep{step, !__all_sync(kAll, seen.all)};
+  };
+  if (query >= last) return {query, false};
+  const Seen here = sees(query);
+  if (__any_sync(kAll, here.any)) return found(query, here);
   constexpr int kAhead = 4;  // steps whose ranges are read at once
   for (query += kStep; query < last; query += kAhead * kStep) {
-    bool seen[kAhead];
+    Seen seen[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) seen[i] = sees(query + i * kStep);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (seen[i]) return query + i * kStep;
+      if (__any_sync(kAll, seen[i].any)) return found(query + i * kStep, seen[i]);
     }
   }
-  return last;
+  return {last, false};
 }
 
-// Scores of keys that are in no range of their query become `value`. Rows are queries, of which
-// this lane's first is `row` of the `rows` from global_row on; columns are keys from `key` on.
+// The ranges of a lane's rows: queries, of which its first is `row` of the `rows` from global_row on.
+template <int kRowBlocks>
+struct LaneRanges {
+  RowRanges rows[kRowBlocks][2];
+
+  __device__ __forceinline__ LaneRanges(const AttentionParams& params, int64_t global_row, int row,
+                                        int rows_there) {
+    if (params.key_ranges == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        rows[r][half] =
+            RowRanges(params, global_row + min(row + 16 * r + 8 * half, rows_there - 1));
+    }
+  }
+};
+
+// Scores of keys that are in no range of their query become `value`; columns are keys from `key` on.
 template <int kRowBlocks, int kBlocks>
 __device__ __forceinline__ void replace_outside_ranges(Accumulator<kRowBlocks, kBlocks>& s,
-                                                       float value, const AttentionParams& params,
-                                                       int64_t global_row, int row, int rows,
-                                                       int64_t key, int lane) {
+                                                       float value,
+                                                       const LaneRanges<kRowBlocks>& lane_ranges,
+                                                       int key, int lane) {
 #pragma unroll
   for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowRanges ranges(params, global_row + min(row + 16 * r + 8 * half, rows - 1));
+      const RowRanges& ranges = lane_ranges.rows[r][half];
       if (ranges.contains_all(key, kBlocks * 8)) continue;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!ranges.contains(key + block * 8 + 2 * (lane % 4) + i))
-            s[r][block][2 * half + i] = value;
+          float& score = s[r][block][2 * half + i];
+          score = ranges.contains(key + block * 8 + 2 * (lane % 4) + i) ? score : value;
         }
       }
     }
@@ -199,7 +240,8 @@ __device__ __forceinline__ void replace_outside_ranges_transposed(
       for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (!ranges.contains(key + 16 * r + 8 * half)) s[r][block][2 * half + i] = value;
+          float& score = s[r][block][2 * half + i];
+          score = ranges.contains(static_cast<int>(key) + 16 * r + 8 * half) ? score : value;
         }
       }
     }

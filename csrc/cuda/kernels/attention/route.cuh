@@ -7,15 +7,16 @@
 
 namespace jagged_cuda::attention {
 
-__device__ __forceinline__ bool is_tiny(int64_t queries, int64_t keys) {
-  return queries <= kTinyRows && keys <= kTinyRows;
+__device__ __forceinline__ bool is_tiny(const AttentionParams& params, int64_t queries,
+                                        int64_t keys) {
+  return queries <= tiny_limit(params) && keys <= tiny_limit(params);
 }
 
 // Whether another kernel leaves a sequence to those for tiny ones, as it leaves to them the rows
 // outside all sequences where params.split_by_length.
 __device__ __forceinline__ bool left_to_tiny(const AttentionParams& params, int64_t queries,
                                              int64_t keys) {
-  return params.split_by_length && is_tiny(queries, keys);
+  return params.split_by_length && is_tiny(params, queries, keys);
 }
 
 // Whether another kernel leaves a sequence to that for short ones.
@@ -34,8 +35,49 @@ __device__ __forceinline__ bool left_to_long(const Params& params, int64_t queri
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params,
                                                    const OffsetsView& offsets) {
-  if (params.longer_in_slabs) return find_longer_tile<kTile, kTinyRows>(offsets, blockIdx.x);
+  if (params.longer_in_slabs)
+    return find_longer_tile<kTile>(offsets, tiny_limit(params), blockIdx.x);
   return find_tile<kTile>(offsets, blockIdx.x);
 }
+
+// The tiles of longer sequences among those of this CTA in a grid of looped_grid(), where
+// params.longer_in_slabs. All lanes of a warp. (Kernels have an instance of their own with this loop:
+// around one tile it costs up to a tenth.)
+template <int kTile>
+class TilesOfCta {
+ public:
+  __device__ __forceinline__ TilesOfCta(const AttentionParams& params, const OffsetsView& offsets)
+      : params_(params), offsets_(offsets), first_(static_cast<int>(blockIdx.x)) {}
+
+  // False if there are no more.
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    const int limit = tiny_limit(params_), stride = static_cast<int>(gridDim.x),
+              num_tiles = static_cast<int>(num_longer_tiles(offsets_.total, limit));
+    while (left_ == 0) {
+      if (first_ >= num_tiles) return false;
+      const int own = first_ + static_cast<int>(threadIdx.x) % 32 * stride;
+      JaggedTile found = {-1, {0, 0}, 0};
+      if (own < num_tiles) found = find_longer_tile_of_lane<kTile>(offsets_, limit, own);
+      seq_ = static_cast<int>(found.seq);
+      row_ = static_cast<int>(found.row);
+      left_ = __ballot_sync(0xffffffffu,
+                            seq_ >= 0 && found.row < found.rows.len && found.rows.len > limit);
+      first_ += 32 * stride;
+    }
+    const int source = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    tile.seq = __shfl_sync(0xffffffffu, seq_, source);
+    tile.row = __shfl_sync(0xffffffffu, row_, source);
+    tile.rows = sequence_rows(offsets_, tile.seq);
+    return true;
+  }
+
+ private:
+  const AttentionParams& params_;
+  const OffsetsView& offsets_;
+  int first_;  // of 32 tiles to look for next
+  unsigned left_ = 0;
+  int seq_, row_;
+};
 
 }  // namespace jagged_cuda::attention

@@ -81,8 +81,12 @@ __device__ __forceinline__ void rescale_rows(Accumulator<kRowBlocks, kBlocks>& o
 // The same for one block of 16 rows, in fewer instructions. Probabilities are relative to a
 // reference that follows the maximum only once it has fallen behind by a factor of 2^8: it cancels
 // at the end, and sums are seldom rescaled. Whether it moves depends on the row alone.
+//
+// Cheaper still is a step that computes no maximum: try_keeping(), and then keep(), or move() from
+// the same scores where is_behind() for some row. Then the factor is 2^12.
 struct LazySoftmax {
   static constexpr float kSlackLog2 = 8.0f;
+  static constexpr float kLimit = 4096.0f;  // of a lane's sum over a tile
   float reference[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {};  // of this lane's columns only, until finish()
 
@@ -101,22 +105,12 @@ struct LazySoftmax {
     return quad_max(top);
   }
 
-  // Turns scores into probabilities, rounded, in p, which is written after finish_output(). True
-  // where what was summed so far is to be multiplied by `rescale`.
-  template <typename Probs, int kBlocks, typename FinishOutput>
-  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
-                                         float (&rescale)[1][2], float scale_log2,
-                                         FinishOutput finish_output) {
-    const float slack = kSlackLog2 / scale_log2;
-    float next[2], shift[2], sum[2][2] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float top = maximum(s, half);
-      next[half] = top > reference[half] + slack ? top : reference[half];
-      // While a row has seen nothing, -inf - -inf would be NaN.
-      shift[half] = next[half] == -INFINITY ? 0.0f : next[half] * scale_log2;
-    }
-    finish_output();
+  // Probabilities, rounded, in p, and their sums before that, of this lane's columns.
+  template <typename Probs, int kBlocks>
+  __device__ __forceinline__ static void exponentials(const Accumulator<1, kBlocks>& s, Probs& p,
+                                                      float (&sums)[2], const float (&shift)[2],
+                                                      float scale_log2) {
+    float sum[2][2] = {};
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
@@ -130,6 +124,27 @@ struct LazySoftmax {
         p.set(block, half, e);
       }
     }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sums[half] = sum[half][0] + sum[half][1];
+  }
+
+  // Turns scores into probabilities, rounded, in p, which is written after finish_output(). True
+  // where what was summed so far is to be multiplied by `rescale`.
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+                                         float (&rescale)[1][2], float scale_log2,
+                                         FinishOutput finish_output) {
+    const float slack = kSlackLog2 / scale_log2;
+    float next[2], shift[2], sums[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = maximum(s, half);
+      next[half] = top > reference[half] + slack ? top : reference[half];
+      // While a row has seen nothing, -inf - -inf would be NaN.
+      shift[half] = next[half] == -INFINITY ? 0.0f : next[half] * scale_log2;
+    }
+    finish_output();
+    exponentials(s, p, sums, shift, scale_log2);
     const bool moved = __any_sync(0xffffffffu, next[0] != reference[0] || next[1] != reference[1]);
     if (moved) {
 #pragma unroll
@@ -141,9 +156,48 @@ struct LazySoftmax {
         row_sum[half] *= rescale[0][half];
       }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) row_sum[half] += sum[half][0] + sum[half][1];
+    keep(sums);
     return moved;
+  }
+
+  // The same relative to the references as they stand; the sums count once they are kept.
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ void try_keeping(const Accumulator<1, kBlocks>& s, Probs& p,
+                                              float (&sums)[2], float scale_log2,
+                                              FinishOutput finish_output) const {
+    const float shift[2] = {reference[0] * scale_log2, reference[1] * scale_log2};
+    finish_output();
+    exponentials(s, p, sums, shift, scale_log2);
+  }
+  // Whether a row's reference has fallen behind, by one of its lanes' sums: that is infinite, or
+  // NaN, too where the row has no reference yet.
+  __device__ __forceinline__ static bool is_behind(float sum) { return !(sum < kLimit); }
+  __device__ __forceinline__ void keep(const float (&sums)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_sum[half] += sums[half];
+  }
+  // Probabilities once more; the references of the rows that one of their lanes says to be behind
+  // become their maximum. What was summed so far is to be multiplied by `rescale`.
+  template <typename Probs, int kBlocks>
+  __device__ __forceinline__ void move(const Accumulator<1, kBlocks>& s, Probs& p,
+                                       float (&rescale)[1][2], const bool (&behind)[2],
+                                       float scale_log2) {
+    const int quad = threadIdx.x % 32 / 4 * 4;
+    float shift[2], sums[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool moves = (__ballot_sync(0xffffffffu, behind[half]) >> quad & 0xf) != 0;
+      const float top = maximum(s, half);
+      rescale[0][half] = 1.0f;
+      if (moves && top > reference[half]) {
+        rescale[0][half] = ptx::ex2_approx((reference[half] - top) * scale_log2);
+        reference[half] = top;
+      }
+      row_sum[half] *= rescale[0][half];
+      shift[half] = reference[half] == -INFINITY ? 0.0f : reference[half] * scale_log2;
+    }
+    exponentials(s, p, sums, shift, scale_log2);
+    keep(sums);
   }
 
   __device__ __forceinline__ void finish() {

@@ -1,7 +1,9 @@
+#include "cuda/kernels/attention/short_backward.cuh"
 #include "cuda/kernels/attention/short_forward.cuh"
 
 namespace jagged_cuda::attention {
 
 template cudaError_t launch_forward_short<__half>(const AttentionParams&, cudaStream_t);
+template cudaError_t launch_backward_short<__half>(const AttentionBackwardParams&, cudaStream_t);
 
 }  // namespace jagged_cuda::attention

@@ -51,7 +51,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   using Storage = typename Config::Storage;
   const AttentionParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short(attention, shared, warp * 32 + lane);
+  if (listed) list_short(attention, shared.listed, warp * 32 + lane, AnyShort{});
   const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
@@ -88,8 +88,7 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
           zero_short_rows(shared, item.v, item.keys.len, lane);
           ptx::fence_proxy_async();
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.ready[slot]);
+        ptx::mbarrier_arrive(shared.ready[slot]);  // every lane, for its zeros
       }
       if (!more) return;
     }

@@ -61,15 +61,23 @@ struct ShortLayout {
   static constexpr int kCostRatio = 16;
 };
 
+// The sequences that a CTA takes, or some of them: those that come first from the front on, the others
+// from the back.
+struct ShortList {
+  ShortSequence sequences[ShortLayout::kList];
+  int num_first, num_last;
+  int warp_costs[4];
+
+  __device__ __forceinline__ void init() { num_first = num_last = 0; }
+};
+
 template <int kRingBytes_>
 struct ShortStorage : ShortLayout {
   static constexpr int kRingBytes = kRingBytes_;
   alignas(1024) char ring[kRingBytes];
   ShortItem items[kDescribed];
   uint64_t issued[kDescribed], full[kDescribed], ready[kDescribed], empty[kDescribed];
-  ShortSequence list[kList];
-  int num_listed;
-  int warp_costs[4];
+  ShortList listed;
   int next_unit;
 
   // One thread.
@@ -77,10 +85,10 @@ struct ShortStorage : ShortLayout {
     for (int i = 0; i < kDescribed; ++i) {
       ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], 1);
+      ptx::mbarrier_init(ready[i], 32);
       ptx::mbarrier_init(empty[i], max_units);
     }
-    num_listed = 0;
+    listed.init();
     next_unit = computing_warps;
     ptx::fence_mbarrier_init();
   }
@@ -93,9 +101,15 @@ __device__ __forceinline__ ShortSequence short_sequence(const AttentionParams& p
   const TinyRows keys = params.kv_offsets.data == params.q_offsets.data
                             ? queries
                             : tiny_rows(params.kv_offsets, static_cast<unsigned>(seq));
-  if (max(queries.len, keys.len) > kShortRows || is_tiny(queries.len, keys.len)) return {};
+  if (max(queries.len, keys.len) > kShortRows || is_tiny(params, queries.len, keys.len)) return {};
   return {queries, keys, 0, params.heads};
 }
+
+struct AnyShort {
+  __device__ __forceinline__ bool operator()(const ShortSequence& /*sequence*/) const {
+    return true;
+  }
+};
 
 __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
@@ -107,10 +121,11 @@ __device__ __forceinline__ int short_cost(const ShortSequence& sequence) {
   return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
 }
 
-// Lists the sequences of this CTA; 128 threads, which meet at named barrier 1.
-template <typename Storage>
-__device__ __forceinline__ void list_short(const AttentionParams& params, Storage& shared,
-                                           int thread) {
+// Lists the sequences of this CTA, those first for which is_first() holds; 128 threads, which meet at
+// named barrier 1.
+template <typename IsFirst>
+__device__ __forceinline__ void list_short(const AttentionParams& params, ShortList& list,
+                                           int thread, IsFirst is_first) {
   const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
   const int per_thread = (num_seqs + 127) / 128, first = thread * per_thread,
             last = min(first + per_thread, num_seqs);
@@ -123,13 +138,13 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
     const int before = __shfl_up_sync(0xffffffffu, sum, step);
     if (lane >= step) sum += before;
   }
-  if (lane == 31) shared.warp_costs[thread / 32] = sum;
+  if (lane == 31) list.warp_costs[thread / 32] = sum;
   ptx::bar_sync(1, 128);
   int total = 0, before = sum - cost;
 #pragma unroll
   for (int warp = 0; warp < 4; ++warp) {
-    if (warp < thread / 32) before += shared.warp_costs[warp];
-    total += shared.warp_costs[warp];
+    if (warp < thread / 32) before += list.warp_costs[warp];
+    total += list.warp_costs[warp];
   }
   const int64_t heads = params.heads, all = total * heads, low = all * blockIdx.x / gridDim.x,
                 high = all * (blockIdx.x + 1) / gridDim.x;
@@ -140,18 +155,81 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, Storag
       ShortSequence sequence = short_sequence(params, seq);
       const int own = short_cost(sequence);
       if (own == 0) continue;
-      // Heads whose items start in [low, high).
+      // Heads whose items start in [low, high). Costs of one sequence fit 32 bits.
       const auto head_at = [&](int64_t place) {
-        return place <= start ? 0 : static_cast<int>(min((place - start + own - 1) / own, heads));
+        const int64_t passed = place - start;
+        if (passed <= 0) return 0;
+        if (passed >= own * heads) return static_cast<int>(heads);
+        return static_cast<int>((static_cast<unsigned>(passed) + own - 1) / own);
       };
       sequence.first_head = head_at(low);
       sequence.last_head = head_at(high);
       start += own * heads;
-      if (sequence.first_head < sequence.last_head)
-        shared.list[atomicAdd(&shared.num_listed, 1)] = sequence;
+      if (sequence.first_head < sequence.last_head) {
+        const int place = is_first(sequence)
+                              ? atomicAdd(&list.num_first, 1)
+                              : ShortLayout::kList - 1 - atomicAdd(&list.num_last, 1);
+        list.sequences[place] = sequence;
+      }
     }
   }
   ptx::bar_sync(1, 128);
+}
+
+// Lists the sequences of round `round`, where they go round; false if there are no more. One warp.
+template <typename IsFirst>
+__device__ __forceinline__ bool list_round(const AttentionParams& params, ShortList& list,
+                                           int round, int lane, IsFirst is_first) {
+  constexpr int kRun = 8, kRunsAtOnce = 32 / kRun, kLoads = 4;
+  const auto run_of = [&](int run) {
+    return (static_cast<int64_t>(round) * kLoads * kRunsAtOnce + run) * gridDim.x + blockIdx.x;
+  };
+  if (run_of(0) * kRun >= params.q_offsets.num_seqs) return false;
+  ShortSequence sequences[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i)
+    sequences[i] =
+        short_sequence(params, run_of(i * kRunsAtOnce + lane / kRun) * kRun + lane % kRun);
+  int num_first = 0, num_last = 0;
+  const unsigned lanes_before = (1u << lane) - 1;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const bool any = sequences[i].queries.len + sequences[i].keys.len > 0,
+               first = any && is_first(sequences[i]);
+    const unsigned all_first = __ballot_sync(0xffffffffu, first),
+                   all_last = __ballot_sync(0xffffffffu, any && !first);
+    if (first) {
+      list.sequences[num_first + __popc(all_first & lanes_before)] = sequences[i];
+    } else if (any) {
+      list.sequences[ShortLayout::kList - 1 - num_last - __popc(all_last & lanes_before)] =
+          sequences[i];
+    }
+    num_first += __popc(all_first);
+    num_last += __popc(all_last);
+  }
+  if (lane == 0) {
+    list.num_first = num_first;
+    list.num_last = num_last;
+  }
+  __syncwarp();
+  return true;
+}
+
+// Visits each item; all sequences of the CTA are listed already, or go round. One warp.
+template <typename IsFirst, typename Visit>
+__device__ __forceinline__ void visit_short(const AttentionParams& params, ShortList& list,
+                                            bool listed, int lane, IsFirst is_first, Visit visit) {
+  for (int round = 0; listed ? round == 0 : list_round(params, list, round, lane, is_first);
+       ++round) {
+    const int num_first = list.num_first, num_all = num_first + list.num_last;
+    for (int i = 0; i < num_all; ++i) {
+      const ShortSequence sequence =
+          list.sequences[i < num_first ? i : ShortLayout::kList - 1 - (i - num_first)];
+      for (int head = sequence.first_head; head < sequence.last_head; ++head)
+        visit(sequence, static_cast<unsigned>(head));
+    }
+  }
 }
 
 // The copying warp.
@@ -223,43 +301,10 @@ struct ShortProducer {
     }
   }
 
-  // Lists the sequences of round `round`, where they go round; false if there are no more.
-  __device__ __forceinline__ bool list_round(int round) {
-    constexpr int kRun = 8, kRunsAtOnce = 32 / kRun, kLoads = 4;
-    const auto run_of = [&](int run) {
-      return (static_cast<int64_t>(round) * kLoads * kRunsAtOnce + run) * gridDim.x + blockIdx.x;
-    };
-    if (run_of(0) * kRun >= params.q_offsets.num_seqs) return false;
-    ShortSequence sequences[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      sequences[i] =
-          short_sequence(params, run_of(i * kRunsAtOnce + lane / kRun) * kRun + lane % kRun);
-    int listed = 0;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool any = sequences[i].queries.len + sequences[i].keys.len > 0;
-      const unsigned all = __ballot_sync(0xffffffffu, any);
-      if (any) shared.list[listed + __popc(all & ((1u << lane) - 1))] = sequences[i];
-      listed += __popc(all);
-    }
-    if (lane == 0) shared.num_listed = listed;
-    __syncwarp();
-    return true;
-  }
-
   // Visits each item; all sequences of the CTA are listed already, or go round.
   template <typename Visit>
   __device__ __forceinline__ void run(bool listed, Visit visit) {
-    for (int round = 0; listed ? round == 0 : list_round(round); ++round) {
-      const int num_listed = shared.num_listed;
-      for (int i = 0; i < num_listed; ++i) {
-        const ShortSequence sequence = shared.list[i];
-        for (int head = sequence.first_head; head < sequence.last_head; ++head)
-          visit(sequence, static_cast<unsigned>(head));
-      }
-    }
+    visit_short(params, shared.listed, listed, lane, AnyShort{}, visit);
     finish();
   }
 };

@@ -9,14 +9,20 @@ namespace jagged_cuda::attention {
 // A score that counts as hidden: its sigmoid is exactly 0, and with it silu and its slope.
 constexpr float kHiddenScore = -1e30f;
 
+// What the sums of a sequence are divided by.
+template <typename T>
+__device__ __forceinline__ T silu_divisor(const AttentionParams& params, int64_t num_keys) {
+  if (params.divisor != 0.0) return static_cast<T>(params.divisor);
+  return static_cast<T>(num_keys > 0 ? num_keys : 1);
+}
+
 // What a row's sum of silu(z) v is multiplied by. `global_row` is a row of q.
 template <typename T>
 __device__ __forceinline__ T row_weight(const AttentionParams& params, int64_t global_row,
                                         int64_t num_keys) {
   const T factor =
       params.row_scale == nullptr ? T(1) : static_cast<const T*>(params.row_scale)[global_row];
-  const T keys = static_cast<T>(num_keys > 0 ? num_keys : 1);
-  return factor / (params.divisor == 0.0 ? keys : static_cast<T>(params.divisor));
+  return factor / silu_divisor<T>(params, num_keys);
 }
 
 __device__ __forceinline__ float sigmoid(float z) {

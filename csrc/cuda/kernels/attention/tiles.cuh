@@ -33,6 +33,18 @@ __device__ __forceinline__ int own_last_key(const QueryTile& tile, const WindowO
   return max(keys.first + 1, last);
 }
 
+// First keys of the tiles of `keys` keys that the window does not cut for any of the 64 rows from
+// `row` of the tile on.
+struct UncutKeys {
+  int first;
+  int last;
+  __device__ __forceinline__ UncutKeys(const QueryTile& tile, const WindowOf<int>& window, int row,
+                                       int keys)
+      : first(tile.row + row + 63 + window.diagonal - window.before),
+        last(min(tile.row + row + window.diagonal + window.after + 1, tile.num_keys) - keys) {}
+  __device__ __forceinline__ bool contains(int key) const { return key >= first && key <= last; }
+};
+
 __device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params,
                                                    const QueryTile& tile) {
   return {tile.num_keys - tile.num_queries, window_rows32(params.window_left),

@@ -429,20 +429,26 @@ struct TinyBackward {
   }
 };
 
+// Zeros in the rows outside all sequences, in CTA `cta` of TinyItem::kFillCtas.
+__device__ __forceinline__ void fill_outside_gradients(const AttentionBackwardParams& params,
+                                                       unsigned cta) {
+  const unsigned heads = params.heads, kv_heads = params.kv_heads;
+  fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);
+  fill_outside(params.kv_offsets, params.grad_k.data, kv_heads * params.dim_qk / 2, 0.0f, cta);
+  fill_outside(params.kv_offsets, params.grad_v.data, kv_heads * params.dim_v / 2, 0.0f, cta);
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_tiny(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(128) char shared_bytes[];
   auto* storage = reinterpret_cast<TinyBackwardStorage<Config>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned heads = params.heads, kv_heads = params.kv_heads,
+  const unsigned kv_heads = params.kv_heads,
                  item_ctas = TinyItem::ctas(params, kv_heads, Config::kWarps);
   ptx::griddepcontrol_launch_dependents();  // launch_longer
   if (blockIdx.x >= item_ctas) {
-    const unsigned cta = blockIdx.x - item_ctas;
-    fill_outside(params.q_offsets, params.grad_q.data, heads * params.dim_qk / 2, 0.0f, cta);
-    fill_outside(params.kv_offsets, params.grad_k.data, kv_heads * params.dim_qk / 2, 0.0f, cta);
-    fill_outside(params.kv_offsets, params.grad_v.data, kv_heads * params.dim_v / 2, 0.0f, cta);
+    fill_outside_gradients(params, blockIdx.x - item_ctas);
     return;
   }
   const TinyItem item(kv_heads, Config::kWarps);

@@ -201,10 +201,10 @@ __device__ __forceinline__ void store_row(const float (&o)[kColumnBlocks * 4][4]
   }
 }
 
-// All queries of one head, where the keys fill kKeyBlocks blocks of 16.
+// Queries of one head from begin to end, of all blocks of 16, where the keys fill kKeyBlocks of them.
 template <typename Config, int kKeyBlocks>
 __device__ __forceinline__ void attend(const AttentionParams& params, const TinySequence& sequence,
-                                       unsigned head, int lane) {
+                                       unsigned head, int begin, int end, int lane) {
   using Element = typename Config::Element;
   constexpr int kColumnBlocks = Config::kColumnBlocks;
   constexpr bool kLoadsAhead = kKeyBlocks < 4;  // registers are short with 64 keys
@@ -215,13 +215,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Tiny
   // This lane's place in rows of Q, K and the output, and in pairs of rows of V.
   const int row = lane / 4, column = lane % 4 * 8, pair_row = lane % 4 * 2,
             pair_column = lane / 4 * 4;
-  LaneRows gQ(params.q, sequence.queries.begin + row, head, column),
-      gOut(params.out, sequence.queries.begin + row, head, column);
+  const unsigned first_row = sequence.queries.begin + begin + row;
+  LaneRows gQ(params.q, first_row, head, column), gOut(params.out, first_row, head, column);
   const LaneRows gK(params.k, sequence.keys.begin + row, kv_head, column),
       gV(params.v, sequence.keys.begin + pair_row, kv_head, pair_column);
   RowFragments<kColumnBlocks> q, k[kKeyBlocks];
   PairFragments<kColumnBlocks> v[kKeyBlocks];
-  q.load(gQ, 0, queries - row, params.dim_qk - column);
+  q.load(gQ, 0, queries - begin - row, params.dim_qk - column);
 #pragma unroll
   for (int block = 0; block < kKeyBlocks; ++block)
     k[block].load(gK, block * 16, keys - row, params.dim_qk - column);
@@ -235,13 +235,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Tiny
               scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
   const TinyWindow window(params, queries, keys);
   const unsigned lse_bytes = params.heads * 4u;
-  char* gLse = static_cast<char*>(params.lse) +
-               static_cast<uint64_t>(sequence.queries.begin + row) * lse_bytes + head * 4;
+  char* gLse =
+      static_cast<char*>(params.lse) + static_cast<uint64_t>(first_row) * lse_bytes + head * 4;
 #pragma unroll 1
-  for (int query = 0; query < queries; query += 16) {
+  for (int query = begin; query < end; query += 16) {
     TinyScores<Config, kKeyBlocks> scores;
     scores.add_product(q, k);
-    const bool more = query + 16 < queries;
+    const bool more = query + 16 < end;
     gQ.data = gQ.row(16);
     if (kLoadsAhead && more) q.load(gQ, 0, queries - query - 16 - row, params.dim_qk - column);
     if (scale < 0.0f) scores.negate();  // the maximum of scale * S lies where -S is largest
@@ -283,6 +283,27 @@ __device__ __forceinline__ void attend_to_nothing(const AttentionParams& params,
   }
 }
 
+// Queries of one head of a sequence, as many as there are of [begin, begin + 16 * blocks); one warp.
+template <typename Config>
+__device__ __forceinline__ void attend_tiny(const AttentionParams& params, unsigned seq,
+                                            unsigned head, int begin, int blocks, int lane) {
+  const TinySequence sequence = tiny_sequence(params, seq);
+  const int end = min(sequence.queries.len, begin + 16 * blocks);
+  if (begin >= end) return;
+  switch ((sequence.keys.len + 15) / 16) {
+    case 0:
+      return begin == 0 ? attend_to_nothing(params, sequence, head, lane) : void();
+    case 1:
+      return attend<Config, 1>(params, sequence, head, begin, end, lane);
+    case 2:
+      return attend<Config, 2>(params, sequence, head, begin, end, lane);
+    case 3:
+      return attend<Config, 3>(params, sequence, head, begin, end, lane);
+    case 4:
+      return attend<Config, 4>(params, sequence, head, begin, end, lane);
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tiny(
     const __grid_constant__ AttentionParams params) {
@@ -294,23 +315,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     fill_outside(params.q_offsets, params.lse, heads, -INFINITY, cta);
     return;
   }
-  const int lane = threadIdx.x % 32;
   const TinyItem item(heads, Config::kWarps);
   if (item.seq >= params.q_offsets.num_seqs) return;
-  const TinySequence sequence = tiny_sequence(params, item.seq);
-  if (sequence.queries.len == 0) return;
-  switch ((sequence.keys.len + 15) / 16) {
-    case 0:
-      return attend_to_nothing(params, sequence, item.head, lane);
-    case 1:
-      return attend<Config, 1>(params, sequence, item.head, lane);
-    case 2:
-      return attend<Config, 2>(params, sequence, item.head, lane);
-    case 3:
-      return attend<Config, 3>(params, sequence, item.head, lane);
-    case 4:
-      return attend<Config, 4>(params, sequence, item.head, lane);
-  }
+  attend_tiny<Config>(params, item.seq, item.head, 0, kTinyRows / 16, threadIdx.x % 32);
 }
 
 template <typename Element>

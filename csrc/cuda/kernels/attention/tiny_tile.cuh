@@ -1,4 +1,4 @@
-// What the kernels for tiny sequences share: sequences of at most kTinyRows queries and keys, one
+// What the kernels for tiny sequences share: sequences of at most tiny_limit() queries and keys, one
 // head of which a warp takes alone, so that nothing waits for another warp.
 #pragma once
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ TinySequence tiny_sequence(const AttentionParams& par
   const TinyRows queries = tiny_rows(params.q_offsets, seq);
   const TinyRows keys =
       params.kv_offsets.data == params.q_offsets.data ? queries : tiny_rows(params.kv_offsets, seq);
-  if (!is_tiny(queries.len, keys.len)) return {};
+  if (!is_tiny(params, queries.len, keys.len)) return {};
   return {queries, keys};
 }
 
@@ -107,16 +107,16 @@ __device__ __forceinline__ void store_zero_rows(const HeadsView& view, const Tin
   }
 }
 
-// Writes `value` to what belongs to no sequence, in CTA `cta` of kFillCtas: to the rows before the
-// first and after the last, of row_words * 4 bytes each.
+// Writes `value` to what belongs to no sequence, in CTA `cta` of `ctas`: to the rows before the first
+// and after the last, of row_words * 4 bytes each.
 __device__ __forceinline__ void fill_outside(const OffsetsView& offsets, void* g,
-                                             unsigned row_words, float value, unsigned cta) {
+                                             unsigned row_words, float value, unsigned cta,
+                                             unsigned ctas = TinyItem::kFillCtas) {
   const int64_t first = clamped_offset(offsets, 0) * row_words,
                 last = clamped_offset(offsets, offsets.num_seqs) * row_words,
                 outside = first + offsets.total * row_words - last;
 #pragma unroll 1
-  for (int64_t i = cta * blockDim.x + threadIdx.x; i < outside;
-       i += TinyItem::kFillCtas * blockDim.x) {
+  for (int64_t i = cta * blockDim.x + threadIdx.x; i < outside; i += ctas * blockDim.x) {
     static_cast<float*>(g)[i < first ? i : last + i - first] = value;
   }
 }

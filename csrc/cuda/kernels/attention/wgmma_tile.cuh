@@ -1,5 +1,6 @@
-// Tiles of 16-bit elements for wgmma: shared memory in the layout that its descriptors name, and
-// the products of a warpgroup's 64 rows. Loads, stores and accumulators are those of mma_tile.cuh.
+// Tiles for wgmma, of 16-bit elements or f32: shared memory in the layout that its descriptors name,
+// and the products of a warpgroup's 64 rows. Loads, stores and accumulators are those of
+// mma_tile.cuh.
 #pragma once
 
 #include "cuda/kernels/attention/mma_tile.cuh"
@@ -7,24 +8,26 @@
 
 namespace jagged_cuda {
 
-// A [kRows, kColumns] tile in blocks of 64 columns (or its 32), one after another; within a block a
-// row takes 128 (64) bytes, whose 16-byte chunks are exchanged as in SharedTile. A product may sum
-// over its columns (K-major) or over its rows (transposed).
+// A [kRows, kColumns] tile in blocks of 128 bytes of columns (or its 64), one after another; within a
+// block the 16-byte chunks of a row are exchanged as in SharedTile. A product may sum over its
+// columns (K-major) or, of 16-bit elements, over its rows (transposed).
 template <typename Element_, int kRows_, int kColumns_>
 struct WarpgroupTile {
   using Element = Element_;
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
-  static constexpr int kBlockColumns = kColumns < 64 ? kColumns : 64;
-  static constexpr int kChunkElems = 8;
+  static constexpr int kElementBytes = sizeof(Element);
+  static constexpr int kMaxColumns = 128 / kElementBytes;
+  static constexpr int kBlockColumns = kColumns < kMaxColumns ? kColumns : kMaxColumns;
   static constexpr int kChunkBytes = 16;
+  static constexpr int kChunkElems = kChunkBytes / kElementBytes;
   static constexpr int kChunks = kColumns / kChunkElems;
-  static constexpr int kRowBytes = kBlockColumns * 2;
+  static constexpr int kRowBytes = kBlockColumns * kElementBytes;
   static constexpr int kGroupBytes = kRows * kRowBytes;  // from one block to the next
   static constexpr ptx::Swizzle kSwizzle =
       kRowBytes == 128 ? ptx::Swizzle::k128Bytes : ptx::Swizzle::k64Bytes;
-  static_assert(sizeof(Element) == 2 && kRows % 8 == 0 && kColumns % kBlockColumns == 0 &&
-                (kRowBytes == 128 || kRowBytes == 64));
+  static_assert((kElementBytes == 2 || kElementBytes == 4) && kRows % 8 == 0 &&
+                kColumns % kBlockColumns == 0 && (kRowBytes == 128 || kRowBytes == 64));
 
   alignas(1024) Element data[kRows * kColumns];
 
@@ -42,7 +45,7 @@ struct WarpgroupTile {
   }
   // What is added to a descriptor to sum over columns, or over rows, from `k` on.
   static constexpr int column_step_bytes(int k) {
-    return k / kBlockColumns * kGroupBytes + k % kBlockColumns * 2;
+    return k / kBlockColumns * kGroupBytes + k % kBlockColumns * kElementBytes;
   }
   static constexpr int row_step_bytes(int k) { return k * kRowBytes; }
 };
@@ -81,6 +84,11 @@ struct PackedRows {
   // Two elements of one row of a block.
   __device__ __forceinline__ void set(int block, int half, const float (&pair)[2]) {
     fragments[block / 2][block % 2 * 2 + half] = pack<Element>(pair[0], pair[1]);
+  }
+  // The same two become 0 where they are not kept.
+  __device__ __forceinline__ void keep(int block, int half, bool first, bool second) {
+    fragments[block / 2][block % 2 * 2 + half] &=
+        (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
   }
 };
 

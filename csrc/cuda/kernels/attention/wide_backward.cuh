@@ -35,8 +35,8 @@
 //     tile_empty[w]       warpgroup w, after its last S or dP    copier
 //     ring.full           copier, with Q and dO; statistics      both warpgroups
 //     ring.empty          both warpgroups, after their products  copier, statistics
-//     kProbsFull + b      the first, P is written                the second, 256 threads
-//     kProbsEmpty + b     the second, P is read                  the first, 256 threads
+//     probs.full          threads of the first, P is written     the second
+//     probs.empty         threads of the second, P is read       the first
 //     kZeroed + w         warpgroup w                            the same, after it wrote zeros
 //
 // A copy may reach into the next sequence. Rows that a product sums over are overwritten with zeros
@@ -361,6 +361,7 @@ struct WideDkdvStorage {
   WideKeyItem item[kItems];
   Ring<kItems> items;
   Ring<Config::kStages> ring;
+  Ring<kProbsStages> probs;
   uint64_t tile_full[2], tile_empty[2];
 };
 static_assert(sizeof(WideDqStorage<WideBackwardConfig<__half, 192>>) <= 227 * 1024);
@@ -399,8 +400,7 @@ __device__ __forceinline__ void schedule_wide_keys(const AttentionParams& attent
   // Where late keys are seen by more queries, they come first.
   const bool descending = attention.window_left < AttentionParams::kUnbounded &&
                           attention.window_right >= AttentionParams::kUnbounded;
-  ptx::griddepcontrol_wait();
-  PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
+  auto items = PlannedItems::of<Config::kRows, true>(attention, attention.kv_heads);
   PlannedSequence sequence;
   int64_t index;
   while (items.next(sequence, index)) {
@@ -504,8 +504,7 @@ __device__ __forceinline__ void copy_statistics(const AttentionBackwardParams& a
           shared.sStatistics[stage][0][row] = lse_log2;
           shared.sStatistics[stage][1][row] = delta;
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.ring.full[stage]);
+        shared.ring.publish(stage);
       });
 }
 
@@ -517,15 +516,15 @@ struct WideDkdvConsumer {
   static constexpr int kRows = Config::kRows, kScoreBlocks = kRows / 8,
                        kOutBlocks = Config::kDim / 8;
   static constexpr int kWarpgroup = kOfValues ? 0 : 1;
-  static constexpr int kZeroedBarrier = 1, kProbsFull = 3,
-                       kProbsEmpty = kProbsFull + Storage::kProbsStages;
+  static constexpr int kZeroedBarrier = 1;
 
   const AttentionBackwardParams& attention;
   Storage& shared;
   const int lane, own_row;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kStages> slot;
-  int tile_parity = 0, probs_stage = 0;
+  RingPosition<Storage::kProbsStages> probs;
+  int tile_parity = 0;
 
   __device__ __forceinline__ WideDkdvConsumer(const AttentionBackwardParams& params,
                                               Storage& storage)
@@ -537,6 +536,15 @@ struct WideDkdvConsumer {
   __device__ __forceinline__ void arrive(uint64_t& barrier) {
     __syncwarp();  // all lanes have read what the others may now overwrite
     if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+  // A step's operands. Every lane that has read a delta arrives for itself, as racecheck follows it;
+  // what is read of lse is behind the barriers of P^T.
+  __device__ __forceinline__ void release(int stage) {
+    if constexpr (kOfValues) {
+      arrive(shared.ring.empty[stage]);
+    } else {
+      shared.ring.release(stage);
+    }
   }
   // S^T = K Q^T, or dP^T = V dO^T
   __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s, int stage) {
@@ -564,21 +572,20 @@ struct WideDkdvConsumer {
       replace_unseen(s, 0.0f, range.window, item.key + own_row, query, item.num_queries, lane);
   }
   __device__ __forceinline__ void write_probs(const Accumulator<1, kScoreBlocks>& s) {
-    ptx::bar_sync(kProbsEmpty + probs_stage, 256);
+    shared.probs.acquire(probs);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
-      shared.sProbs[probs_stage][block][threadIdx.x % 128] =
+      shared.sProbs[probs.stage][block][threadIdx.x % 128] =
           make_float4(s[0][block][0], s[0][block][1], s[0][block][2], s[0][block][3]);
     }
-    ptx::bar_arrive(kProbsFull + probs_stage, 256);
-    probs_stage ^= 1;
+    shared.probs.publish(probs.advance());
   }
   // dS^T = P^T * (dP^T - delta)
   __device__ __forceinline__ void finish_grad_probs(Accumulator<1, kScoreBlocks>& dp, int stage) {
-    ptx::bar_sync(kProbsFull + probs_stage, 256);
+    shared.probs.wait(probs);
 #pragma unroll
     for (int block = 0; block < kScoreBlocks; ++block) {
-      const float4 p = shared.sProbs[probs_stage][block][threadIdx.x % 128];
+      const float4 p = shared.sProbs[probs.stage][block][threadIdx.x % 128];
       const float2 delta = *reinterpret_cast<const float2*>(
           &shared.sStatistics[stage][1][block * 8 + 2 * (lane % 4)]);
       dp[0][block][0] = p.x * (dp[0][block][0] - delta.x);
@@ -586,8 +593,7 @@ struct WideDkdvConsumer {
       dp[0][block][2] = p.z * (dp[0][block][2] - delta.x);
       dp[0][block][3] = p.w * (dp[0][block][3] - delta.y);
     }
-    ptx::bar_arrive(kProbsEmpty + probs_stage, 256);
-    probs_stage ^= 1;
+    shared.probs.release(probs.advance());
   }
   // Rows that both warpgroups zero, since both read them.
   __device__ __forceinline__ int wait_for_step(int rows) {
@@ -614,7 +620,7 @@ struct WideDkdvConsumer {
         start_scores(s, stage);
         ptx::wgmma_wait_group<1>();
         ptx::fence_operands(grad[0]);
-        if (last >= 0) arrive(shared.ring.empty[last]);
+        if (last >= 0) release(last);
         last = stage;
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s[0]);
@@ -635,13 +641,10 @@ struct WideDkdvConsumer {
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(grad[0]);
-    arrive(shared.ring.empty[last]);
+    release(last);
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (!kOfValues) {
-      for (int b = 0; b < Storage::kProbsStages; ++b) ptx::bar_arrive(kProbsEmpty + b, 256);
-    }
     for (;;) {
       shared.items.wait(place);
       const int stage = place.advance();
@@ -671,10 +674,8 @@ __global__ __launch_bounds__(Config::kThreads,
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     shared.items.init(kConsumerWarps + 2);
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(shared.ring.full[stage], 2);
-      ptx::mbarrier_init(shared.ring.empty[stage], kConsumerWarps);
-    }
+    shared.ring.init(kConsumerWarps / 2 + 128, 1 + 32);
+    shared.probs.init(128, 128);
     for (uint64_t& barrier : shared.tile_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.tile_empty) ptx::mbarrier_init(barrier, 4);
     ptx::fence_mbarrier_init();
@@ -720,22 +721,32 @@ cudaError_t launch_wide_backward(const AttentionBackwardParams& attention, cudaS
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
-  AttentionBackwardParams of_keys = attention;
-  of_keys.long_plan = static_cast<char*>(attention.long_plan) + long_plan_bytes(num_seqs);
-  cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
-  if (error != cudaSuccess) return error;
-  error = launch_dependent<plan_long<Config::kRows, AttentionBackwardParams>>(
-      of_keys, Grid{1}, kPlanThreads, 0, stream);
-  if (error != cudaSuccess) return error;
   const auto grid = [&](int64_t items) { return Grid{items < num_sms ? items : num_sms}; };
-  error = launch_dependent<wide_dq<Config>>(
-      params, grid(num_tiles(queries, num_seqs, Config::kTileM) * attention.heads),
-      Config::kThreads, sizeof(WideDqStorage<Config>), stream, Config::kName);
+  const Grid dq_grid = grid(num_tiles(queries, num_seqs, Config::kTileM) * attention.heads),
+             dkdv_grid = grid(num_tiles(keys, num_seqs, Config::kRows) * attention.kv_heads);
+  constexpr auto kDq = wide_dq<Config>;
+  constexpr int kDqBytes = sizeof(WideDqStorage<Config>);
+  cudaError_t error;
+  if (takes_own_plan(attention, attention.q_offsets, Config::kTileM, attention.heads, num_sms) &&
+      takes_own_plan(attention, attention.kv_offsets, Config::kRows, attention.kv_heads, num_sms)) {
+    params.attention.plans_itself = true;
+    error = launch_planning<kDq>(attention, params, dq_grid, Config::kThreads, kDqBytes, stream,
+                                 Config::kName);
+  } else {
+    AttentionBackwardParams of_keys = attention;
+    of_keys.long_plan = static_cast<char*>(attention.long_plan) + long_plan_bytes(num_seqs);
+    error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
+    if (error != cudaSuccess) return error;
+    error = launch_dependent<plan_long<Config::kRows, AttentionBackwardParams>>(
+        of_keys, Grid{1}, kPlanThreads, 0, stream);
+    if (error != cudaSuccess) return error;
+    error =
+        launch_dependent<kDq>(params, dq_grid, Config::kThreads, kDqBytes, stream, Config::kName);
+    params.attention = of_keys;
+  }
   if (error != cudaSuccess) return error;
-  params.attention = of_keys;
-  return launch_dependent<wide_dkdv<Config>>(
-      params, grid(num_tiles(keys, num_seqs, Config::kRows) * attention.kv_heads), Config::kThreads,
-      sizeof(WideDkdvStorage<Config>), stream);
+  return launch_dependent<wide_dkdv<Config>>(params, dkdv_grid, Config::kThreads,
+                                             sizeof(WideDkdvStorage<Config>), stream);
 }
 
 template <typename Element>

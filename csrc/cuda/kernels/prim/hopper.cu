@@ -50,13 +50,30 @@ bool has_wgmma() {
   return (present.load(std::memory_order_relaxed) & bit) != 0;
 }
 
+namespace {
+
+CUtensorMapDataType tensor_map_type(ElementType type) {
+  switch (type) {
+    case ElementType::kBf16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case ElementType::kTf32:
+      return CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+    case ElementType::kF32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  }
+}
+
+}  // namespace
+
 cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, int box_rows,
                               int box_columns) {
   const Encode encode = find_encode();
   if (encode == nullptr) return cudaErrorNotSupported;
-  constexpr int64_t kElementBytes = 2;
+  const int64_t element_bytes = is_16_bit(source.type) ? 2 : 4;
   const auto stride_bytes = [&](int64_t stride, int64_t extent) {
-    return static_cast<cuuint64_t>((extent > 1 ? stride : source.dim) * kElementBytes);
+    return static_cast<cuuint64_t>((extent > 1 ? stride : source.dim) * element_bytes);
   };
   const auto at_least_one = [](int64_t extent) {
     return static_cast<cuuint64_t>(extent > 0 ? extent : 1);
@@ -70,12 +87,9 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const auto run = [&] {
     return encode(
-        &map,
-        source.type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        3, const_cast<void*>(source.data), extents, strides, box, element_strides,
-        CU_TENSOR_MAP_INTERLEAVE_NONE,
-        box_columns * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        &map, tensor_map_type(source.type), 3, const_cast<void*>(source.data), extents, strides,
+        box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        box_columns * element_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = run();

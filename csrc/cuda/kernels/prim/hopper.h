@@ -16,8 +16,9 @@ namespace jagged_cuda {
 // wgmma is missing.
 bool has_wgmma();
 
-// A [rows, heads, dim] tensor of 16-bit elements whose last dimension is contiguous; strides in
-// elements, multiples of 8 (any where the extent is 1). The address is a multiple of 16 bytes.
+// A [rows, heads, dim] tensor of 16-bit elements or f32 whose last dimension is contiguous; strides in
+// elements, multiples of 16 bytes (any where the extent is 1). The address is a multiple of 16 bytes.
+// Of type kTf32 a copy rounds f32 to TF32.
 struct TensorMapSource {
   const void* data;
   ElementType type;

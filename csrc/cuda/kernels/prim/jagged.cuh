@@ -120,22 +120,53 @@ __device__ __forceinline__ JaggedTile find_tile(const OffsetsView& offsets, int6
   return tile_of(offsets, segment, (tile - (segment.begin / kTile + segment.index)) * kTile);
 }
 
-// The tile with index `tile`, out of num_longer_tiles(), of sequences of more than kSlab rows; the
-// others, and rows outside, may have some, too. In kSlab rows at most two such sequences have a tile
-// that starts there: the one that holds the first of these rows, and one that begins behind it and
-// then holds the last.
-template <int kTile, int kSlab>
-__device__ __forceinline__ JaggedTile find_longer_tile(const OffsetsView& offsets, int64_t tile) {
-  static_assert(kTile >= kSlab);
-  const int64_t slab = tile / 2 * kSlab, last = offsets.total - 1,
-                row = slab + tile % 2 * (kSlab - 1);
+// Of the tiles in a slab of rows that `segment` may own: its tile that starts there, where it begins
+// before the slab's first row (`first_of_slab`) or behind it.
+template <int kTile>
+__device__ __forceinline__ JaggedTile longer_tile_of(const OffsetsView& offsets,
+                                                     const Segment& segment, int64_t slab,
+                                                     int slab_rows, bool first_of_slab) {
+  const int64_t before = slab - segment.begin;
+  const int64_t first = before > 0 ? (before + kTile - 1) / kTile * kTile : 0;
+  const bool starts_here = first_of_slab ? first - before < slab_rows : before < 0;
+  return tile_of(offsets, segment, starts_here ? first : segment.end);
+}
+
+// The tile with index `tile`, out of num_longer_tiles(), of sequences of more than slab_rows, at most
+// kTile; the others, and rows outside, may have some, too. In slab_rows at most two such sequences have
+// a tile that starts there: the one that holds the first of these rows, and one that begins behind it
+// and then holds the last.
+//
+// All 32 lanes of a warp together.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_longer_tile(const OffsetsView& offsets, int slab_rows,
+                                                       int64_t tile) {
+  const int64_t slab = tile / 2 * slab_rows, last = offsets.total - 1,
+                row = slab + tile % 2 * (slab_rows - 1);
   const Segment segment = find_segment(offsets, [&](int64_t bound, int64_t /*index*/) {
     return bound <= (row < last ? row : last);
   });
-  const int64_t before = slab - segment.begin;
-  const int64_t first = before > 0 ? (before + kTile - 1) / kTile * kTile : 0;
-  const bool starts_here = tile % 2 == 0 ? first - before < kSlab : before < 0;
-  return tile_of(offsets, segment, starts_here ? first : segment.end);
+  return longer_tile_of<kTile>(offsets, segment, slab, slab_rows, tile % 2 == 0);
+}
+
+// The same, of another tile in each lane.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_longer_tile_of_lane(const OffsetsView& offsets,
+                                                               int slab_rows, int64_t tile) {
+  const int64_t slab = tile / 2 * slab_rows, last = offsets.total - 1,
+                row = slab + tile % 2 * (slab_rows - 1);
+  int64_t low = 0, high = offsets.num_seqs + 2, begin = 0, end = offsets.total;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2, bound = segment_bound(offsets, middle);
+    if (bound <= (row < last ? row : last)) {
+      low = middle;
+      begin = bound;
+    } else {
+      high = middle;
+      end = bound;
+    }
+  }
+  return longer_tile_of<kTile>(offsets, {low, begin, end}, slab, slab_rows, tile % 2 == 0);
 }
 
 #endif  // __CUDACC__

@@ -62,6 +62,13 @@ __device__ __forceinline__ void st_shared_16(SharedAddress shared, const float (
                : "memory");
 }
 
+// ld.shared.b32
+__device__ __forceinline__ uint32_t ld_shared_4(SharedAddress shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(shared.value) : "memory");
+  return value;
+}
+
 // ld.shared.v4.b32
 __device__ __forceinline__ uint4 ld_shared_16(SharedAddress shared) {
   uint4 value;
@@ -270,6 +277,18 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 // the CTA meet at barrier `id`; 0 is that of __syncthreads.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// bar.red.or: bar.sync that returns whether any of the threads says so.
+__device__ __forceinline__ bool bar_red_or(int id, int threads, bool value) {
+  int result;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.s32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\n"
+      "selp.s32 %0, 1, 0, q;\n}\n"
+      : "=r"(result)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
+      : "memory");
+  return result != 0;
 }
 
 // bar.arrive: counts as one of the `threads` that meet at barrier `id`, and does not wait for them.

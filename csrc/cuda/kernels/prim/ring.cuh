@@ -30,10 +30,10 @@ struct Ring {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
-  // One thread, before all others are let go on. A filler arrives once per phase.
-  __device__ __forceinline__ void init(int readers) {
+  // One thread, before all others are let go on. Each filler and each reader arrives once per phase.
+  __device__ __forceinline__ void init(int readers, int fillers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(full[stage], 1);
+      ptx::mbarrier_init(full[stage], fillers);
       ptx::mbarrier_init(empty[stage], readers);
     }
   }
@@ -49,6 +49,8 @@ struct Ring {
   __device__ __forceinline__ bool test(Position position) {
     return ptx::mbarrier_test(full[position.stage], position.parity);
   }
+  // One filler has written its part.
+  __device__ __forceinline__ void publish(int stage) { ptx::mbarrier_arrive(full[stage]); }
   // One reader is done.
   __device__ __forceinline__ void release(int stage) { ptx::mbarrier_arrive(empty[stage]); }
 };

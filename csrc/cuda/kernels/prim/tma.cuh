@@ -120,6 +120,11 @@ __device__ __forceinline__ void red_global_add_16(float* global, const float (&v
                   "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]) : "memory");
 }
 
+// prefetch.global.L2
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  JAGGED_CUDA_TMA("prefetch.global.L2 [%0];\n" ::"l"(global));
+}
+
 // prefetch.tensormap
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap& map) {
   JAGGED_CUDA_TMA("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");

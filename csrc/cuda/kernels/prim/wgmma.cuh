@@ -175,6 +175,40 @@ struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
   JAGGED_CUDA_WGMMA_SHAPES("bf16")
 };
 
+// wgmma.mma_async.sync.aligned.m64n<8 kBlocks>k8, TF32 operands: what a register of f32 has beyond
+// TF32 is cut off. a [64, 8] in shared memory, or in registers as mma_m16n8k8_tf32's; both operands
+// are K-major: there is no other form.
+#define JAGGED_CUDA_WGMMA_TF32(columns, blocks, p0, p1, p2, p3, p4, p5)                     \
+  __device__ __forceinline__ static void run(float (&c)[blocks][4], MatrixDescriptor a,     \
+                                             MatrixDescriptor b, bool accumulate) {         \
+    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                              \
+                      ", 0;\n"                                                              \
+                      "wgmma.mma_async.sync.aligned.m64n" #columns                          \
+                      "k8.f32.tf32.tf32"                                                    \
+                      " {" JAGGED_CUDA_REGISTERS_##blocks                                   \
+                      "}, %" #p0 ", %" #p1                                                  \
+                      ", p, 1, 1;\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value),          \
+                      "l"(b.value), "r"(static_cast<int>(accumulate)));                     \
+  }                                                                                         \
+  __device__ __forceinline__ static void run(float (&c)[blocks][4], const uint32_t (&a)[4], \
+                                             MatrixDescriptor b, bool accumulate) {         \
+    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                              \
+                      ", 0;\n"                                                              \
+                      "wgmma.mma_async.sync.aligned.m64n" #columns                          \
+                      "k8.f32.tf32.tf32"                                                    \
+                      " {" JAGGED_CUDA_REGISTERS_##blocks                                   \
+                      "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4                  \
+                      ", p, 1, 1;\n}\n" : JAGGED_CUDA_C##blocks(0) : "r"(a[0]),             \
+                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                        \
+                      "r"(static_cast<int>(accumulate)));                                   \
+  }
+template <>
+struct Wgmma<float, false, false> {
+  JAGGED_CUDA_WGMMA_TF32(64, 8, 32, 33, 34, 35, 36, 37)
+  JAGGED_CUDA_WGMMA_TF32(128, 16, 64, 65, 66, 67, 68, 69)
+};
+
+#undef JAGGED_CUDA_WGMMA_TF32
 #undef JAGGED_CUDA_WGMMA_SHAPES
 #undef JAGGED_CUDA_WGMMA_FORMS
 #undef JAGGED_CUDA_REGISTERS_4

@@ -1,0 +1,14 @@
+// Forward of jagged_flash_attention where there are few tiles, in one launch (few_forward.cuh).
+#pragma once
+
+#include "cuda/kernels/attention/launch.h"
+
+namespace jagged_cuda::attention {
+
+// 16-bit elements, head dims up to 32 and of 65 to 128, operands that both kernels take,
+// params.split_by_length: what launch_forward_tiny or launch_forward_tiny_wide and behind it
+// launch_forward_wgmma do, bit for bit. cudaErrorNotSupported where an operand has no tensor map.
+template <typename Element>
+cudaError_t launch_forward_few(const AttentionParams& params, cudaStream_t stream);
+
+}  // namespace jagged_cuda::attention

@@ -1,0 +1,563 @@
+// Backward of attention with ranges of keys or unused keys, and of jagged_hstu_attention, on wgmma
+// and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
+// backward_wgmma.cuh, seven products, no atomics, the same bits at every run. Silu needs neither O
+// nor LSE nor delta: with z = scale S and gate = 1 / (1 + exp(-z)),
+//     P = z gate        dS = (gate + P (1 - gate)) * dP
+// and what a row's sums are multiplied by leaves them: only the factor that differs from row to row
+// stays in P and dS of ranged_dkdv.
+//
+// Three kernels, each a programmatic dependent launch:
+//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh)
+//     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
+//     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
+//                       ranged_dq, and fills the SMs as that drains
+// A warpgroup owns 64 rows, a warp 16 of them.
+//
+// Masks. Window and ranges are two intervals of keys for each query. ranged_dq walks over the steps
+// of keys that some query of its tile sees, and masks one only where a query of a warp does not see
+// all of it. ranged_dkdv finds the tiles of queries that see some of its keys by their bounds, 32 at
+// a time, and masks those that do not see all.
+//
+// Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
+// K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
+// 96 for 128 (dkdv 1 more). Gradients leave through the rows of Q, or of K and V.
+//
+// Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
+// threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
+// next, and zeros and 4-byte copies have been written. Where steps overlap in dq it stands behind
+// the start of S, and zeros have one of their own. One more before gradients leave.
+//
+// A copy may reach into the next sequence. What is summed over its rows gets zeros there, since 0
+// times NaN is NaN: K in dq, Q and dO in dkdv. V in dq does not: dS is replaced behind it. A CTA's
+// own rows past the end make rows of gradients that are not stored. Rows outside all sequences get
+// zeros, and so do keys that are not used or that nobody sees.
+#pragma once
+
+#include "cuda/kernels/attention/backward_wgmma.cuh"
+#include "cuda/kernels/attention/bias.cuh"
+#include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/attention/tiles.cuh"
+#include "cuda/kernels/attention/visible.cuh"
+
+#include <type_traits>
+
+namespace jagged_cuda::attention {
+
+template <typename Element_, int kDim_, bool kSilu_>
+struct RangedBackwardConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr bool kSilu = kSilu_;
+  // Else what is stored of silu is scaled and divided before it is rounded.
+  static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
+  // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
+  static constexpr bool kOverlapsSteps = kDim == 128;
+  static constexpr int kThreads = 128;
+  static constexpr int kRows = 64;                     // queries or keys that a CTA owns
+  static constexpr int kStep = 64;                     // keys or queries of an iteration
+  static constexpr int kDqCtas = kDim == 128 ? 2 : 4;  // per SM
+  static constexpr int kDkdvCtas = kDim == 128 ? 2 : 3;
+  static constexpr PathName kName =
+      PathName("cuda.attention.backward.wgmma.d") + kDim + (kSilu ? ".silu" : ".general");
+  static_assert(kDim == 64 || kDim == 128);
+};
+
+struct RangedBackwardParams {
+  CUtensorMap q;  // boxes of 64 rows of one head
+  CUtensorMap grad_out;
+  CUtensorMap k;
+  CUtensorMap v;
+  AttentionBackwardParams attention;
+};
+
+// Barriers of copies: of the CTA's own rows, and of each stage.
+struct CopyBarriers {
+  uint64_t own;
+  uint64_t full[2];
+
+  // All threads of the CTA.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(own, 1);
+      ptx::mbarrier_init(full[0], 1);
+      ptx::mbarrier_init(full[1], 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+};
+
+template <typename Config>
+struct RangedDqStorage : DqWgmmaStorage<Config> {
+  CopyBarriers barriers;
+};
+template <typename Config>
+struct RangedDkdvStorage : DkdvWgmmaStorage<Config> {
+  CopyBarriers barriers;
+};
+
+// Copies the same rows of two operands; one thread.
+template <typename Tile>
+__device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Tile& b,
+                                          const CUtensorMap& b_map, int64_t row, int head,
+                                          uint64_t& full) {
+  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)));
+  copy_expected_tile(a, a_map, row, head, full);
+  copy_expected_tile(b, b_map, row, head, full);
+}
+
+// Rows of a tile from `rows` on become zeros, since 0 times NaN is NaN; the caller fences.
+template <int kThreads, typename Tile>
+__device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
+#pragma unroll 1
+  for (int index = threadIdx.x; index < (Tile::kRows - rows) * Tile::kChunks; index += kThreads) {
+    *reinterpret_cast<uint4*>(tile.chunk(rows + index / Tile::kChunks, index % Tile::kChunks)) =
+        make_uint4(0, 0, 0, 0);
+  }
+}
+
+// silu of a score, and its slope, in as few instructions as there can be.
+template <typename Config>
+struct SiluOf {
+  float value;  // silu(scale s); of bf16, which has the range of f32, less its factor `scale`
+  float slope;  // silu'(scale s), of f16 times `weight`
+
+  __device__ __forceinline__ SiluOf(float s, float scale, float weight) {
+    const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(s * (-scale * kLog2E)));
+    if constexpr (Config::kHasFloatRange) {
+      value = s * gate;
+      slope = __fmaf_rn(value, __fmaf_rn(gate, -scale, scale), gate);
+    } else {
+      value = s * scale * gate;
+      slope = __fmaf_rn(value, 1.0f - gate, gate) * weight;
+    }
+  }
+};
+
+constexpr int kBoundsThreads = 128;
+
+// A warp for each tile of kRows queries: what it sees.
+template <int kRows>
+__global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
+    const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_launch_dependents();
+  const int64_t index = int64_t{blockIdx.x} * (kBoundsThreads / 32) + threadIdx.x / 32;
+  if (index >= params.q_offsets.total / kRows + params.q_offsets.num_seqs + 2) return;
+  const JaggedTile tile = find_tile<kRows>(params.q_offsets, index);
+  if (tile.seq < 0 || tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int num_keys = static_cast<int>(used_rows(params, tile.seq).len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  const TileBounds bounds = TileBounds::of(params, window, tile.rows.begin + row, row,
+                                           min(kRows, num_queries - row), num_keys);
+  if (threadIdx.x % 32 == 0) static_cast<TileBounds*>(params.tile_bounds)[index] = bounds;
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
+    const __grid_constant__ RangedBackwardParams kernel_params) {
+  const AttentionBackwardParams& params = kernel_params.attention;
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
+
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  // Late queries, which often see more keys, come first, but for the first tile, which may hold
+  // queries that see all.
+  if (tile.seq >= 0 && tile.row > 0)
+    tile.row = (tile.rows.len + kRows - 1) / kRows * kRows - tile.row;
+  const int row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kRows, num_queries - row);
+  const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
+  const int64_t global_row = tile.rows.begin + row;
+  if (tile.seq < 0) {
+    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
+                          params.grad_q.row_stride, rows, params.dim_qk);
+    return;
+  }
+  shared.barriers.init();
+  const bool copies = threadIdx.x == 0;
+  if (copies) {
+    copy_pair(shared.sQ, kernel_params.q, shared.sGradOut, kernel_params.grad_out, global_row, head,
+              shared.barriers.own);
+  }
+  const RowRange kv = used_rows(params, tile.seq);
+  const int num_keys = static_cast<int>(kv.len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  // Only then may ranged_dkdv start, which reads them without a wait of its own.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const VisibleSteps<kStep> steps(tile_bounds<kRows>(params, tile.rows.begin, tile.seq) +
+                                  row / kRows);
+
+  const auto copy_keys = [&](int key, int stage) {
+    copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
+              kv_head, shared.barriers.full[stage]);
+  };
+  if (copies && steps.any()) copy_keys(steps.first, 0);
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
+  VisibleKeys visible[2];  // of the lane's two rows
+  float lse_log2[2], delta[2];
+  OutRows<Element, kDim> out_rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own_row = warp_row + 8 * half + lane / 4;
+    const bool valid = own_row < rows;
+    const int some_row = valid ? own_row : rows - 1;
+    visible[half] = VisibleKeys(params, window, global_row + some_row, row + some_row, num_keys);
+    if constexpr (!Config::kSilu) {
+      const int64_t statistic = (global_row + own_row) * params.heads + head;
+      out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
+                          valid ? params.dim_v : 0, lane);
+      lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+      delta[half] = valid && params.grad_lse != nullptr
+                        ? -static_cast<const float*>(params.grad_lse)[statistic]
+                        : 0.0f;
+    }
+  }
+  ptx::mbarrier_wait(shared.barriers.own, 0);
+  if constexpr (!Config::kSilu) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = warp_row + 8 * half + lane / 4;
+      delta[half] += out_rows[half].dot(shared.sGradOut, own_row, lane);
+      if (own_row < rows && lane % 4 == 0) {
+        static_cast<float*>(params.delta)[(global_row + own_row) * params.heads + head] =
+            delta[half];
+      }
+    }
+  }
+
+  Accumulator<1, kOutBlocks> dq = {};
+  RingPosition<2> place;
+  for (int key = steps.first; key < steps.last;) {
+    const int next_key = steps.next(key), stage = place.stage;
+    ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
+    if (key + kStep > num_keys) {
+      zero_rows_from<kThreads>(shared.sK[stage], num_keys - key);
+      ptx::fence_proxy_async();
+      if constexpr (Config::kOverlapsSteps) __syncthreads();
+    }
+    // The step before is done with the other stage.
+    if constexpr (!Config::kOverlapsSteps) __syncthreads();
+    Accumulator<1, kScoreBlocks> s, dp;
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sQ, 0, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sGradOut, 0, shared.sV[stage]);
+    ptx::wgmma_commit_group();
+    if constexpr (Config::kOverlapsSteps) {
+      ptx::wgmma_wait_group<2>();
+      ptx::fence_operands(dq[0]);
+      __syncthreads();
+    }
+    if (copies && next_key < steps.last) copy_keys(next_key, stage ^ 1);
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    if constexpr (Config::kSilu) {
+      for_each_score(s, [&](float& score) { score = SiluOf<Config>(score, scale, weight).slope; });
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dp[0]);
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) {
+        float& score = s[0][i / 4][i % 4];
+        score = ptx::ex2_approx(score * scale_log2 - lse_log2[i % 4 / 2]);
+      }
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dp[0]);
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i)
+        s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4] - delta[i % 4 / 2];
+    }
+    if (__any_sync(0xffffffffu, !visible[0].holds(key, kStep) || !visible[1].holds(key, kStep)))
+      replace_hidden(s, 0.0f, visible, key, lane);
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    ptx::fence_operands(dq[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
+    ptx::wgmma_commit_group();
+    if constexpr (!Config::kOverlapsSteps) {
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dq[0]);
+    }
+    key = next_key;
+    place.advance();
+  }
+  if constexpr (Config::kOverlapsSteps) {
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dq[0]);
+  }
+  // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
+  __syncthreads();
+  const float row_factor = Config::kHasFloatRange ? scale * weight : scale;
+  float scales[1][2] = {{row_factor, row_factor}};
+  if (Config::kSilu && params.row_scale != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
+      scales[0][half] *= __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
+    }
+  }
+  store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
+             params.grad_q.row_stride, rows, params.dim_qk, true, lane);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dkdv(
+    const __grid_constant__ RangedBackwardParams kernel_params) {
+  const AttentionBackwardParams& params = kernel_params.attention;
+  using Element = typename Config::Element;
+  constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
+                kThreads = Config::kThreads;
+  constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<RangedDkdvStorage<Config>*>(wgmma_shared_bytes);
+
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  // The tile: `rows` used keys from tile.row on, `stored` in all; `queries` are the rows of q in the
+  // same sequence.
+  const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
+  if (tile.row >= tile.rows.len) return;
+  const int row = static_cast<int>(tile.row);
+  const int num_keys =
+      static_cast<int>(tile.seq < 0 ? 0 : used_keys(params, tile.seq, tile.rows.len));
+  const int stored = static_cast<int>(min(int64_t{kRows}, tile.rows.len - tile.row));
+  const int rows = min(kRows, max(num_keys - row, 0));
+  const int kv_head = blockIdx.y, group = params.heads / params.kv_heads;
+  const int64_t global_row = tile.rows.begin + row;
+  Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
+  Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
+  if (stored > rows) {
+    store_zeros<kThreads>(gGradK + rows * params.grad_k.row_stride, params.grad_k.row_stride,
+                          stored - rows, params.dim_qk);
+    store_zeros<kThreads>(gGradV + rows * params.grad_v.row_stride, params.grad_v.row_stride,
+                          stored - rows, params.dim_v);
+    if (rows == 0) return;
+  }
+  shared.barriers.init();
+  const bool copies = threadIdx.x == 0;
+  if (copies) {
+    copy_pair(shared.sK, kernel_params.k, shared.sV, kernel_params.v, global_row, kv_head,
+              shared.barriers.own);
+  }
+  const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
+  const int num_queries = static_cast<int>(queries.len);
+  const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
+                             window_rows32(params.window_right)};
+  const bool has_factors = Config::kSilu && params.row_scale != nullptr;
+  const auto load_queries = [&](int head, int query, int stage) {
+    const int64_t first = queries.begin + query;
+    const int valid = num_queries - query;
+    if (copies) {
+      copy_pair(shared.sQ[stage], kernel_params.q, shared.sGradOut[stage], kernel_params.grad_out,
+                first, head, shared.barriers.full[stage]);
+    }
+    if (Config::kSilu && !has_factors) return;
+    const int r = static_cast<int>(threadIdx.x);
+    if (r >= kStep) return;
+    const int64_t own = first + (r < valid ? r : 0), statistic = own * params.heads + head;
+    const int bytes = r < valid ? 4 : 0;
+    if constexpr (Config::kSilu) {
+      ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.row_scale) + own,
+                      bytes);
+    } else {
+      ptx::cp_async_4(&shared.sLse[stage][r], static_cast<const float*>(params.lse) + statistic,
+                      bytes);
+      ptx::cp_async_4(&shared.sDelta[stage][r], static_cast<const float*>(params.delta) + statistic,
+                      bytes);
+    }
+    ptx::cp_async_commit();
+  };
+  if constexpr (!Config::kSilu) ptx::griddepcontrol_wait();  // for delta
+  SeeingTiles tiles(tile_bounds<kStep>(params, queries.begin, tile.seq),
+                    (num_queries + kStep - 1) / kStep, row, rows);
+  int head = kv_head * group;
+  const int last_head = head + group;
+  bool is_cut = false, next_is_cut = false;
+  int query = tiles.next(is_cut) * kStep;
+  if (query < num_queries) {
+    load_queries(head, query, 0);
+  } else {
+    head = last_head;
+  }
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
+  Accumulator<1, kOutBlocks> dk = {}, dv = {};
+  RingPosition<2> place;
+  ptx::mbarrier_wait(shared.barriers.own, 0);
+  while (head < last_head) {
+    const int stage = place.stage, valid = num_queries - query;
+    ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
+    if (valid < kStep) {
+      zero_rows_from<kThreads>(shared.sQ[stage], valid);
+      zero_rows_from<kThreads>(shared.sGradOut[stage], valid);
+      ptx::fence_proxy_async();
+    }
+    if (!Config::kSilu || has_factors) ptx::cp_async_wait<0>();
+    __syncthreads();                     // the step before is done with the other stage
+    Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+    int next_head = head, next_query = tiles.next(next_is_cut) * kStep;
+    if (next_query >= num_queries && ++next_head < last_head) {
+      tiles.restart();
+      next_query = tiles.next(next_is_cut) * kStep;
+    }
+    if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
+    SeenBy64 seen;
+    if (is_cut) {
+      seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
+                      row + warp_row, lane);
+    }
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    PackedRows<Element, kScoreBlocks> p;
+    if constexpr (Config::kSilu) {  // s becomes the slopes
+      const auto activate = [&](auto with_factors) {
+#pragma unroll
+        for (int block = 0; block < kScoreBlocks; ++block) {
+          float2 factor = {1.0f, 1.0f};
+          if constexpr (with_factors.value != 0)
+            factor =
+                *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float* own = &s[0][block][2 * half];
+            const SiluOf<Config> silu[2] = {{own[0], scale, weight}, {own[1], scale, weight}};
+            p.set(block, half, {silu[0].value * factor.x, silu[1].value * factor.y});
+            own[0] = silu[0].slope * factor.x;
+            own[1] = silu[1].slope * factor.y;
+          }
+        }
+      };
+      if (has_factors) {
+        activate(Constant<1>{});
+      } else {
+        activate(Constant<0>{});
+      }
+      if (is_cut) seen.keep(p, s, lane);
+    } else {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 lse =
+            *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
+        const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i % 2]);
+      }
+      if (is_cut) seen.keep(s, lane);
+      p = PackedRows<Element, kScoreBlocks>(s);
+    }
+    ptx::fence_operands(dv[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(dp[0]);
+    if constexpr (Config::kSilu) {
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+    } else {
+#pragma unroll
+      for (int block = 0; block < kScoreBlocks; ++block) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
+      }
+    }
+    const PackedRows<Element, kScoreBlocks> ds(s);
+    ptx::fence_operands(dk[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dv[0]);
+    ptx::fence_operands(dk[0]);
+    head = next_head;
+    query = next_query;
+    is_cut = next_is_cut;
+    place.advance();
+  }
+  __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
+  const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
+  const float value_factor = Config::kSilu && Config::kHasFloatRange ? scale * weight : weight;
+  const float scales[1][2] = {{key_factor, key_factor}};
+  const float value_scales[1][2] = {{value_factor, value_factor}};
+  store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
+             params.dim_qk, true, lane);
+  store_rows(dv, value_scales, shared.sV, warp_row, 0, gGradV, params.grad_v.row_stride, rows,
+             params.dim_v, true, lane);
+}
+
+template <typename Element, int kDim, bool kSilu>
+cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
+  using Config = RangedBackwardConfig<Element, kDim, kSilu>;
+  using DqStorage = RangedDqStorage<Config>;
+  using DkdvStorage = RangedDkdvStorage<Config>;
+  using Tile = WarpgroupTile<Element, Config::kRows, kDim>;
+  static_assert(Config::kRows == Config::kStep);
+  RangedBackwardParams params;
+  params.attention = attention;
+  const OffsetsView &q_offsets = attention.q_offsets, &kv_offsets = attention.kv_offsets;
+  const cudaError_t errors[] = {
+      encode_heads<Tile>(params.q, attention, attention.q, q_offsets.total, attention.heads,
+                         attention.dim_qk),
+      encode_heads<Tile>(params.grad_out, attention, attention.grad_out, q_offsets.total,
+                         attention.heads, attention.dim_v),
+      encode_heads<Tile>(params.k, attention, attention.k, kv_offsets.total, attention.kv_heads,
+                         attention.dim_qk),
+      encode_heads<Tile>(params.v, attention, attention.v, kv_offsets.total, attention.kv_heads,
+                         attention.dim_v)};
+  for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  const auto grid = [&](const OffsetsView& offsets, int heads) {
+    return Grid{num_tiles(offsets.total, offsets.num_seqs, Config::kRows), heads};
+  };
+  constexpr int kWarps = kBoundsThreads / 32;
+  const int64_t tiles = num_tiles(q_offsets.total, q_offsets.num_seqs, Config::kRows);
+  cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
+      attention, Grid{(tiles + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
+  if (error != cudaSuccess) return error;
+  error = launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
+                                              Config::kThreads, sizeof(DqStorage), stream,
+                                              Config::kName);
+  if (error != cudaSuccess) return error;
+  return launch_dependent<ranged_dkdv<Config>>(params, grid(kv_offsets, attention.kv_heads),
+                                               Config::kThreads, sizeof(DkdvStorage), stream);
+}
+
+template <typename Element>
+cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
+  const auto launch = [&](auto dim) {
+    return params.silu ? launch_ranged_backward<Element, dim.value, true>(params, stream)
+                       : launch_ranged_backward<Element, dim.value, false>(params, stream);
+  };
+  const cudaError_t error =
+      dim_bucket(params) <= 64 ? launch(Constant<64>{}) : launch(Constant<128>{});
+  if (error != cudaErrorNotSupported) return error;
+  return launch_backward_mma_sync<Element>(params, stream);
+}
+
+}  // namespace jagged_cuda::attention

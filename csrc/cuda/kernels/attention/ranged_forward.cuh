@@ -1,0 +1,198 @@
+// The forward kernel for long sequences (long_forward.cuh) with ranges of keys, used parts or kv_bias,
+// and with silu in softmax's place.
+#pragma once
+
+#include "cuda/kernels/attention/long_forward.cuh"
+#include "cuda/kernels/attention/row_ranges.cuh"
+#include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/prim/tanh.cuh"
+
+#include <type_traits>
+
+namespace jagged_cuda::attention {
+
+// What window, lengths and ranges hide of an item (row_ranges.cuh); read from shared memory each
+// time, since registers are short.
+template <int kTileM, int kTileN>
+class RangesMask {
+ public:
+  using Shared = TileKeys<kTileM>;
+  static constexpr bool kPrepared = true;
+  static constexpr bool kEndsEarly = true;
+
+  __device__ __forceinline__ static void prepare(Shared& keys, const AttentionParams& params,
+                                                 const QueryTile& tile) {
+    keys.find(params, tile, kTileN);
+  }
+
+  __device__ __forceinline__ RangesMask(const AttentionParams&, const QueryTile&,
+                                        const Shared& keys, int = 0)
+      : keys_(keys) {}
+  __device__ __forceinline__ int first() const { return keys_.steps.first; }
+  __device__ __forceinline__ int next(int key) const { return keys_.steps.next(key, kTileN); }
+  __device__ __forceinline__ int last() const { return keys_.steps.last; }
+  __device__ __forceinline__ int own_last(int warpgroup) const { return keys_.last[warpgroup]; }
+  __device__ __forceinline__ int kind_of(int warp, int key) const {
+    return static_cast<int>(keys_.warps[warp].kind_of(key, kTileN));
+  }
+  template <int kBlocks, typename OwnRow>
+  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int kind, int key,
+                                       int, OwnRow own_row, int lane) const {
+    if (kind != static_cast<int>(StepKind::kSeen))
+      replace_unseen(s, value, static_cast<StepKind>(kind), keys_.rows + own_row(), key, lane);
+  }
+
+ private:
+  const Shared& keys_;
+};
+
+// kv_bias: that of a step's keys is kept beside the slot of K, which is full once both are there.
+template <int kTileN, int kSlots>
+struct KeyBias {
+  struct Shared {
+    alignas(16) float keys[kSlots][kTileN];
+  };
+  static constexpr int kWarps = 1;
+
+  // Follows the copies of copy_operands; one warp.
+  template <typename Config, typename Storage>
+  __device__ __forceinline__ static void copy(const AttentionParams& params, Storage& shared) {
+    constexpr int kLaneKeys = kTileN / 32;
+    static_assert(kTileN % 32 == 0);
+    const int lane = threadIdx.x % 32, columns = params.bias.kv_heads,
+              group = params.heads / columns;
+    RingPosition<Storage::kItems> place;
+    RingPosition<kSlots> slot;
+    const auto arrive = [&] {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(shared.ring.full[slot.stage]);
+      slot.advance();
+    };
+    for (;;) {
+      shared.items.wait(place);
+      const WorkItem item = shared.item[place.stage];
+      const typename Config::Mask mask(params, item.tile, shared.keys[place.stage]);
+      // What is read of the mask lies in shared memory, so that it is released behind the last copy.
+      const int stage = place.advance();
+      const auto* g = static_cast<const float*>(params.bias.kv_bias) +
+                      item.tile.key_begin * columns + item.head / group;
+      float values[kLaneKeys];  // of the next step of K, on their way
+      const auto load = [&](int key) {
+#pragma unroll
+        for (int i = 0; i < kLaneKeys; ++i) {
+          const int own = key + i * 32 + lane;
+          values[i] = own < item.tile.num_keys ? __ldg(g + int64_t{own} * columns) : 0.0f;
+        }
+      };
+      const auto store = [&] {
+        shared.ring.acquire(slot);
+#pragma unroll
+        for (int i = 0; i < kLaneKeys; ++i) {
+          shared.bias.keys[slot.stage][i * 32 + lane] = values[i] * Config::Score::kBiasFactor;
+        }
+        arrive();
+      };
+      if (!item.is_end && mask.first() < mask.last()) {
+        load(mask.first());
+        store();
+        int next = mask.next(mask.first());
+        load(next);
+        for (int key = mask.first(); key < mask.last(); key = next) {
+          next = mask.next(key);
+          if (next < mask.last()) {
+            store();
+            load(mask.next(next));
+          }
+          shared.ring.acquire(slot);  // of V
+          arrive();
+        }
+      }
+      __syncwarp();
+      if (lane == 0) shared.items.release(stage);
+      if (item.is_end) return;
+    }
+  }
+};
+
+// Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.
+template <bool kBiased>
+struct SiluScore {
+  // Of biased scores, scale is part already; silu of this is 0, too.
+  static constexpr float kHidden = kBiased ? -1e30f : 0.0f, kBiasFactor = 0.5f;
+  const float half_scale;
+  float rescale[1][2];
+
+  __device__ __forceinline__ explicit SiluScore(const AttentionParams& params)
+      : half_scale(0.5f * static_cast<float>(params.scale)) {}
+
+  __device__ __forceinline__ void reset() {}
+  template <int kBlocks>
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s, const float* bias,
+                                        int lane) const {
+    if constexpr (kBiased) {
+      for_each_biased(s, bias, lane, [&](float& score, float added) {
+        score = __fmaf_rn(score, half_scale, added);
+      });
+    }
+  }
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+                                         FinishOutput finish_output) {
+    finish_output();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float silu[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float score = s[0][block][2 * half + i], z = kBiased ? score : score * half_scale;
+          silu[i] = __fmaf_rn(z, ptx::tanh_approx(z), z);
+        }
+        p.set(block, half, silu);
+      }
+    }
+    return false;
+  }
+  __device__ __forceinline__ void finish(float (&factor)[2], const AttentionParams& params,
+                                         int64_t global_row, int rows, int, int num_keys, int) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Rows outside all sequences have no keys, and perhaps NaN as their scale.
+      factor[half] = num_keys > 0 && half * 8 < rows
+                         ? row_weight<float>(params, global_row + half * 8, num_keys)
+                         : 0.0f;
+    }
+  }
+};
+
+template <typename Element, int kDim, bool kSilu, bool kBiased>
+struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
+  using Base = LongForwardConfig<Element, kDim>;
+  static constexpr int kItems = 4;  // since finding what rows see takes a while
+  static constexpr bool kKeepsReference = false;
+  using Mask = RangesMask<Base::kTileM, Base::kTileN>;
+  using Score = std::conditional_t<kSilu, SiluScore<kBiased>, SoftmaxScore<kBiased>>;
+  using Bias = std::conditional_t<kBiased, KeyBias<Base::kTileN, Base::kSlots>, NoBias>;
+  static constexpr PathName kName =
+      Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
+};
+
+template <typename Element>
+cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
+  const auto launch = [&](auto dim, auto silu, auto biased) {
+    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, biased.value != 0>;
+    const cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(params, stream);
+    return error == cudaSuccess ? launch_long_forward<Config>(params, stream) : error;
+  };
+  const auto launch_dim = [&](auto silu, auto biased) {
+    return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biased)
+                                                     : launch(Constant<128>{}, silu, biased);
+  };
+  const auto launch_silu = [&](auto biased) {
+    return params.silu ? launch_dim(Constant<1>{}, biased) : launch_dim(Constant<0>{}, biased);
+  };
+  return params.bias.kv_bias != nullptr ? launch_silu(Constant<1>{}) : launch_silu(Constant<0>{});
+}
+
+}  // namespace jagged_cuda::attention
