@@ -115,8 +115,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
-        (path.partition(".")[0], dtype, False, {}, f"cuda.{path}", f"cuda.{gradient}")
-        for path, gradient in (
+        (name, dtype, False, {}, f"cuda.{name}", f"cuda.{gradient}")
+        for name, gradient in (
             ("jagged_to_padded", "padded_to_jagged"),
             ("padded_to_jagged", "jagged_to_padded"),
             ("jagged_sum", "jagged_broadcast"),
@@ -125,9 +125,20 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_dense_add", "jagged_dense_add_backward"),
             ("jagged_dense_mul", "jagged_dense_mul_backward"),
             ("jagged_take", "jagged_take"),
-            ("jagged_concat.numbers", "jagged_concat_backward.numbers"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    # Rows of one unit of 16 bytes are moved as numbers are.
+    *(
+        (
+            *("jagged_concat", dtype, False, {}),
+            *(f"cuda.{name}{last}" for name in ("jagged_concat", "jagged_concat_backward")),
+        )
+        for dtypes, last in (
+            (_DTYPES.values(), ".numbers"),
+            ((torch.float32, torch.float64), ""),
+        )
+        for dtype in dtypes
     ),
     *(
         (name, dtype, False, {}, *(f"cuda.{name}",) * 2)
