@@ -18,12 +18,14 @@ from torch.nn import functional as F
 from jagged_cuda import (
     PositionBias,
     TimeBias,
+    hstu_key_ranges,
     jagged_flash_attention,
     jagged_hstu_attention,
     jagged_target_attention,
     log_boundaries,
     sqrt_boundaries,
 )
+from jagged_cuda.testing import last_kernel
 
 
 def drawn(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
@@ -327,3 +329,36 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
         name = make.__name__
         assert sentence(make, 0, 1.0) == f"{name}: num_buckets must be from 1 to 2048, got 0"
         assert sentence(make, 4, 0.0) == f"{name}: divisor must be more than 0, got 0.0"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_path_of_kv_bias(
+    dtype: torch.dtype, dim: int, silu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper its gradients come from wgmma, and are those of mma.sync."""
+    device = torch.device("cuda")
+    offsets = torch.tensor([2, 3, 3, 150, 700], device=device)
+    q, k, v = (drawn(710, 2, dim, device=device, seed=s).to(dtype) for s in (1, 2, 3))
+    kv_bias, grad_out = (
+        drawn(710, 2, *d, device=device, seed=s) for d, s in (((), 4), ((dim,), 5))
+    )
+    ranges = hstu_key_ranges(offsets, contextual_len=3, max_attn_len=150, total=710)
+    attend: Any = jagged_hstu_attention if silu else jagged_flash_attention
+    more: dict[str, Any] = {"divisor": "length"} if silu else {}
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, kv_bias)]
+        out = attend(*leaves[:3], offsets, key_ranges=ranges, kv_bias=leaves[3], **more)
+        return torch.autograd.grad(out, leaves, grad_out.to(dtype))
+
+    found = gradients()
+    if torch.cuda.get_device_capability()[0] == 9:
+        kind = "silu" if silu else "general"
+        assert last_kernel("cuda") == f"cuda.attention.backward.wgmma.d{dim}.{kind}.bias"
+    monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    for got, want in zip(found, gradients(), strict=True):
+        largest = want.float().abs().max()
+        assert (got.float() - want.float()).abs().max() <= 8 * torch.finfo(dtype).eps * largest

@@ -35,8 +35,8 @@ _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_b
 
 
 def _best(product: str, path: str) -> str:
-    """The path of a product with one matrix per sequence, which is another one on Hopper."""
-    stays = not HOPPER or (product == _MATRICES and path.endswith(".f32"))
+    """The path of a product with one matrix per sequence and few columns."""
+    stays = not HOPPER or path.endswith(".f32" if product == _MATRICES else (".tf32", ".f32"))
     return f"{product}.{path if stays else path.replace('mma_sync', 'wgmma')}"
 
 
@@ -115,8 +115,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
-        (path.partition(".")[0], dtype, False, {}, f"cuda.{path}", f"cuda.{gradient}")
-        for path, gradient in (
+        (name, dtype, False, {}, f"cuda.{name}", f"cuda.{gradient}")
+        for name, gradient in (
             ("jagged_to_padded", "padded_to_jagged"),
             ("padded_to_jagged", "jagged_to_padded"),
             ("jagged_sum", "jagged_broadcast"),
@@ -125,9 +125,20 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_dense_add", "jagged_dense_add_backward"),
             ("jagged_dense_mul", "jagged_dense_mul_backward"),
             ("jagged_take", "jagged_take"),
-            ("jagged_concat.numbers", "jagged_concat_backward.numbers"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
+    ),
+    # Rows of one unit of 16 bytes are moved as numbers are.
+    *(
+        (
+            *("jagged_concat", dtype, False, {}),
+            *(f"cuda.{name}{last}" for name in ("jagged_concat", "jagged_concat_backward")),
+        )
+        for dtypes, last in (
+            (_DTYPES.values(), ".numbers"),
+            ((torch.float32, torch.float64), ""),
+        )
+        for dtype in dtypes
     ),
     *(
         (name, dtype, False, {}, *(f"cuda.{name}",) * 2)
@@ -469,13 +480,13 @@ def test_path_of_array_products(
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
-    32 columns or fewer go without wgmma.
+    32 columns or fewer, of f32 64, go without wgmma.
     """
     dtype = _in_precision(precision, request)
     case = CASES["array_jagged_bmm_jagged_out"]
     layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
-    is_wgmma = HOPPER and path == "best" and columns > 32
+    is_wgmma = HOPPER and path == "best" and columns > (32 if precision in _DTYPES else 64)
     kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{precision}"
     names = [f"{_WEIGHTED}.{kernel}", f"{_WEIGHTED}.transposed.{kernel}"]
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
@@ -515,7 +526,7 @@ def test_deep_sums_do_not_drift(
     dtype = _in_precision(precision, request)
     wide, deep = (
         torch.rand(rows, columns, device=CUDA).mul_(0.1).add_(0.1).to(dtype)
-        for rows, columns in ((short, depth), (depth, 64))
+        for rows, columns in ((short, depth), (depth, 72))
     )
     rows, columns = (torch.tensor([0, length], device=CUDA) for length in (short, depth))
     expected = wide.double() @ deep.double()
@@ -530,9 +541,9 @@ def test_deep_sums_do_not_drift(
             wide,
             deep.t().contiguous(),
             rows,
-            y_offsets=torch.tensor([0, 64], device=CUDA),
-            total_out=short * 64,
-        ).view(short, 64),
+            y_offsets=torch.tensor([0, 72], device=CUDA),
+            total_out=short * 72,
+        ).view(short, 72),
     }
     for name, result in found.items():
         error = ((result.double() - expected).abs() / expected).max()

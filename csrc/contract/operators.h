@@ -113,11 +113,9 @@ constexpr Operator kOperators[] = {
    "grad_out: float [T, ...], offsets: index [B + 1]; max_len >= 0 -> grad_out [T, ...], grad_out [B, max_len, ...]"},
   {"jagged_dense_mul(Tensor x, Tensor y, Tensor offsets) -> Tensor",
    "x: float [T, ...], offsets: index [B + 1], y: x [B, M, ...] -> x [T, ...]"},
-  // -> the gradient of y, and that of x, which has `rows` rows: all, for which y is read, or none
-  {"jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor offsets, SymInt max_len, Tensor? y=None, SymInt rows=0)"
-   " -> (Tensor, Tensor)",
-   "x: float [T, ...], offsets: index [B + 1], grad_out: x [T, ...], y: x? [B, M, ...]; max_len >= 0; rows >= 0"
-   " -> x [B, max_len, ...], x [rows, ...]"},
+  // -> the gradients of x and y
+  {"jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor y, Tensor offsets) -> (Tensor, Tensor)",
+   "x: float [T, ...], offsets: index [B + 1], grad_out: x [T, ...], y: x [B, M, ...] -> x [T, ...], x [B, M, ...]"},
 
   // targets: of each sequence, or else same_targets of all
   {"jagged_positions(Tensor offsets, Tensor? targets, SymInt total, bool from_end=False, SymInt same_targets=0)"

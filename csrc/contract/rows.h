@@ -3,7 +3,6 @@
 #pragma once
 
 #include "contract/contract.h"
-#include "contract/shapes.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -19,19 +18,6 @@ inline std::vector<int64_t> with_rows_of(const Tensor& tensor, int64_t first,
   std::vector<int64_t> shape = leading;
   for (int64_t dim = first; dim < tensor.dim(); ++dim) shape.push_back(tensor.size(dim));
   return shape;
-}
-
-// Both gradients of a product, of which that of x may not be wanted: it has all T rows or none. Whether
-// it is, and then y has the rows of the other one.
-inline bool wants_both_gradients(const char* op, int64_t rows, const Sizes& sizes, int64_t max_len,
-                                 bool has_y) {
-  if (rows == 0) return false;
-  if (rows != sizes.T) fail_argument(op, "rows", std::to_string(sizes.T), std::to_string(rows));
-  if (!has_y) fail_argument(op, "y", "a tensor with rows", "None");
-  if (sizes.M != max_len) {
-    fail_argument(op, "max_len", std::to_string(sizes.M), std::to_string(max_len));
-  }
-  return true;
 }
 
 // `value` as an element of `dtype`, in the low bytes.

@@ -13,19 +13,18 @@ Tensor jagged_dense_mul(const Tensor& x, const Tensor& y, const Tensor& offsets)
   return combine_with_dense(op, x, y, offsets, sizes, false, combine_floats(x, Combine::kMultiply));
 }
 
-std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x,
-                                                     const Tensor& offsets, int64_t max_len,
-                                                     std::optional<Tensor> y, int64_t rows) {
+std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x, Tensor y,
+                                                     const Tensor& offsets) {
   constexpr const char* op = "jagged_dense_mul_backward";
   static const Contract contract(op);
-  const Sizes sizes = contract.check({grad_out, x, offsets, max_len, y, rows});
-  const bool both_gradients = wants_both_gradients(op, rows, sizes, max_len, y.has_value());
+  const Sizes sizes = contract.check({grad_out, x, y, offsets});
   const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
   grad_out = as_contiguous(op, grad_out, 1);
   x = as_contiguous(op, x, 1);
-  if (both_gradients) y = as_contiguous(op, *y, 2);
+  y = as_contiguous(op, y, 2);
+  const int64_t max_len = sizes.M;
   Tensor grad_y = allocate(op, x, with_rows_of(x, 1, {sizes.B, max_len}));
-  Tensor grad_x = allocate(op, x, with_rows_of(x, 1, {rows}));
+  Tensor grad_x = allocate(op, x, with_rows_of(x, 1, {sizes.T}));
   const int64_t elem_bytes = static_cast<int64_t>(x.element_size());
   const int64_t row_bytes = sizes.rest * elem_bytes;
   const int64_t grad_bytes = grad_out.stride(0) * elem_bytes, x_bytes = x.stride(0) * elem_bytes;
@@ -34,7 +33,7 @@ std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x,
   char* grad_x_rows = static_cast<char*>(grad_x.mutable_data_ptr());
   char* grad_y_rows = static_cast<char*>(grad_y.mutable_data_ptr());
   const auto multiply = combine_floats(x, Combine::kMultiply);
-  zero_rows_outside(sequences, rows, row_bytes, grad_x_rows);
+  zero_rows_outside(sequences, sizes.T, row_bytes, grad_x_rows);
   run_sequences(sequences, max_len, row_bytes, [&](int64_t seq, const Sequence& sequence) {
     const int64_t both = std::min(sequence.len, max_len);
     const char* grad = grad_rows + sequence.begin * grad_bytes;
@@ -46,13 +45,11 @@ std::tuple<Tensor, Tensor> jagged_dense_mul_backward(Tensor grad_out, Tensor x,
     };
     fill(grad_y_rows + seq * max_len * row_bytes, x_rows + sequence.begin * x_bytes, x_bytes,
          max_len);
-    if (both_gradients) {
-      const char* dense = static_cast<const char*>(y->const_data_ptr());
-      fill(grad_x_rows + sequence.begin * row_bytes, dense + seq * y->stride(0) * elem_bytes,
-           y->stride(1) * elem_bytes, sequence.len);
-    }
+    const char* dense = static_cast<const char*>(y.const_data_ptr());
+    fill(grad_x_rows + sequence.begin * row_bytes, dense + seq * y.stride(0) * elem_bytes,
+         y.stride(1) * elem_bytes, sequence.len);
   });
-  return {grad_y, grad_x};
+  return {grad_x, grad_y};
 }
 
 }  // namespace

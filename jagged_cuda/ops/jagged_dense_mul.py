@@ -61,38 +61,39 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None,
     x, y, offsets = ctx.saved_tensors
     wants_x, wants_y = ctx.needs_input_grad[:2]
     grad_x = grad_y = None
-    op = torch.ops.jagged_cuda.jagged_dense_mul_backward.default
     if wants_x and wants_y:
-        grad_y, grad_x = call(op, grad_out, x, offsets, ctx.max_len, y, x.shape[0])
+        op = torch.ops.jagged_cuda.jagged_dense_mul_backward.default
+        grad_x, grad_y = call(op, grad_out, x, y, offsets)
     elif wants_x:
         grad_x = call(torch.ops.jagged_cuda.jagged_dense_mul.default, grad_out, y, offsets)
     elif wants_y:
-        grad_y, _ = call(op, grad_out, x, offsets, ctx.max_len)
+        grad_y = _padded_product(grad_out, x, offsets, ctx.max_len)
     return grad_x, grad_y, None
 
 
+def _padded_product(x: Tensor, y: Tensor, offsets: Tensor, max_len: int) -> Tensor:
+    """``x_b[i] * y_b[i]`` of two jagged tensors, padded; rows outside sequences are left out."""
+    product: Tensor = call(torch.ops.jagged_cuda.jagged_to_padded.default, x * y, offsets, max_len)
+    return product
+
+
 def _setup_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    grad_out, x, offsets, ctx.max_len, *of_x = inputs
-    ctx.save_for_backward(grad_out, x, offsets, of_x[0] if of_x else None)
+    ctx.save_for_backward(*inputs)
 
 
-def _backward_of_gradients(ctx: Any, grad_y: Tensor, grad_x: Tensor) -> tuple[Tensor | None, ...]:
-    """Of ``dz_b[i] * x_b[i]`` and ``dz_b[i] * y[b, i]``: products again, in other places."""
-    grad_out, x, offsets, y = ctx.saved_tensors
-    wants_grad_out, wants_x = ctx.needs_input_grad[:2]
-    wants_y = y is not None and ctx.needs_input_grad[4]
+def _backward_of_gradients(ctx: Any, grad_x: Tensor, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    """Of ``dz_b[i] * y[b, i]`` and ``dz_b[i] * x_b[i]``: products again, in other places."""
+    grad_out, x, y, offsets = ctx.saved_tensors
+    wants_grad_out, wants_x, wants_y = ctx.needs_input_grad[:3]
     product = torch.ops.jagged_cuda.jagged_dense_mul.default
     of_grad_out = of_x = of_y = None
     if wants_grad_out:
-        of_grad_out = call(product, x, grad_y, offsets)
-        if y is not None:
-            of_grad_out = of_grad_out + call(product, grad_x, y, offsets)
+        of_grad_out = call(product, grad_x, y, offsets) + call(product, x, grad_y, offsets)
     if wants_x:
         of_x = call(product, grad_out, grad_y, offsets)
     if wants_y:
-        op = torch.ops.jagged_cuda.jagged_dense_mul_backward.default
-        of_y, _ = call(op, grad_out, grad_x, offsets, ctx.max_len)
-    return of_grad_out, of_x, None, None, of_y, None
+        of_y = _padded_product(grad_out, grad_x, offsets, y.shape[1])
+    return of_grad_out, of_x, of_y, None
 
 
 register(

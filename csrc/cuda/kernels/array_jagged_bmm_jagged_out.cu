@@ -180,13 +180,15 @@ cudaError_t launch_f64(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t
 // Whether the product runs on wgmma.
 bool takes_wgmma(const ArrayJaggedBmmJaggedOutParams& params) {
   // Half of wgmma's smallest tile, or less, is as fast without it.
-  constexpr int64_t kMinColumns = 33, kMaxColumns = 1 << 20;
+  const bool is_short = is_16_bit(params.type);
+  const int64_t min_columns = is_short ? 33 : 65;  // of f32 one tile has 128
+  constexpr int64_t kMaxColumns = 1 << 20;
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
   const int64_t rows = params.matrices.rows.total, columns = params.matrices.columns.total;
   const int64_t y_rows = params.transpose ? rows : columns;
-  const int64_t vector = is_16_bit(params.type) ? 8 : 4;  // elements of 16 bytes
+  const int64_t vector = is_short ? 8 : 4;  // elements of 16 bytes
   return !params.mma_sync_only && params.y_vectors && params.columns % vector == 0 &&
-         params.columns >= kMinColumns && params.columns <= kMaxColumns && rows <= kMaxRows &&
+         params.columns >= min_columns && params.columns <= kMaxColumns && rows <= kMaxRows &&
          columns <= kMaxRows && (y_rows <= 1 || params.y_stride >= params.columns) && has_wgmma();
 }
 

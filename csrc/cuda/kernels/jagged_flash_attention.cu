@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with tables, or
-// backward with any bias, always mma.sync; plain FMA for f32 and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time or
+// position biases always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/few_forward.h"
@@ -127,8 +127,8 @@ bool takes_long_backward(const AttentionBackwardParams& params) {
 }
 
 bool takes_ranged_backward(const AttentionBackwardParams& params) {
-  return is_16_bit(params.type) && (params.silu || is_general(params)) && !params.bias.any() &&
-         !is_wide(params) && takes_wgmma(params) &&
+  return is_16_bit(params.type) && (params.silu || is_general(params)) &&
+         !params.bias.has_tables() && !is_wide(params) && takes_wgmma(params) &&
          copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 

@@ -174,8 +174,8 @@ bool takes_long_backward(const AttentionBackwardParams& params);
 // parts, kv_bias or silu, if it gets its plan.
 bool takes_ranged_forward(const AttentionParams& params);
 
-// Whether the wgmma backward kernels for ranges of keys, unused keys and silu take these operands, if
-// they get their workspace.
+// Whether the wgmma backward kernels for ranges of keys, unused keys, kv_bias and silu take these
+// operands, if they get their workspace.
 bool takes_ranged_backward(const AttentionBackwardParams& params);
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream);

@@ -29,10 +29,8 @@ CASE = Case(
         "jagged_dense_mul_backward": (
             torch.randn_like(s.tensors["x"]),
             s.tensors["x"],
-            s.offsets,
-            s.tensors["y"].shape[1],
             s.tensors["y"],
-            len(s.tensors["x"]),
+            s.offsets,
         ),
     },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},

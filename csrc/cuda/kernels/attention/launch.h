@@ -40,7 +40,7 @@ cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t 
 template <typename Element>
 cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// 16-bit elements, head dims up to 128, with ranges of keys, unused keys or silu, without biases.
+// 16-bit elements, head dims up to 128, with ranges of keys, unused keys, kv_bias or silu, without other biases.
 template <typename Element>
 cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream);
 

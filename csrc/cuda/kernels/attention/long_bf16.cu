@@ -3,7 +3,7 @@
 
 namespace jagged_cuda::attention {
 
-template cudaError_t launch_forward_plan<__nv_bfloat16>(const AttentionParams&, cudaStream_t);
+template cudaError_t launch_forward_plan<__nv_bfloat16>(AttentionParams&, cudaStream_t);
 template cudaError_t launch_forward_long<__nv_bfloat16>(const AttentionParams&, cudaStream_t);
 template cudaError_t launch_backward_long<__nv_bfloat16>(const AttentionBackwardParams&,
                                                          cudaStream_t);

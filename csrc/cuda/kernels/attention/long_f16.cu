@@ -3,7 +3,7 @@
 
 namespace jagged_cuda::attention {
 
-template cudaError_t launch_forward_plan<__half>(const AttentionParams&, cudaStream_t);
+template cudaError_t launch_forward_plan<__half>(AttentionParams&, cudaStream_t);
 template cudaError_t launch_forward_long<__half>(const AttentionParams&, cudaStream_t);
 template cudaError_t launch_backward_long<__half>(const AttentionBackwardParams&, cudaStream_t);
 

@@ -13,6 +13,9 @@
 //                       ranged_dq, and fills the SMs as that drains
 // A warpgroup owns 64 rows, a warp 16 of them.
 //
+// A kv_bias makes z = scale S + bias; its gradient is the sum of dS of a key over the queries, which
+// ranged_dkdv has in registers.
+//
 // Masks. Window and ranges are two intervals of keys for each query. ranged_dq walks over the steps
 // of keys that some query of its tile sees, and masks one only where a query of a warp does not see
 // all of it. ranged_dkdv finds the tiles of queries that see some of its keys by their bounds, 32 at
@@ -43,11 +46,12 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, bool kSilu_>
+template <typename Element_, int kDim_, bool kSilu_, bool kKeyBias_>
 struct RangedBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr bool kSilu = kSilu_;
+  static constexpr bool kKeyBias = kKeyBias_;  // whether there is a kv_bias
   // Else what is stored of silu is scaled and divided before it is rounded.
   static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
   // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
@@ -56,9 +60,9 @@ struct RangedBackwardConfig {
   static constexpr int kRows = 64;                     // queries or keys that a CTA owns
   static constexpr int kStep = 64;                     // keys or queries of an iteration
   static constexpr int kDqCtas = kDim == 128 ? 2 : 4;  // per SM
-  static constexpr int kDkdvCtas = kDim == 128 ? 2 : 3;
-  static constexpr PathName kName =
-      PathName("cuda.attention.backward.wgmma.d") + kDim + (kSilu ? ".silu" : ".general");
+  static constexpr int kDkdvCtas = kDim == 128 || kKeyBias ? 2 : 3;
+  static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
+                                    (kSilu ? ".silu" : ".general") + (kKeyBias ? ".bias" : "");
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -89,6 +93,7 @@ struct CopyBarriers {
 
 template <typename Config>
 struct RangedDqStorage : DqWgmmaStorage<Config> {
+  alignas(16) float sBias[2][Config::kKeyBias ? Config::kStep : 4];
   CopyBarriers barriers;
 };
 template <typename Config>
@@ -113,6 +118,27 @@ __device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
   for (int index = threadIdx.x; index < (Tile::kRows - rows) * Tile::kChunks; index += kThreads) {
     *reinterpret_cast<uint4*>(tile.chunk(rows + index / Tile::kChunks, index % Tile::kChunks)) =
         make_uint4(0, 0, 0, 0);
+  }
+}
+
+// kv_bias of row `row` of k, as query head `head` reads it.
+__device__ __forceinline__ const float* key_bias(const AttentionParams& params, int64_t row,
+                                                 int head) {
+  const ScoreBias& bias = params.bias;
+  return static_cast<const float*>(bias.kv_bias) + row * bias.kv_heads +
+         head / (params.heads / bias.kv_heads);
+}
+
+// Scores become logits, scale * score + bias; columns are keys.
+template <int kBlocks>
+__device__ __forceinline__ void add_key_bias(Accumulator<1, kBlocks>& s, const float* sBias,
+                                             float scale, int lane) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const float2 bias = *reinterpret_cast<const float2*>(sBias + block * 8 + 2 * (lane % 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      s[0][block][i] = __fmaf_rn(s[0][block][i], scale, i % 2 == 0 ? bias.x : bias.y);
   }
 }
 
@@ -201,7 +227,20 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
               kv_head, shared.barriers.full[stage]);
   };
-  if (copies && steps.any()) copy_keys(steps.first, 0);
+  const auto copy_bias = [&](int key, int stage) {
+    if constexpr (Config::kKeyBias) {
+      const int r = static_cast<int>(threadIdx.x);
+      if (r < kStep) {
+        const int own = min(key + r, num_keys - 1);
+        ptx::cp_async_4(&shared.sBias[stage][r], key_bias(params, kv.begin + own, head), 4);
+      }
+      ptx::cp_async_commit();
+    }
+  };
+  if (steps.any()) {
+    if (copies) copy_keys(steps.first, 0);
+    copy_bias(steps.first, 0);
+  }
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
@@ -220,6 +259,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
                           valid ? params.dim_v : 0, lane);
       lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
+      // Of a row all of whose keys a bias hides: their P is 0 then.
+      if (Config::kKeyBias && lse_log2[half] == -INFINITY) lse_log2[half] = 0.0f;
       delta[half] = valid && params.grad_lse != nullptr
                         ? -static_cast<const float*>(params.grad_lse)[statistic]
                         : 0.0f;
@@ -248,7 +289,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       ptx::fence_proxy_async();
       if constexpr (Config::kOverlapsSteps) __syncthreads();
     }
-    // The step before is done with the other stage.
+    // The step before is done with the other stage, and this one's bias has arrived.
+    if constexpr (Config::kKeyBias) ptx::cp_async_wait<0>();
     if constexpr (!Config::kOverlapsSteps) __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
@@ -261,20 +303,28 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       ptx::fence_operands(dq[0]);
       __syncthreads();
     }
-    if (copies && next_key < steps.last) copy_keys(next_key, stage ^ 1);
+    if (next_key < steps.last) {
+      if (copies) copy_keys(next_key, stage ^ 1);
+      copy_bias(next_key, stage ^ 1);
+    }
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kSilu) {
-      for_each_score(s, [&](float& score) { score = SiluOf<Config>(score, scale, weight).slope; });
+      if constexpr (Config::kKeyBias) add_key_bias(s, shared.sBias[stage], scale, lane);
+      for_each_score(s, [&](float& score) {
+        score = SiluOf<Config>(score, Config::kKeyBias ? 1.0f : scale, weight).slope;
+      });
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
     } else {
+      if constexpr (Config::kKeyBias) add_key_bias(s, shared.sBias[stage], scale, lane);
+      const float factor = Config::kKeyBias ? kLog2E : scale_log2;
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) {
         float& score = s[0][i / 4][i % 4];
-        score = ptx::ex2_approx(score * scale_log2 - lse_log2[i % 4 / 2]);
+        score = ptx::ex2_approx(score * factor - lse_log2[i % 4 / 2]);
       }
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
@@ -398,6 +448,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
+  float key_sums[1][2] = {};  // of kv_bias, of this lane's columns
   RingPosition<2> place;
   ptx::mbarrier_wait(shared.barriers.own, 0);
   while (head < last_head) {
@@ -430,6 +481,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
+    if constexpr (Config::kKeyBias) {
+      float bias[2];  // of this lane's two keys
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int own = min(warp_row + 8 * half + lane / 4, rows - 1);
+        bias[half] = __ldg(key_bias(params, global_row + own, head));
+      }
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i)
+        s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, bias[i % 4 / 2]);
+    }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {
 #pragma unroll
@@ -441,7 +503,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* own = &s[0][block][2 * half];
-            const SiluOf<Config> silu[2] = {{own[0], scale, weight}, {own[1], scale, weight}};
+            const float factor_of_s = Config::kKeyBias ? 1.0f : scale;
+            const SiluOf<Config> silu[2] = {{own[0], factor_of_s, weight},
+                                            {own[1], factor_of_s, weight}};
             p.set(block, half, {silu[0].value * factor.x, silu[1].value * factor.y});
             own[0] = silu[0].slope * factor.x;
             own[1] = silu[1].slope * factor.y;
@@ -459,10 +523,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       for (int block = 0; block < kScoreBlocks; ++block) {
         const float2 lse =
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
-        const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+        float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
+        if constexpr (Config::kKeyBias) {  // as in ranged_dq
+          lse_log2[0] = lse.x == -INFINITY ? 0.0f : lse_log2[0];
+          lse_log2[1] = lse.y == -INFINITY ? 0.0f : lse_log2[1];
+        }
+        const float factor = Config::kKeyBias ? kLog2E : scale_log2;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          s[0][block][i] = ptx::ex2_approx(s[0][block][i] * scale_log2 - lse_log2[i % 2]);
+          s[0][block][i] = ptx::ex2_approx(s[0][block][i] * factor - lse_log2[i % 2]);
       }
       if (is_cut) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
@@ -486,6 +555,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
       }
     }
+    if (Config::kKeyBias && params.key_sums != nullptr) {
+      add_rows(s, key_sums);
+      if (next_head != head) {
+        if constexpr (Config::kSilu && Config::kHasFloatRange) {
+          key_sums[0][0] *= weight;
+          key_sums[0][1] *= weight;
+        }
+        store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
+      }
+    }
     const PackedRows<Element, kScoreBlocks> ds(s);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
@@ -501,7 +580,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   }
   __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
   const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
-  const float value_factor = Config::kSilu && Config::kHasFloatRange ? scale * weight : weight;
+  const float value_factor =
+      Config::kSilu && Config::kHasFloatRange && !Config::kKeyBias ? scale * weight : weight;
   const float scales[1][2] = {{key_factor, key_factor}};
   const float value_scales[1][2] = {{value_factor, value_factor}};
   store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
@@ -510,9 +590,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
              params.dim_v, true, lane);
 }
 
-template <typename Element, int kDim, bool kSilu>
+template <typename Element, int kDim, bool kSilu, bool kKeyBias>
 cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
-  using Config = RangedBackwardConfig<Element, kDim, kSilu>;
+  using Config = RangedBackwardConfig<Element, kDim, kSilu, kKeyBias>;
   using DqStorage = RangedDqStorage<Config>;
   using DkdvStorage = RangedDkdvStorage<Config>;
   using Tile = WarpgroupTile<Element, Config::kRows, kDim>;
@@ -550,12 +630,16 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
 
 template <typename Element>
 cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
-  const auto launch = [&](auto dim) {
-    return params.silu ? launch_ranged_backward<Element, dim.value, true>(params, stream)
-                       : launch_ranged_backward<Element, dim.value, false>(params, stream);
+  const auto launch = [&](auto dim, auto bias) {
+    return params.silu
+               ? launch_ranged_backward<Element, dim.value, true, bias.value>(params, stream)
+               : launch_ranged_backward<Element, dim.value, false, bias.value>(params, stream);
+  };
+  const auto launch_dim = [&](auto dim) {
+    return params.bias.kv_bias == nullptr ? launch(dim, Constant<0>{}) : launch(dim, Constant<1>{});
   };
   const cudaError_t error =
-      dim_bucket(params) <= 64 ? launch(Constant<64>{}) : launch(Constant<128>{});
+      dim_bucket(params) <= 64 ? launch_dim(Constant<64>{}) : launch_dim(Constant<128>{});
   if (error != cudaErrorNotSupported) return error;
   return launch_backward_mma_sync<Element>(params, stream);
 }

@@ -18,10 +18,11 @@
 // No atomics: the same bits at every run, whichever warpgroup takes an item.
 //
 // Shared memory: a ring of pages of 16 KiB: 64 rows of K and V, or of Q and dO. Pages of keys are given
-// back as soon as they have been used, so that parts of the next item come in. A copy may reach into the next sequence: rows past the end are overwritten with
-// zeros, since 0 times NaN is NaN: of queries up to a multiple of 32, which the last step may be. And
-// 32 KiB for dS^T, twice for each warpgroup, so that one product may read it while the next is
-// written; sums of dK or dV pass through the same place.
+// back as soon as they have been used, so that parts of the next item come in. A copy reaches into
+// the next sequence: rows past the end are overwritten with zeros, since 0 times NaN is NaN: of
+// queries up to a multiple of 32, which the last step may be. And 32 KiB for dS^T, twice for each
+// warpgroup, so that one product may read it while the next is written; sums of dK or dV, and the
+// gradients on their way out, pass through the same place.
 //
 // Barriers:                arrives                                   waits
 //   issued, of an item     copying warp: it is described             all others
@@ -66,9 +67,8 @@ struct alignas(16) ShortBackwardItem {
   TinyRows keys;
   unsigned head;
   int owner;
-  int first_copy;  // how many pages the CTA copied before
-  unsigned
-      slots;  // the places of its pages in the ring, first of keys, then of queries: 4 bits each
+  int first_copy;     // how many pages the CTA copied before
+  unsigned slots;     // its pages' places in the ring, first of keys, then of queries: 4 bits each
   unsigned parities;  // how often, modulo 2, those were used before: a bit each
 
   __device__ __forceinline__ int key_pages() const { return (keys.len + 63) / 64; }
