@@ -347,7 +347,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
     const bool alone = !is_first(sequence);
     if (alone) item.owner = turns.next(item);
     const int key_pages = item.key_pages(), pages = key_pages + item.query_pages();
-    places.assign<Storage::kPages>(item, pages);
+    places.template assign<Storage::kPages>(item, pages);
     describe(item);
     copied += pages;
 #pragma unroll 1
