@@ -721,7 +721,7 @@ def test_tiny_and_short_sequences_do_not_depend_on_neighbours(
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
-@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("heads", [(6, 6), (4, 2)])  # few tiles go elsewhere
 @pytest.mark.parametrize("dims", [(64, 64), (40, 64), (48, 16)])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_short_sequences(

@@ -144,13 +144,13 @@ def test_a_giant_needs_no_padding_and_no_matrix(biased: bool) -> None:
     ranges = hstu_key_ranges(offsets, num_targets=lengths.to(device) // 4, total=total)
     options: dict[str, Any] = {"divisor": "length", "key_ranges": ranges}
 
+    if biased:
+        options["kv_bias"] = leaves[3]
+        options["time_bias"] = TimeBias(leaves[4], time, time, boundaries)
+        options["position_bias"] = PositionBias(leaves[5])
+
     def attend() -> torch.Tensor:
-        biases = {
-            "kv_bias": leaves[3],
-            "time_bias": TimeBias(leaves[4], time, time, boundaries),
-            "position_bias": PositionBias(leaves[5]),
-        }
-        return jagged_hstu_attention(q, k, v, offsets, **options, **(biases if biased else {}))
+        return jagged_hstu_attention(q, k, v, offsets, **options)
 
     def peak_of(call: Callable[[], Any], given: Sequence[torch.Tensor]) -> None:
         call()

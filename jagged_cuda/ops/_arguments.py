@@ -58,25 +58,15 @@ class Arguments:
         self.by_name = {name: types for name, (types, _) in known.items()}
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.by_position = tuple((name, self.by_name[name]) for name in names)
-        self.usual: set[tuple[type, ...]] = set()  # types of positional arguments that have passed
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise RuntimeError for the first argument of a wrong kind."""
-        kinds = tuple(map(type, args))
-        if kinds not in self.usual:
-            self._look_through(args, kinds)
-        for name, value in kwargs.items():
-            if name in self.by_name and type(value) not in self.by_name[name]:
-                self.look_at(name, value)
-
-    def _look_through(self, args: Sequence[Any], kinds: tuple[type, ...]) -> None:
-        is_usual = True
         for (name, types), value in zip(self.by_position, args, strict=False):
             if type(value) not in types:
                 self.look_at(name, value)
-                is_usual = False  # another of the type may not pass
-        if is_usual and len(args) <= len(self.by_position):
-            self.usual.add(kinds)
+        for name, value in kwargs.items():
+            if name in self.by_name and type(value) not in self.by_name[name]:
+                self.look_at(name, value)
 
     def look_at_all(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """check(), whatever the types."""

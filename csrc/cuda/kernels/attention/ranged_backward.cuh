@@ -473,8 +473,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       next_query = tiles.next(next_is_cut) * kStep;
     }
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
+    // Queries past the end, whose scores are 0, see no key: a bias alone may be large.
+    const bool hides = is_cut || (Config::kKeyBias && valid < kStep);
     SeenBy64 seen;
-    if (is_cut) {
+    if (hides) {
       seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
                       row + warp_row, lane);
     }
@@ -517,7 +519,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       } else {
         activate(Constant<0>{});
       }
-      if (is_cut) seen.keep(p, s, lane);
+      if (hides) seen.keep(p, s, lane);
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -533,7 +535,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         for (int i = 0; i < 4; ++i)
           s[0][block][i] = ptx::ex2_approx(s[0][block][i] * factor - lse_log2[i % 2]);
       }
-      if (is_cut) seen.keep(s, lane);
+      if (hides) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
     }
     ptx::fence_operands(dv[0]);

@@ -219,7 +219,7 @@ struct SeenBy64 {
 
   SeenBy64() = default;
   // `key` is the warp's first. The step is the first `rows` queries from row `row` of the sequence,
-  // `global_row` of q, on; what is said of others does not matter. All 32 lanes together.
+  // `global_row` of q, on; others see nothing. All 32 lanes together.
   __device__ __forceinline__ SeenBy64(const AttentionParams& params, const WindowOf<int>& window,
                                       int64_t global_row, int row, int rows, int num_keys, int key,
                                       int lane) {
@@ -229,6 +229,7 @@ struct SeenBy64 {
       const int query = min(lane + 32 * i, rows - 1);
       words[i] =
           VisibleKeys(params, window, global_row + query, row + query, num_keys).bits(key) & 0xffff;
+      if (lane + 32 * i >= rows) words[i] = 0;
     }
     bits = words[0] | words[1] << 16;
   }
