@@ -18,9 +18,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 LINK = "../benchmarks/results"  # from docs/benchmarks.md
 # What the pictures show, by the end of their names.
 PICTURES = {
-    "": "Time and memory of attention over the longest sequence and over the fill of the padded"
-    " batch, and the operators of the paper's Table 1",
-    "_roofline": "A roofline: each kernel's rate over its arithmetic intensity",
+    "h200": "Time and memory of attention over the longest sequence",
+    "h200_roofline": "A roofline: each kernel's rate over its arithmetic intensity",
+    "sweep_h200": "Time over the fill of the padded batch: attention, and the operators of the"
+    " paper's Table 1",
 }
 # What judges the operators is described in testing.md; it is no interface to build on.
 NOT_LISTED = {"testing"}
@@ -91,11 +92,13 @@ def benchmarks() -> str:
         content = results.load(path)
         lines += [f"## {results.machine(content)}", ""]
         for picture in sorted(RESULTS.glob(f"{path.stem}*.png")):
-            shown = PICTURES.get(picture.stem.removeprefix(path.stem), picture.stem)
+            shown = PICTURES.get(picture.stem, picture.stem)
             lines += [f"![{shown}]({LINK}/{picture.name})"]
-        summary, speed = table.markdown(content).values()
+        if results.rows_of(content, "attention"):
+            summary, speed = table.markdown(content).values()
+            lines += ["", summary, "", speed]
         every = f"[Every figure](generated/figures_{path.stem}.md) of this run."
-        lines += ["", summary, "", speed, "", every, ""]
+        lines += ["", every, ""]
     return "\n".join(lines)
 
 

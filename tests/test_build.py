@@ -694,3 +694,9 @@ def test_the_import_opens_no_cuda_context_and_survives_fork() -> None:
         assert os.waitpid(child, 0)[1] == 0
     """
     run_python("-c", script)
+
+
+def test_binaries_are_made_small_as_the_compiler_can() -> None:
+    for toolkit, flag in (("13.0", "--compress-mode=size"), ("12.8", "-Xfatbin=-compress-all")):
+        assert _build.compression_flag(toolkit) == flag
+    assert _build.compression_flag(None) == "-Xfatbin=-compress-all"
