@@ -622,7 +622,8 @@ SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
 # With eight heads so many that a CTA looks in more than one slab (looped_grid).
-CROWD = Layout((*(24, 3, 0, 9, 33, 1) * 60, 65, 700, 129, *(2,) * 90, 300, 40), base=5, tail=70)
+# The padded reference has a matrix of the longest for each sequence and head: hence no longer ones.
+CROWD = Layout((*(24, 3, 0, 9, 33, 1) * 60, 65, 200, 129, *(2,) * 90, 40), base=5, tail=70)
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
 # Beside the edges of blocks of 16 rows, of steps of 32, 64 and 128, and of tiny and long sequences.
 SHORT = Layout(
