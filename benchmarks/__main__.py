@@ -15,6 +15,7 @@ import torch
 from benchmarks import (
     attention,
     build,
+    grid,
     host,
     hstu,
     modules,
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Command] = {
     "host": host.COMMAND,
     "modules": modules.COMMAND,
     "build": build.COMMAND,
+    "grid": grid.COMMAND,
     # Last, since torch.compile takes its time for each mask of FlexAttention.
     "hstu": hstu.COMMAND,
 }

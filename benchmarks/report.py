@@ -37,6 +37,7 @@ TITLES = {
     "norm": "A normed row times another one, with dropout",
     "hstu": "Attention of rankers: masks of HSTU, SiLU, biases",
     "sweep": "By the fill of the padded batch: forward and backward together",
+    "grid": "Table 1's operators away from its shape: within the bar and 15 %",
     "host": "Host time of an eager call",
     "modules": "Modules beside the operators that they are made of",
 }

@@ -323,6 +323,11 @@ class Session:
 
     # --- rows
 
+    def floor_us(self, row: Row) -> float:
+        """The floor of a row that is not in the report."""
+        row.set_floor(self._bytes_per_us, self._flops_per_us.get(row.precision))
+        return row.floor_us or 0.0
+
     def add(self, row: Row) -> Row:
         """Put a row into the report, with its floor and the time of a copy of as many bytes."""
         self.rows.append(row)

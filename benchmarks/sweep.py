@@ -60,7 +60,7 @@ def _run_fill(session: Session, case: Case, percent: int, precision: Precision) 
         operands = Operands.draw(layout, HEADS, DIM, session.device, precision.dtype)
         row = implementations.row(*what, operands, precision)
     else:
-        batch = table1.Batch.draw(layout, session.device, precision, quick)
+        batch = table1.Batch.draw(layout, session.device, precision, table1.dim_of(session))
         row = table1.row(*what, operator, batch, precision)
     row.has_memory = True
     row.shape["fill"] = round(layout.total / (layout.num_seqs * layout.max_len), 4)

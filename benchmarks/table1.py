@@ -41,34 +41,46 @@ class Batch:
     a: Tensor  # [sum L*L]
     offsets: Tensor
     matrix_offsets: Tensor
-    outside: Tensor  # [B, M], True at padding
     allow_tf32: bool
 
     @classmethod
-    def draw(cls, layout: Layout, device: torch.device, precision: Precision, quick: bool) -> Batch:
-        dim = QUICK_DIM if quick else DIM
+    def draw(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        precision: Precision,
+        dim: int = DIM,
+        columns: int = COLUMNS,
+        offsets_dtype: torch.dtype = torch.int64,
+        has_matrices: bool = True,
+    ) -> Batch:
+        """has_matrices: without them `a` is empty."""
         torch.manual_seed(shapes.SEED)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, device=device).to(precision.dtype)
 
-        offsets = layout.offsets(device)
+        offsets = layout.offsets(device, offsets_dtype)
         return cls(
             layout,
             draw(layout.total, dim),
-            draw(layout.num_seqs, dim, COLUMNS),
-            draw(layout.total, COLUMNS),
+            draw(layout.num_seqs, dim, columns),
+            draw(layout.total, columns),
             draw(layout.total, dim),
-            draw(sum(length**2 for length in layout.lengths)),
+            draw(sum(length**2 for length in layout.lengths) if has_matrices else 0),
             offsets,
             jagged_cuda.matrix_offsets(offsets),
-            ~padding.inside(layout, device),
             precision.allow_tf32,
         )
 
+    @functools.cached_property
+    def outside(self) -> Tensor:
+        """`[B, M]`, True at padding."""
+        return ~padding.inside(self.layout, self.x.device)
+
     def shape(self) -> dict[str, int]:
         sizes = {"B": self.layout.num_seqs, "T": self.layout.total, "max_len": self.layout.max_len}
-        return sizes | {"D": self.x.shape[1], "N": COLUMNS}
+        return sizes | {"D": self.x.shape[1], "N": self.y_jagged.shape[1]}
 
     @property
     def product_elems(self) -> int:
@@ -99,6 +111,7 @@ class Operator:
         flops: of the forward.
         exact_factor: of the bar with "highest" float32.
         recorded_us: by precision and peer, on one H100.
+        has_dim, has_columns: whether its operands have rows of D, of N.
         dim: of jagged2_softmax.
     """
 
@@ -112,15 +125,25 @@ class Operator:
     flops: Callable[[Batch], float] | None
     exact_factor: float
     recorded_us: dict[str, dict[str, float]]
+    has_dim: bool
+    has_columns: bool
     dim: int = -1
 
     @property
     def case(self) -> testing.Case:
         return testing.CASES[self.name.removesuffix("_rows")]
 
+    @property
+    def has_matrices(self) -> bool:
+        return "matrix" in self.case.rows.values()
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        return {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
+
     def check(self, batch: Batch) -> checking.Batch:
         """The check of its results on a batch, with the gradient that its backward is given."""
-        choices = {"capacity": "exact", "transpose": False, "scale": 1.0, "dim": self.dim}
+        choices = self.choices
         inputs = dict(zip(self.case.inputs, self.inputs(batch), strict=True))
         out = self.case.reference(Spec(0, batch.layout, choices), inputs)["out"]
         grad_out = torch.randn_like(out)
@@ -133,14 +156,18 @@ class Operator:
 PRODUCT: dict[str, Any] = {
     "forward_elems": lambda b: b.product_elems,
     "backward_elems": lambda b: (b.product_elems,) * 2,
-    "flops": lambda b: 2.0 * b.x.numel() * COLUMNS,
+    "flops": lambda b: 2.0 * b.x.numel() * b.y_jagged.shape[1],
     "exact_factor": EXACT_PRODUCT,
+    "has_dim": True,
+    "has_columns": True,
 }
 MATRIX_PRODUCT: dict[str, Any] = {
     "forward_elems": lambda b: b.matrix_elems,
     "backward_elems": lambda b: (b.matrix_elems,) * 2,
     "flops": lambda b: 2.0 * b.a.numel() * b.x.shape[1],
     "exact_factor": EXACT_MATRIX_PRODUCT,
+    "has_dim": True,
+    "has_columns": False,
 }
 
 
@@ -152,6 +179,7 @@ def _softmax(name: str, x: Callable[[Batch], Tensor], **forms: Any) -> Operator:
         backward_elems=lambda b: (3 * x(b).numel(),),
         flops=None,
         exact_factor=1.0,
+        has_dim=False,
         **forms,
     )
 
@@ -161,6 +189,7 @@ def _softmax_of_matrices(name: str, dim: int, recorded_us: dict[str, dict[str, f
         name,
         lambda b: b.a,
         recorded_us=recorded_us,
+        has_columns=False,
         dim=dim,
         ours=lambda b, a: jagged_cuda.jagged2_softmax(
             a, b.offsets, matrix_offsets=b.matrix_offsets, dim=dim
@@ -231,6 +260,7 @@ OPERATORS = (
         "jagged_softmax",
         lambda b: b.y_jagged,
         recorded_us={"fp32": {"sll": 18}, "bf16": {"sll": 14}},
+        has_columns=True,
         ours=lambda b, x: jagged_cuda.jagged_softmax(x, b.offsets),
         padded=lambda b, x: x.masked_fill(b.outside[:, :, None], -torch.inf).softmax(1),
         sll=lambda b, x: peers.sll("triton_jagged_softmax").jagged_softmax(
@@ -308,11 +338,20 @@ def measure(
     batch: Batch,
     precision: Precision,
     names: Sequence[str],
+    check: checking.Check | None = None,
 ) -> None:
-    """Check and time these implementations."""
-    check = operator.check(batch)
+    """Check and time these implementations.
+
+    check: None is that of all sequences. It has the incoming gradient, `grad_out`.
+    """
+    check = operator.check(batch) if check is None else check
     make = functools.partial(candidate, operator=operator, batch=batch, grad_out=check.grad_out)
     session.run(rows, {name: functools.partial(make, name) for name in names}, check)
+
+
+def dim_of(session: Session) -> int:
+    """D of Table 1, or of a quick run."""
+    return QUICK_DIM if session.options.quick else DIM
 
 
 def _run_operator(session: Session, operator: Operator, batch: Batch, precision: Precision) -> None:
@@ -334,7 +373,7 @@ def _run(session: Session) -> None:
     @functools.cache
     def batch_of(precision: str) -> Batch:
         wanted = shapes.PRECISIONS[precision]
-        return Batch.draw(layout, session.device, wanted, session.options.quick)
+        return Batch.draw(layout, session.device, wanted, dim_of(session))
 
     def run_case(session: Session, operator: Operator, precision: Precision) -> None:
         if operator.flops is None and precision.allow_tf32:

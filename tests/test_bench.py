@@ -19,6 +19,7 @@ from benchmarks import (
     attention,
     build,
     checking,
+    grid,
     hstu,
     implementations,
     modules,
@@ -183,6 +184,42 @@ def test_sweep_goes_over_fills_for_attention_and_each_line_of_table1(tmp_path: P
         assert (row["shape"]["fill"] == 1) == row["case"].endswith("100%")
 
 
+def test_grid_goes_over_widths_columns_and_batch_sizes(tmp_path: Path) -> None:
+    found = run(tmp_path, "grid", "--cases", "jagged_*bmm,jagged2_softmax,jagged_softmax")
+    names = [row["case"] for row in found["rows"] if row["pass"] == "forward"]
+    assert [name for name in names if name.startswith("jagged_dense_bmm")] == [
+        f"jagged_dense_bmm {sizes}" for sizes in ("D16 N1 B4", "D16 N8 B4", "D16 N1 B4 int32")
+    ]
+    assert "jagged2_softmax B4" in names and "jagged_softmax N8 B4" in names
+    assert all(row["results"][OURS]["median_us"] > 0 for row in found["rows"])
+    shape = found["rows"][2]["shape"]
+    assert (shape["D"], shape["N"], shape["B"]) == (16, 8, 4)
+
+
+def test_the_grid_is_that_of_the_goal() -> None:
+    product = next(each for each in table1.OPERATORS if each.name == "jagged_dense_bmm")
+    found = list(grid.points(product, quick=False))
+    assert {point.dim for point in found} == {64, 128, 512}
+    assert {point.columns for point in found} == {1, 8, 64, 256}
+    assert min(p.num_seqs for p in found) == 16 and max(p.num_seqs for p in found) == 65_536
+    assert {point.offsets_dtype for point in found} == {torch.int32, torch.int64}
+
+
+@pytest.mark.parametrize("name", ["jagged_softmax", "jagged_jagged_bmm_jagged_out"])
+def test_a_wrong_result_of_the_grid_is_not_timed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = next(each for each in table1.OPERATORS if each.name == name)
+
+    def wrong(*operands: Any) -> Tensor:
+        out = operator.ours(*operands)
+        return out.index_fill(0, torch.tensor(out.shape[0] - 1), 9.0)
+
+    monkeypatch.setattr(table1, "OPERATORS", (dataclasses.replace(operator, ours=wrong),))
+    found = run(tmp_path, "grid", "--cases", name, status=1)
+    assert all("wrong" in row["results"][OURS] for row in found["rows"][::2])
+
+
 def test_unseen_shapes_are_the_same_everywhere_and_within_their_limits() -> None:
     found = unseen.draw()
     assert len(found) == unseen.NUM_SHAPES and found[:5] == unseen.draw(5)
@@ -240,7 +277,7 @@ def test_figure2_host_and_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("benchmarks.host.QUICK_CALLS", 3)
     found = run(tmp_path, "all", "--cases", "512,jagged_softmax,torch.add,build")
     commands = {row["command"] for row in found["rows"]}
-    assert commands == {"table1", "figure2", "sweep", "host"}
+    assert commands == {"table1", "figure2", "sweep", "host", "grid"}
     for row in found["rows"]:
         assert row["results"][OURS]["median_us"] > 0
         if row["command"] == "figure2":
@@ -447,7 +484,7 @@ def test_lengths_are_those_of_the_record() -> None:
 def test_bytes_and_operations() -> None:
     layout = shapes.layout(shapes.uniform(table1.NUM_SEQS, table1.MAX_LEN), quick=False)
     fp32 = shapes.PRECISIONS["fp32"]
-    batch = table1.Batch.draw(layout, torch.device("cpu"), fp32, quick=False)
+    batch = table1.Batch.draw(layout, torch.device("cpu"), fp32)
     operators = {operator.name: operator for operator in table1.OPERATORS}
     dense, jagged = operators["jagged_dense_bmm"], operators["jagged_jagged_bmm"]
     softmax = operators["jagged_softmax"]
@@ -544,7 +581,7 @@ def test_a_copy_is_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_sequence_is_seen() -> None:
     """Under the limit for our results, and under the wider one for peers."""
     layout, fp32 = Layout((500, 3, 500)), shapes.PRECISIONS["fp32"]
-    batch = table1.Batch.draw(layout, torch.device("cpu"), fp32, True)
+    batch = table1.Batch.draw(layout, torch.device("cpu"), fp32, table1.QUICK_DIM)
     operator = next(each for each in table1.OPERATORS if each.name == "jagged_softmax")
     check = operator.check(batch)
     right = operator.ours(batch, *operator.inputs(batch))
@@ -668,7 +705,8 @@ def test_commands_on_a_gpu_time_graphs_and_measure_memory(tmp_path: Path) -> Non
     cases = "jagged_softmax,short,512,paper,attention"
     found = run(tmp_path, "all", "--against", "padded,sdpa", "--cases", cases, device="cuda")
     ours = {row["command"]: row["results"][OURS] for row in found["rows"]}
-    assert ours.keys() == {"table1", "attention", "figure2", "target", "sweep", "host"}
+    commands = {"table1", "attention", "figure2", "target", "sweep", "host", "grid"}
+    assert ours.keys() == commands
     assert all(ours[name]["method"] == ("clock" if name == "host" else "graph") for name in ours)
     assert ours["figure2"]["peak_mib"] > 0 and found["rows"][0]["sm_mhz"] > 0
 
