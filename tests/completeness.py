@@ -111,7 +111,7 @@ def missing_parts(root: Path) -> list[str]:
         if name == op:
             continue
         for part in PARTS:
-            # A gradient kernel, or a plan, lives in its operator's files, and has no gradient itself.
+            # A gradient kernel, or a plan, lives in its operator's files, without a gradient.
             if part.name in ("CPU kernel", "CUDA glue", "registration") and Part(
                 part.name, part.place.replace("<op>", op), part.pattern
             ).missing(root, name):
