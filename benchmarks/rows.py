@@ -174,7 +174,7 @@ FUNCTIONS = (
             x, b.offsets, b.picked, total=b.picked_rows
         )[0],
         indexing=_index_by_repeating,
-        launches=(4, 2),
+        launches=(2, 2),
         bytes_beside=lambda b: 8 * len(b.offsets) + 8 * len(b.picked),
         repeated_rows=lambda b: b.repeated_rows,
     ),

@@ -14,7 +14,7 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,17 +112,26 @@ class Timer:
 
     def measure_host(self, call: Callable[[], object], calls: int) -> Measurement:
         """The time after which the call returns to its caller."""
-        times = []
+        (measurement,) = self.measure_host_in_turn([call], calls)
+        return measurement
+
+    def measure_host_in_turn(
+        self, candidates: Sequence[Callable[[], object]], calls: int
+    ) -> list[Measurement]:
+        """The same of several, call by call in turn: a clock that changes changes it for all."""
+        times: list[list[float]] = [[] for _ in candidates]
         with self.context():
             for index in range(calls + HOST_CALLS_IN_A_ROW):
-                if index % HOST_CALLS_IN_A_ROW == 0:
+                if index % max(1, HOST_CALLS_IN_A_ROW // len(candidates)) == 0:
                     self.synchronize()
-                begin = time.perf_counter_ns()
-                result = call()
-                times.append((time.perf_counter_ns() - begin) / 1e3)
-                del result  # freed outside the measurement
+                pairs = list(zip(candidates, times, strict=True))
+                for call, found in pairs if index % 2 else pairs[::-1]:
+                    begin = time.perf_counter_ns()
+                    result = call()
+                    found.append((time.perf_counter_ns() - begin) / 1e3)
+                    del result  # freed outside the measurement
             self.synchronize()
-        return Measurement.of(times[HOST_CALLS_IN_A_ROW:], "clock")
+        return [Measurement.of(found[HOST_CALLS_IN_A_ROW:], "clock") for found in times]
 
     def _repetitions(self, each_s: float) -> int:
         if self.repetitions is not None:

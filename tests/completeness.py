@@ -74,9 +74,18 @@ SOURCES = (
 )
 ROOMS = "jagged_cuda/testing/ops"
 
+# What else an operator may register: its gradient, and the plan of its moves.
+SUFFIXES = ("_backward", "_plan")
+
+
+def _stem(name: str) -> str:
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
+
 
 def registered(root: Path) -> set[str]:
-    """The registered operators, `_backward` ones included."""
+    """The registered operators, gradients and plans included."""
     return set(re.findall(SOURCES[0][1], (root / SOURCES[0][0]).read_text()))
 
 
@@ -86,7 +95,7 @@ def operators(root: Path) -> set[str]:
         op for path, pattern in SOURCES for op in re.findall(pattern, (root / path).read_text())
     }
     found |= {path.stem for path in (root / ROOMS).glob("[!_]*.py")}
-    return {op.removesuffix("_backward") for op in found}
+    return {_stem(op) for op in found}
 
 
 def missing_parts(root: Path) -> list[str]:
@@ -98,11 +107,11 @@ def missing_parts(root: Path) -> list[str]:
         if part.missing(root, op)
     ]
     for name in sorted(registered(root)):
-        op = name.removesuffix("_backward")
+        op = _stem(name)
         if name == op:
             continue
         for part in PARTS:
-            # A gradient kernel lives in its operator's files, and has no gradient itself.
+            # A gradient kernel, or a plan, lives in its operator's files, without a gradient.
             if part.name in ("CPU kernel", "CUDA glue", "registration") and Part(
                 part.name, part.place.replace("<op>", op), part.pattern
             ).missing(root, name):

@@ -177,11 +177,15 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     ),
     # After its plan, the move is what runs last.
     *(
-        (name, dtype, False, choices, "cuda.jagged_take", f"cuda.{gradient}")
-        for name, choices, gradient in (
-            ("jagged_select", {}, "jagged_take"),
-            ("jagged_slice", {}, "jagged_take"),
-            ("jagged_index_select", {}, "jagged_index_select_backward"),
+        (name, dtype, False, {}, f"cuda.{move}", f"cuda.{gradient}")
+        for name, move, gradient in (
+            ("jagged_select", "jagged_take", "jagged_take"),
+            ("jagged_slice", "jagged_take", "jagged_take"),
+            (
+                "jagged_index_select",
+                "jagged_index_select.copies",
+                "jagged_index_select_backward",
+            ),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),

@@ -209,20 +209,31 @@ def test_gradients_of_repeated_sequences(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("num_seqs", "copies"), [(7, 5000), (5000, 9), (4095, 4096), (300, 900), (33, 1), (6, 0)]
 )
-def test_gradients_of_many_copies(device: torch.device, num_seqs: int, copies: int) -> None:
+@pytest.mark.parametrize("columns", [1, 8, 600])
+def test_many_copies(device: torch.device, num_seqs: int, copies: int, columns: int) -> None:
     """Few are grouped by counting, many by a sort; a sequence may have more copies than lanes."""
     generator = torch.Generator().manual_seed(num_seqs)
     lengths = torch.randint(0, 40, (num_seqs,), generator=generator)
     offsets = jagged_cuda.offsets_from_lengths(lengths)
     index = (torch.rand(copies, generator=generator) ** 3 * num_seqs).long()
-    x = torch.zeros(int(offsets[-1]), 8, device=device, dtype=torch.float64, requires_grad=True)
-    out, _ = jagged_index_select(x, offsets.to(device), index.to(device))
-    grad_out = torch.randint(-9, 10, out.shape, generator=generator).double()
-    (grad,) = torch.autograd.grad(out, x, grad_out.to(device))
     rows = [torch.arange(offsets[b], offsets[b + 1]) for b in index.tolist()]
     taken = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
-    expected = torch.zeros(x.shape, dtype=torch.float64).index_add(0, taken, grad_out)
-    assert torch.equal(grad.cpu(), expected)
+    drawn = torch.randint(-9, 10, (int(offsets[-1]), columns), generator=generator).double()
+    x = drawn.to(device).requires_grad_()
+    for total in (len(taken), len(taken) + 70, len(taken) // 2):
+        arguments = (x, offsets.to(device), index.to(device))
+        out, planned = jagged_index_select(*arguments, total=total)
+        found = torch.zeros(total, columns, dtype=torch.float64)
+        kept = taken[:total]
+        found[: len(kept)] = drawn[kept]
+        assert torch.equal(out.detach().cpu(), found)
+        plan = jagged_index_select(*arguments, total=total, return_plan=True)
+        assert torch.equal(plan.offsets, planned) and torch.equal(plan.take(x), out)
+        grad_out = torch.randint(-9, 10, out.shape, generator=generator).double()
+        (grad,) = torch.autograd.grad(out, x, grad_out.to(device))
+        expected = torch.zeros(x.shape, dtype=torch.float64)
+        expected.index_add_(0, kept, grad_out[: len(kept)])
+        assert torch.equal(grad.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])

@@ -163,14 +163,17 @@ constexpr Operator kOperators[] = {
    " SymInt? most=None, bool from_end=False, int function=0) -> (Tensor, Tensor)",
    "offsets: index [B + 1], begin: offsets? [B], length: offsets? [B]; rows >= 0; total >= 0; skip >= 0; most >= 0;"
    " 0 <= function <= 3 -> int64 [total], offsets [B + 1]"},
-  {"jagged_index_select(Tensor offsets, Tensor index, SymInt rows, SymInt total) -> (Tensor, Tensor)",
+  {"jagged_index_select_plan(Tensor offsets, Tensor index, SymInt rows, SymInt total) -> (Tensor, Tensor)",
    "offsets: index [B + 1], index: int64 [N]; rows >= 0; total >= 0 -> int64 [total], offsets [N + 1]"},
+  // Moves the rows of one tensor without a plan -> out, and its offsets
+  {"jagged_index_select(Tensor x, Tensor offsets, Tensor index, SymInt total) -> (Tensor, Tensor)",
+   "x: any [T, ...], offsets: index [B + 1], index: int64 [N]; total >= 0 -> x [total, ...], offsets [N + 1]"},
   // Sums the copies of each row of `total`: the sequences of offsets `taken` are those of offsets `offsets` with the
   // numbers `chosen`. Grouped, sequence b is sequences order[groups[b]], ..., order[groups[b + 1] - 1] of `taken`;
   // without either the copies are grouped here, in time M (M + B)
-  {"jagged_index_select_backward(Tensor grad_out, Tensor index, Tensor offsets, Tensor taken, Tensor chosen,"
-   " Tensor? order, Tensor? groups, SymInt total) -> Tensor",
-   "grad_out: float [N, ...], index: int64 [N], offsets: index [B + 1], taken: offsets [M + 1], chosen: int64 [M],"
+  {"jagged_index_select_backward(Tensor grad_out, Tensor offsets, Tensor taken, Tensor chosen, Tensor? order,"
+   " Tensor? groups, SymInt total) -> Tensor",
+   "grad_out: float [N, ...], offsets: index [B + 1], taken: offsets [M + 1], chosen: int64 [M],"
    " order: int64? [M], groups: int64? [B + 1]; total >= 0 -> grad_out [total, ...]"},
 
   // contextual_lens: in place of contextual_len, one for each sequence

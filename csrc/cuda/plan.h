@@ -13,11 +13,10 @@ namespace jagged_cuda {
 // The index and the offsets of a plan.
 using Plan = std::tuple<Tensor, Tensor>;
 
-// The results of a planner, which it fills: `total` rows, and offsets of `num_seqs` sequences.
-struct PlanTensors {
-  PlanTensors(const char* op, const Tensor& like_offsets, int64_t total, int64_t num_seqs)
+// The offsets of a result of `total` rows and `num_seqs` sequences, which a planner fills.
+struct PlannedOffsets {
+  PlannedOffsets(const char* op, const Tensor& like_offsets, int64_t total, int64_t num_seqs)
       : capacity(plan_capacity(like_offsets.scalar_type(), total)),
-        index(allocate(op, like_offsets, {total}, ScalarType::Long)),
         offsets(allocate(op, like_offsets, {num_seqs + 1})) {
     if (check_mode() != CheckMode::kOff) {
       uncut = allocate(op, like_offsets, {num_seqs + 1}, ScalarType::Long);
@@ -33,9 +32,18 @@ struct PlanTensors {
   }
 
   int64_t capacity;
-  Tensor index, offsets;
+  Tensor offsets;
   std::optional<Tensor>
       uncut;  // offsets before they are cut to the capacity, where they are checked
+};
+
+// The results of a planner, which it fills: which row each of `total` takes, and the offsets.
+struct PlanTensors : PlannedOffsets {
+  PlanTensors(const char* op, const Tensor& like_offsets, int64_t total, int64_t num_seqs)
+      : PlannedOffsets(op, like_offsets, total, num_seqs),
+        index(allocate(op, like_offsets, {total}, ScalarType::Long)) {}
+
+  Tensor index;
 };
 
 }  // namespace jagged_cuda

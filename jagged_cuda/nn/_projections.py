@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -148,4 +150,5 @@ class AttentionProjections(nn.Module):
 
     def merge(self, heads: Tensor) -> Tensor:
         """`[..., H, D]` -> `[..., E]`, through the output layer."""
-        return self.out_proj(heads.flatten(-2))
+        out_proj: Any = self._modules["out_proj"]  # without nn.Module's search for an attribute
+        return out_proj(heads.flatten(-2))

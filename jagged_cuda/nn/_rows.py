@@ -1,7 +1,7 @@
 """What modules take as rows: a tensor with offsets, a nested tensor or TorchRec's JaggedTensor.
 
-`take_apart` and `put_together` are one node each in a graph that torch.fx traces, where nobody
-knows yet which of them will come.
+What is called `any` is one node in a graph that torch.fx traces, where nobody knows yet which of
+them will come.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.fx import Proxy
+from torch.nn import Parameter
 from torch.overrides import handle_torch_function
 
 from jagged_cuda import nested, torchrec
@@ -19,6 +20,10 @@ from jagged_cuda.ops._contract import fail_argument, shape_text
 
 # A JaggedTensor has no name here: TorchRec is not imported.
 Rows: TypeAlias = Tensor | Any
+
+
+# What each module is called with as a rule: taken first, since every question costs the host.
+_PLAIN = frozenset((Tensor, Parameter))
 
 
 def _one_node(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +37,6 @@ def _one_node(function: Callable[..., Any]) -> Callable[..., Any]:
     return public
 
 
-@_one_node
 def take_apart(
     module: str,
     name: str,
@@ -46,6 +50,17 @@ def take_apart(
     Args:
         default: the offsets of a tensor that comes without.
     """
+    if type(x) in _PLAIN and offsets is not None and x.dim() == 2 and x.size(1) == width:
+        return x, offsets
+    rows: tuple[Tensor, Tensor] = take_any_apart(module, name, x, offsets, width, default)
+    return rows
+
+
+@_one_node
+def take_any_apart(
+    module: str, name: str, x: Rows, offsets: Tensor | None, width: int, default: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """take_apart of whatever x is."""
     if isinstance(x, Tensor) and not x.is_nested:
         values = x
         offsets = default if offsets is None else offsets
@@ -71,9 +86,17 @@ def _offsets_of(name: str) -> str:
     return "kv_offsets" if name == "kv" else "offsets"
 
 
-@_one_node
 def check_targets(module: str, targets: Tensor, width: int) -> Tensor:
     """targets, if they are `[B, N, width]`."""
+    if type(targets) in _PLAIN and targets.dim() == 3 and targets.size(2) == width:
+        return targets
+    checked: Tensor = check_any_targets(module, targets, width)
+    return checked
+
+
+@_one_node
+def check_any_targets(module: str, targets: Tensor, width: int) -> Tensor:
+    """check_targets of whatever targets is."""
     if not isinstance(targets, Tensor) or targets.is_nested:
         fail_argument(module, "targets", "a tensor", torchrec.describe(targets))
     if targets.dim() != 3 or targets.shape[2] != width:
@@ -81,9 +104,19 @@ def check_targets(module: str, targets: Tensor, width: int) -> Tensor:
     return targets
 
 
-@_one_node
+def given(**options: Any) -> dict[str, Any]:
+    """Those that are not None: the host looks at each one that an operator is called with."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def put_together(x: Rows, values: Tensor) -> Rows:
     """Other rows as x has its own: of x's kind, with its offsets."""
+    return values if type(x) in _PLAIN else put_any_together(x, values)
+
+
+@_one_node
+def put_any_together(x: Rows, values: Tensor) -> Rows:
+    """put_together of whatever x is."""
     if isinstance(x, Tensor):
         return nested.with_values(x, values) if x.is_nested else values
     return torchrec.with_values(x, values)

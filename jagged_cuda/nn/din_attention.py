@@ -119,8 +119,8 @@ class DINAttention(nn.Module):
 
     def _scores(self, targets: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         """`[T, N]`"""
-        first: Any
-        first, _, *layers = self.scorer
+        scorer: Any = self._modules["scorer"]  # without nn.Module's search for an attribute
+        first, _, *layers = scorer
         of_target, of_row, of_difference, of_product = first.weight.chunk(4, dim=1)  # [h, E] each
         # One matrix per target, those of a sequence side by side.
         matrices = (of_row - of_difference) + of_product * targets.unsqueeze(2)  # [B, N, h, E]

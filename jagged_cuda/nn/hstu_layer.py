@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from jagged_cuda.nn._rows import Rows, put_together, take_apart
+from jagged_cuda.nn._rows import Rows, given, put_together, take_apart
 from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_hstu_attention import jagged_hstu_attention
@@ -157,19 +157,20 @@ class HSTULayer(nn.Module):
             RuntimeError: an argument does not fit; the message names it.
         """
         rows, offsets = take_apart(type(self).__name__, "x", x, offsets, self.embed_dim)
+        part: Any = self._modules  # the attributes, without nn.Module's search for them
         p = self.dropout if self.training else 0.0
         if p > 0 and seed is None:
             seed = torch.randint(2**62, (1,), device=rows.device)
-        options = {
-            "causal": causal,
-            "window_size": window_size,
-            "key_ranges": key_ranges,
-            "row_scale": row_scale,
-            "kv_bias": kv_bias,
-            "time_bias": time_bias,
-            "position_bias": position_bias,
-            "max_len": max_len,
-        }
+        options = given(
+            causal=causal,
+            window_size=None if window_size == (-1, -1) else window_size,
+            key_ranges=key_ranges,
+            row_scale=row_scale,
+            kv_bias=kv_bias,
+            time_bias=time_bias,
+            position_bias=position_bias,
+            max_len=max_len,
+        )
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             gated = checkpoint(
                 self._gate,
@@ -184,13 +185,14 @@ class HSTULayer(nn.Module):
             )
         else:
             gated = self._gate(rows, offsets, options, p, seed)
-        return put_together(x, rows + self.out_proj(gated))
+        return put_together(x, rows + part["out_proj"](gated))
 
     def _gate(
         self, rows: Tensor, offsets: Tensor, options: dict[str, Any], p: float, seed: Tensor | None
     ) -> Tensor:
         """`[T, E]` -> what out_proj takes, `[T, H * v_dim]`."""
-        projected = F.silu(self.uvqk_proj(self.input_norm(rows)))
+        part: Any = self._modules
+        projected = F.silu(part["uvqk_proj"](part["input_norm"](rows)))
         u, v, q, k = projected.split(self._sizes, dim=-1)
         read = jagged_hstu_attention(
             q.unflatten(1, (self.num_heads, self.qk_dim)),
@@ -200,7 +202,7 @@ class HSTULayer(nn.Module):
             divisor=self.divisor,
             **options,
         )
-        norm = self.output_norm
+        norm = part["output_norm"]
         return layer_norm_mul_dropout(
             read.flatten(1), u, norm.weight, norm.bias, eps=norm.eps, p=p, seed=seed
         )

@@ -94,7 +94,8 @@ class JaggedFeatureInteraction(nn.Module):
         name = type(self).__name__
         targets = check_targets(name, targets, self.embed_dim)
         rows, offsets = take_apart(name, "history", history, offsets, self.embed_dim)
-        q, values, num_heads = self.query(targets), rows, self.num_heads
+        query: Any = self._modules["query"]  # without nn.Module's search for an attribute
+        q, values, num_heads = query(targets), rows, self.num_heads
         if num_heads > 1:
             q, values = q.unflatten(-1, (num_heads, -1)), rows.unflatten(-1, (num_heads, -1))
         found: Any = jagged_target_attention(q, values, values, offsets, max_len=max_len)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from jagged_cuda.nn._projections import AttentionProjections
-from jagged_cuda.nn._rows import Rows, put_together, take_apart
+from jagged_cuda.nn._rows import Rows, given, put_together, take_apart
 from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_flash_attention import jagged_flash_attention
@@ -101,14 +101,10 @@ class JaggedMultiheadAttention(AttentionProjections):
                 expected = f"given, since kdim is {self.kdim} and vdim {self.vdim}"
                 fail_argument(name, "kv", expected, "None")
             q, k, v = self.project(rows)
-        out: Any = jagged_flash_attention(
-            q,
-            k,
-            v,
-            row_offsets,
+        options = given(
             kv_offsets=key_offsets,
             causal=causal,
-            window_size=window_size,
+            window_size=None if window_size == (-1, -1) else window_size,
             max_len=max_len,
             key_ranges=key_ranges,
             kv_lengths=kv_lengths,
@@ -116,4 +112,5 @@ class JaggedMultiheadAttention(AttentionProjections):
             time_bias=time_bias,
             position_bias=position_bias,
         )
+        out: Any = jagged_flash_attention(q, k, v, row_offsets, **options)
         return put_together(x, self.merge(out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,8 +131,9 @@ class JaggedTransformerLayer(nn.Module):
             RuntimeError: an argument does not fit; the message names it.
         """
         rows, offsets = take_apart(type(self).__name__, "x", x, offsets, self.embed_dim)
-        read = self.self_attn(
-            self.norm1(rows),
+        part: Any = self._modules  # the attributes, without nn.Module's search for them
+        read = part["self_attn"](
+            part["norm1"](rows),
             offsets,
             causal=causal,
             window_size=window_size,
@@ -141,9 +143,10 @@ class JaggedTransformerLayer(nn.Module):
             position_bias=position_bias,
             max_len=max_len,
         )
-        rows = rows + _drop(self.dropout1, read)
-        hidden = _drop(self.dropout, self.activation(self.linear1(self.norm2(rows))))
-        return put_together(x, rows + _drop(self.dropout2, self.linear2(hidden)))
+        rows = rows + _drop(part["dropout1"], read)
+        hidden = self.activation(part["linear1"](part["norm2"](rows)))
+        hidden = part["linear2"](_drop(part["dropout"], hidden))
+        return put_together(x, rows + _drop(part["dropout2"], hidden))
 
 
 def _drop(dropout: nn.Dropout, x: Tensor) -> Tensor:

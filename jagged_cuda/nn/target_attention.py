@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from jagged_cuda.nn._projections import AttentionProjections
-from jagged_cuda.nn._rows import Rows, check_targets
+from jagged_cuda.nn._rows import Rows, check_targets, given
 from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
 
 
@@ -79,7 +79,6 @@ class TargetAttention(AttentionProjections):
         targets = check_targets(type(self).__name__, targets, self.embed_dim)
         keys, values, offsets = self.take_keys("history", history, offsets)
         q, k, v = self.project_apart(targets, keys, values)
-        out: Any = jagged_target_attention(
-            q, k, v, offsets, max_len=max_len, kv_lengths=kv_lengths, kv_bias=kv_bias
-        )
+        options = given(max_len=max_len, kv_lengths=kv_lengths, kv_bias=kv_bias)
+        out: Any = jagged_target_attention(q, k, v, offsets, **options)
         return self.merge(out)

@@ -11,6 +11,7 @@ from torch import Tensor
 from jagged_cuda.ops import _contract, _plan
 from jagged_cuda.ops._dispatch import call, overridable, register
 from jagged_cuda.ops._plan import RowPlan
+from jagged_cuda.ops.jagged_take import sum_copies
 
 
 @overridable
@@ -69,7 +70,12 @@ def jagged_index_select(
         total = _size(op, offsets, index)
     elif total < 0:
         _contract.fail_argument(op, "total", ">= 0", total)
-    planner = torch.ops.jagged_cuda.jagged_index_select.default
+    if isinstance(xs, Tensor) and not return_plan:
+        y, planned = call(
+            torch.ops.jagged_cuda.jagged_index_select.default, xs, offsets, index, total
+        )
+        return y, planned
+    planner = torch.ops.jagged_cuda.jagged_index_select_plan.default
     taken, planned = call(planner, offsets, index, rows, total)
     return _plan.move(op, xs, RowPlan(taken, planned, False, index, offsets), return_plan)
 
@@ -88,23 +94,45 @@ def _size(op: str, offsets: Tensor, index: Tensor) -> int:
 
 # No gradient: numbers of sequences have none; that of the rows is jagged_take's.
 register(
-    "jagged_index_select",
+    "jagged_index_select_plan",
     autocast="unchanged",
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, offsets, index, _ = inputs
+    ctx.total = x.shape[0]
+    ctx.save_for_backward(offsets, index, output[1])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (index,) = ctx.saved_tensors
-    taken = call(torch.ops.jagged_cuda.jagged_take.default, grad, index, False)
-    return taken, *(None,) * 7
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    offsets, index, taken = ctx.saved_tensors
+    return sum_copies(grad_out, offsets, taken, index, ctx.total), None, None, None
+
+
+register(
+    "jagged_index_select",
+    setup_context=_setup_context,
+    backward=_backward,
+    autocast="unchanged",
+)
+
+
+def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad_out, offsets, _, chosen = inputs[:4]
+    ctx.total = grad_out.shape[0]
+    ctx.save_for_backward(offsets, chosen)
+
+
+def _differentiate_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    offsets, chosen = ctx.saved_tensors
+    op = torch.ops.jagged_cuda.jagged_index_select.default
+    taken, _ = call(op, grad, offsets, chosen, ctx.total)
+    return taken, *(None,) * 6
 
 
 register(
     "jagged_index_select_backward",
-    setup_context=_setup_context,
-    backward=_backward,
+    setup_context=_setup_gradient,
+    backward=_differentiate_gradient,
 )

@@ -58,6 +58,22 @@ def take_sequences(
 _MOST_COUNTED = 4096
 
 
+def sum_copies(
+    grad_out: Tensor, source: Tensor, taken: Tensor, chosen: Tensor, total: int
+) -> Tensor:
+    """The gradient of `total` rows, of which whole sequences `chosen` of `source` were taken."""
+    order = groups = None
+    if max(chosen.shape[0], source.shape[0]) > _MOST_COUNTED:
+        # The copies of each sequence, one after another, in their own order. As int32, which
+        # takes half the passes: a number that does not fit is none of a sequence, and its copy
+        # is empty.
+        numbers, order = chosen.to(torch.int32).sort(stable=True)
+        seqs = torch.arange(source.shape[0], device=source.device, dtype=torch.int32)
+        groups = torch.searchsorted(numbers, seqs)
+    op = torch.ops.jagged_cuda.jagged_index_select_backward.default
+    return call(op, grad_out, source, taken, chosen, order, groups, total)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, index, ctx.unique, *sequences = inputs
     ctx.total = x.shape[0]
@@ -67,16 +83,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     index, chosen, source, taken = ctx.saved_tensors
     if chosen is not None:
-        order = groups = None
-        if max(chosen.shape[0], source.shape[0]) > _MOST_COUNTED:
-            # The copies of each sequence, one after another, in their own order. As int32, which
-            # takes half the passes: a number that does not fit is none of a sequence, and its copy
-            # is empty.
-            numbers, order = chosen.to(torch.int32).sort(stable=True)
-            seqs = torch.arange(source.shape[0], device=source.device, dtype=torch.int32)
-            groups = torch.searchsorted(numbers, seqs)
-        op = torch.ops.jagged_cuda.jagged_index_select_backward.default
-        gradient = call(op, grad_out, index, source, taken, chosen, order, groups, ctx.total)
+        gradient = sum_copies(grad_out, source, taken, chosen, ctx.total)
     elif ctx.unique:
         op = torch.ops.jagged_cuda.jagged_take_backward.default
         gradient = _take(grad_out, call(op, index, ctx.total))

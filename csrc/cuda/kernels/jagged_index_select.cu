@@ -1,42 +1,55 @@
-// jagged_index_select: the plan that takes whole sequences by their numbers (rows/ranges.cuh).
+// jagged_index_select: whole sequences by their numbers. Its plan alone is rows/ranges.cuh's.
 //
-// Its gradient: dx_b[i] = sum over the copies k of sequence b, in the order of k, of dz_k[i].
+//   z_k[i] = x_b[i] with b = chosen[k]
+//
+// and its gradient: dx_b[i] = sum over the copies k of sequence b, in the order of k, of dz_k[i].
+//
+// Both are two kernels, of which the second goes through the rows of x: a row is read once for all of
+// its copies, wherever these are in the result.
 //
 // First kernel: the rows of the copies of the first sequence, then those of the next, and
-// groups[b] = where those of b begin. Both are counts over all numbers,
-//     place of k = # { k' : number < that of k, or the same and k' < k },   groups[b] = # { number < b },
-// so that nothing is sorted, scanned or added atomically. A copy before which none has its number is its
+// groups[b] = where those of b begin. Both are counts over all keys, number * kMostCounted + k,
+//     place of k = # { keys below that of k },   groups[b] = # { keys below that of b without copy },
+// so that nothing is sorted or added atomically. A copy before which none has its number is its
 // sequence's first, and says where it is: the second kernel then need not ask for more where a sequence
-// has no other. Grid: x, a CTA for each 32 of these
-// M + B + 1 counts, a lane for each; each of its warps counts over a part of the numbers, four at a
-// time from shared memory, where all are. Shared memory: numbers (16 KiB) and the counts of all warps
-// (2 KiB), each published by a barrier. Where a sort has found the order already, it is only followed.
+// has no other. Forward the offsets of the copies are made here too: each CTA adds the lengths of all
+// copies before its own. Grid: x, a CTA for each 32 of these M + B + 1 counts, a lane for each; each of
+// its warps counts over a part of the keys, four at a time from shared memory, where all are. Shared
+// memory: keys (16 KiB) and the counts and lengths of all warps (2 KiB), each published by a barrier.
+// Where a sort has found the order already, it is only followed.
 //
 // Second kernel, which starts while the first runs, and waits for it once it has found its tile.
-// Grid: x, a warp for each virtual tile of kCopyRows rows of dx (prim/jagged.cuh).
-// Lanes are beside each other along a row, in vectors of 16 bytes (or elements, where alignment
-// forbids more); what they leave over of the warp takes the next rows. Each lane looks up one copy of
-// the tile's sequence, 32 at a time. A row with one copy is copied, of more they are added in pairs,
-// one copy after another: sums run in f32 (f64 of f64), in an order that depends on nothing else. No
-// shared memory, no barriers. A sequence without copies, and rows outside every sequence, give zeros.
+// Grid: x, a warp for each virtual tile of kCopyRows rows of x (prim/jagged.cuh).
+// Lanes are beside each other along a row, in units of up to 16 bytes (of the gradient in vectors of
+// 16 bytes, or elements where alignment forbids them); what they leave over of the warp takes the next
+// rows. Each lane looks up one copy of the tile's sequence, 32 at a time. No shared memory, no barriers.
+//   Forward, rows are written to one copy after another; rows behind the last copy become zeros.
+//   Backward, a row with one copy is copied, of more they are added in pairs, one copy after another:
+//   sums run in f32 (f64 of f64), in an order that depends on nothing else. A sequence without
+//   copies, and rows outside every sequence, give zeros.
 #include "cuda/kernels/jagged_index_select.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 #include "cuda/kernels/rows/ranges.cuh"
 #include "cuda/kernels/rows/unit.cuh"
 
+#include <algorithm>
+
 namespace jagged_cuda {
 namespace {
 
 using rows::kItems;
+using rows::kRows;
 using rows::kThreads;
 using rows::kWarps;
 
 constexpr int kGroupWarps = 8;
+constexpr int kNoKey = 0x7fffffff;  // behind every copy's
 constexpr int kFollowThreads = 256;
 constexpr int kCopyRows = 16;           // of a tile: those with many copies take long
 constexpr int kPairItems = kItems / 2;  // rows of two copies that a lane has in flight
 constexpr int kSumCtas = 7;             // per SM, that the registers must leave room for
+constexpr int kWriteCtas = 8;           // likewise
 
 // The rows of copy `copy`; none if there is no such copy.
 __device__ __forceinline__ CopyRows rows_of_copy(const OffsetsView& taken, int64_t copy) {
@@ -45,37 +58,86 @@ __device__ __forceinline__ CopyRows rows_of_copy(const OffsetsView& taken, int64
   return {rows.begin, rows.len};
 }
 
+// How many rows copy `copy` has if all of them are taken; none if there is no such copy.
+__device__ __forceinline__ int64_t planned_len(const GroupCopiesParams& params, int64_t copy) {
+  if (copy >= params.num_copies) return 0;
+  const int64_t number = __ldg(params.chosen + copy);
+  if (number < 0 || number >= params.num_seqs) return 0;
+  return sequence_rows(params.source, number).len;
+}
+
+// Writes where copy `copy` begins, and says which rows are left of it.
+__device__ __forceinline__ CopyRows plan_copy(const GroupCopiesParams& params, int64_t copy,
+                                              int64_t begin, int64_t len) {
+  const auto cut = [&](int64_t place) { return place < params.capacity ? place : params.capacity; };
+  if (params.source.wide) {
+    static_cast<int64_t*>(params.planned)[copy] = cut(begin);
+  } else {
+    static_cast<int*>(params.planned)[copy] = static_cast<int>(cut(begin));
+  }
+  if (params.uncut != nullptr) params.uncut[copy] = begin;
+  return {cut(begin), cut(begin + len) - cut(begin)};
+}
+
+// The sum of `own` over the lanes up to this one.
+__device__ __forceinline__ int64_t sum_up_to_lane(int64_t own) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(0xffffffffu, own, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) own += other;
+  }
+  return own;
+}
+
+template <bool kPlans>
 __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     const __grid_constant__ GroupCopiesParams params) {
   ptx::griddepcontrol_launch_dependents();  // the second kernel finds its tiles meanwhile
-  __shared__ alignas(16) int sNumbers[kMostCounted];
+  __shared__ alignas(16) int sKeys[kMostCounted];
   __shared__ int sBefore[kGroupWarps][32], sLess[kGroupWarps][32];
+  __shared__ int64_t sRows[kGroupWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int copies = static_cast<int>(params.taken.num_seqs);
+  const int copies = static_cast<int>(params.num_copies);
   const int seqs = static_cast<int>(params.num_seqs);
-  // Numbers that are none of a sequence come first or last. Shares are whole vectors.
-  const int share = (copies + 4 * kGroupWarps - 1) / (4 * kGroupWarps) * 4;
-  for (int k = threadIdx.x; k < share * kGroupWarps; k += kGroupWarps * 32) {
-    const int64_t number = k < copies ? __ldg(params.chosen + k) : seqs;
-    sNumbers[k] = number < 0 ? -1 : number < seqs ? static_cast<int>(number) : seqs;
-  }
-  const int item = static_cast<int>(blockIdx.x) * 32 + lane;
+  const int first = static_cast<int>(blockIdx.x) * 32, item = first + lane;
   const bool is_copy = item < copies;
   CopyRows own{0, 0};
-  if (warp == 0 && is_copy) own = rows_of_copy(params.taken, item);
-  __syncthreads();  // all numbers are there
+  if (warp == 0) {
+    if constexpr (kPlans) {
+      own.len = planned_len(params, item);
+    } else if (is_copy) {
+      own = rows_of_copy(params.taken, item);
+    }
+  }
+  // Shares are whole vectors.
+  const int share = (copies + 4 * kGroupWarps - 1) / (4 * kGroupWarps) * 4;
+  int64_t rows = 0;  // of the copies before this CTA's
+#pragma unroll 4
+  for (int k = threadIdx.x; k < share * kGroupWarps; k += kGroupWarps * 32) {
+    const int64_t number = k < copies ? __ldg(params.chosen + k) : 0;
+    // Numbers that are none of a sequence come first or last.
+    const int cut = number < 0 ? -1 : number < seqs ? static_cast<int>(number) : seqs;
+    sKeys[k] = k < copies ? cut * static_cast<int>(kMostCounted) + k : kNoKey;
+    if constexpr (kPlans) {
+      if (k < first) rows += planned_len(params, k);
+    }
+  }
+  if constexpr (kPlans) {
+    rows = sum_up_to_lane(rows);
+    if (lane == 31) sRows[warp] = rows;
+  }
+  __syncthreads();  // all keys are there, and the rows of each warp
+  const int own_key = is_copy ? sKeys[item] : (item - copies) * static_cast<int>(kMostCounted);
   // Of a sequence: no copy comes before the first that could have its number.
-  const int number = is_copy ? sNumbers[item] : item - copies, place = is_copy ? item : 0;
+  const int first_key = own_key - (is_copy ? item : 0);
   int before = 0, less = 0;
 #pragma unroll 4
   for (int k = warp * share; k < (warp + 1) * share; k += 4) {
-    const int4 others = *reinterpret_cast<const int4*>(&sNumbers[k]);
-    before += others.x < number + (k < place ? 1 : 0) ? 1 : 0;
-    before += others.y < number + (k + 1 < place ? 1 : 0) ? 1 : 0;
-    before += others.z < number + (k + 2 < place ? 1 : 0) ? 1 : 0;
-    before += others.w < number + (k + 3 < place ? 1 : 0) ? 1 : 0;
-    less += (others.x < number ? 1 : 0) + (others.y < number ? 1 : 0) +
-            (others.z < number ? 1 : 0) + (others.w < number ? 1 : 0);
+    const int4 keys = *reinterpret_cast<const int4*>(&sKeys[k]);
+    before += (keys.x < own_key ? 1 : 0) + (keys.y < own_key ? 1 : 0) + (keys.z < own_key ? 1 : 0) +
+              (keys.w < own_key ? 1 : 0);
+    less += (keys.x < first_key ? 1 : 0) + (keys.y < first_key ? 1 : 0) +
+            (keys.z < first_key ? 1 : 0) + (keys.w < first_key ? 1 : 0);
   }
   sBefore[warp][lane] = before;
   sLess[warp][lane] = less;
@@ -87,8 +149,15 @@ __global__ __launch_bounds__(kGroupWarps * 32) void group_copies_kernel(
     sum += sBefore[w][lane];
     sum_less += sLess[w][lane];
   }
+  if constexpr (kPlans) {
+    int64_t end = sum_up_to_lane(own.len);
+#pragma unroll
+    for (int w = 0; w < kGroupWarps; ++w) end += sRows[w];
+    if (item <= copies) own = plan_copy(params, item, end - own.len, own.len);
+  }
   if (is_copy) {
     params.copies[sum] = own;
+    const int number = (own_key - item) / static_cast<int>(kMostCounted);
     if (sum == sum_less && number >= 0 && number < seqs) params.firsts[number] = own;
   } else if (item - copies <= seqs) {
     params.groups[item - copies] = sum;
@@ -99,11 +168,11 @@ __global__ __launch_bounds__(kFollowThreads) void follow_order_kernel(
     const __grid_constant__ GroupCopiesParams params) {
   ptx::griddepcontrol_launch_dependents();
   const int64_t place = blockIdx.x * int64_t{kFollowThreads} + threadIdx.x;
-  if (place >= params.taken.num_seqs) return;
+  if (place >= params.num_copies) return;
   const int64_t copy = __ldg(params.order + place);
   const CopyRows own = rows_of_copy(params.taken, copy);
   params.copies[place] = own;
-  if (copy < 0 || copy >= params.taken.num_seqs) return;
+  if (copy < 0 || copy >= params.num_copies) return;
   const int64_t number = __ldg(params.chosen + copy);
   if (number < 0 || number >= params.num_seqs) return;
   if (__ldg(params.groups + number) == place) params.firsts[number] = own;
@@ -116,10 +185,9 @@ struct SumCopiesLaunch {
 };
 
 // The rows of the copy with place `place` in order; none at or past `end`.
-__device__ __forceinline__ CopyRows load_copy(const SumCopiesParams& params, int64_t place,
-                                              int64_t end) {
+__device__ __forceinline__ CopyRows load_copy(const CopyRows* copies, int64_t place, int64_t end) {
   if (place >= end) return {0, 0};
-  const longlong2 copy = __ldg(reinterpret_cast<const longlong2*>(params.copies + place));
+  const longlong2 copy = __ldg(reinterpret_cast<const longlong2*>(copies + place));
   return {copy.x, copy.y};
 }
 
@@ -178,7 +246,7 @@ __device__ __forceinline__ void sum_tile(const SumCopiesParams& params, const Co
       Sum<Element> sum[kPairItems][kVector] = {};
       for (int64_t base = group; base < group_end; base += 32) {
         if (base != loaded) {
-          own = load_copy(params, base + lane, group_end);
+          own = load_copy(params.copies, base + lane, group_end);
           loaded = base;
         }
         const int copies = group_end - base < 32 ? static_cast<int>(group_end - base) : 32;
@@ -252,7 +320,7 @@ __global__ __launch_bounds__(kThreads, kSumCtas) void sum_copies_kernel(
     copy_tile(tile, static_cast<const Loaded*>(params.grad_out) + (only.begin + found.row) * stride,
               only.len - found.row, stride, gOut);
   } else {
-    const CopyRows own = load_copy(params, group + threadIdx.x % 32, group_end);
+    const CopyRows own = load_copy(params.copies, group + threadIdx.x % 32, group_end);
     sum_tile<Element, kVector>(params, tile, group, group_end, own, gOut);
   }
 }
@@ -267,22 +335,127 @@ cudaError_t launch_sum_copies(const SumCopiesParams& params, cudaStream_t stream
       "cuda.jagged_index_select_backward");
 }
 
+struct WriteCopiesLaunch {
+  WriteCopiesParams params;
+  int lanes_log2;
+  int64_t tiles, warps;
+};
+
+// The rows of a tile of x, read once, to all copies of its sequence; `own` is the lane's of the first
+// 32. All lanes stay in the loops, since each hands on the copy that it has looked up.
+template <typename Unit>
+__device__ __forceinline__ void write_tile(const WriteCopiesParams& params, const CopyTile& tile,
+                                           const Unit* gX, int64_t group, int64_t group_end,
+                                           CopyRows own) {
+  const int lane = threadIdx.x % 32, lanes = 1 << tile.lanes_log2, step = tile.step();
+  int64_t loaded = group;
+  for (int64_t first_unit = 0; first_unit < tile.vectors; first_unit += lanes) {
+    const int64_t unit = first_unit + (lane & (lanes - 1));
+    const int rows = unit < tile.vectors ? tile.rows : 0;
+#pragma unroll 1
+    for (int first = 0; first < tile.rows; first += kItems * step) {
+      Unit rX[kItems];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int row = first + tile.first_row() + i * step;
+        rX[i] = Unit{};
+        if (row < rows) rX[i] = __ldg(gX + row * params.stride + unit);
+      }
+      for (int64_t base = group; base < group_end; base += 32) {
+        if (base != loaded) {
+          own = load_copy(params.copies, base + lane, group_end);
+          loaded = base;
+        }
+        const int copies = group_end - base < 32 ? static_cast<int>(group_end - base) : 32;
+#pragma unroll 1
+        for (int copy = 0; copy < copies; ++copy) {
+          const int64_t begin = __shfl_sync(0xffffffffu, own.begin, copy) + tile.row;
+          const int64_t len = __shfl_sync(0xffffffffu, own.len, copy) - tile.row;
+          Unit* gOut = static_cast<Unit*>(params.out) + begin * tile.vectors + unit;
+#pragma unroll
+          for (int i = 0; i < kItems; ++i) {
+            const int row = first + tile.first_row() + i * step;
+            if (row < rows && row < len) gOut[row * tile.vectors] = rX[i];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Zeros for the rows of the result that no copy has, all behind the last.
+template <typename Unit>
+__device__ __forceinline__ void fill_tail(const WriteCopiesLaunch& launch, int64_t warp) {
+  const WriteCopiesParams& params = launch.params;
+  const int64_t units =
+      (params.taken.total - clamped_offset(params.taken, params.num_copies)) * params.row_units;
+  Unit* gEnd = static_cast<Unit*>(params.out) + params.taken.total * params.row_units;
+  for (int64_t unit = warp * 32 + threadIdx.x % 32; unit < units; unit += launch.warps * 32) {
+    gEnd[-1 - unit] = Unit{};
+  }
+}
+
+template <typename Unit>
+__global__ __launch_bounds__(kThreads, kWriteCtas) void write_copies_kernel(
+    const __grid_constant__ WriteCopiesLaunch launch) {
+  const WriteCopiesParams& params = launch.params;
+  const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  const bool is_tile = index < launch.tiles;
+  const JaggedTile found = find_tile<kCopyRows>(params.offsets, is_tile ? index : 0);
+  ptx::griddepcontrol_wait();  // for copies and groups
+  const int64_t left = found.rows.len - found.row;
+  if (is_tile && left > 0 && found.seq >= 0) {
+    const CopyTile tile{found.row, left < kCopyRows ? static_cast<int>(left) : kCopyRows,
+                        params.row_units, launch.lanes_log2};
+    const int64_t num_copies = params.num_copies;
+    int64_t group = __ldg(params.groups + found.seq);
+    int64_t group_end = __ldg(params.groups + found.seq + 1);
+    const longlong2 first = __ldg(reinterpret_cast<const longlong2*>(params.firsts + found.seq));
+    group = group < 0 ? 0 : group;
+    group_end = group_end > num_copies ? num_copies : group_end;
+    const Unit* gX =
+        static_cast<const Unit*>(params.x) + (found.rows.begin + found.row) * params.stride;
+    if (group_end - group == 1) {
+      write_tile(params, tile, gX, group, group_end, {first.x, first.y});
+    } else if (group_end > group) {
+      const CopyRows own = load_copy(params.copies, group + threadIdx.x % 32, group_end);
+      write_tile(params, tile, gX, group, group_end, own);
+    }
+  }
+  fill_tail<Unit>(launch, index);
+}
+
 }  // namespace
 
-cudaError_t launch_jagged_index_select(const RangesParams& params, cudaStream_t stream) {
-  return rows::launch_ranges(params, stream, "cuda.jagged_index_select");
+cudaError_t launch_jagged_index_select_plan(const RangesParams& params, cudaStream_t stream) {
+  return rows::launch_ranges(params, stream, "cuda.jagged_index_select_plan");
 }
 
 cudaError_t launch_group_copies(const GroupCopiesParams& params, cudaStream_t stream) {
-  const int64_t copies = params.taken.num_seqs;
+  const int64_t copies = params.num_copies;
   if (params.order != nullptr) {
     if (copies == 0) return cudaSuccess;
     return launch<follow_order_kernel>(params, {(copies + kFollowThreads - 1) / kFollowThreads},
                                        kFollowThreads, 0, stream, nullptr);
   }
   if (copies > kMostCounted || params.num_seqs > kMostCounted) return cudaErrorInvalidValue;
-  return launch<group_copies_kernel>(params, {(copies + params.num_seqs + 1 + 31) / 32},
-                                     kGroupWarps * 32, 0, stream, nullptr);
+  const Grid grid{(copies + params.num_seqs + 1 + 31) / 32};
+  constexpr int kGroupThreads = kGroupWarps * 32;
+  return params.planned == nullptr
+             ? launch<group_copies_kernel<false>>(params, grid, kGroupThreads, 0, stream, nullptr)
+             : launch<group_copies_kernel<true>>(params, grid, kGroupThreads, 0, stream, nullptr);
+}
+
+cudaError_t launch_jagged_index_select(const WriteCopiesParams& params, cudaStream_t stream) {
+  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kCopyRows);
+  // At least so many that zeros behind the last copy take few steps.
+  const int64_t ctas = (std::max(tiles, params.taken.total / kRows) + kWarps - 1) / kWarps;
+  const WriteCopiesLaunch arguments{params, rows::lanes_log2(params.row_units), tiles,
+                                    ctas * kWarps};
+  return rows::with_unit(params.unit_bytes, [&](auto unit) {
+    return launch_dependent<write_copies_kernel<decltype(unit)>>(
+        arguments, {ctas}, kThreads, 0, stream, "cuda.jagged_index_select.copies");
+  });
 }
 
 cudaError_t launch_jagged_index_select_backward(const SumCopiesParams& params,

@@ -9,7 +9,7 @@
 namespace jagged_cuda {
 
 // Enqueues up to three kernels that write index and offsets. No synchronisation.
-cudaError_t launch_jagged_index_select(const RangesParams& params, cudaStream_t stream);
+cudaError_t launch_jagged_index_select_plan(const RangesParams& params, cudaStream_t stream);
 
 // Rows [begin, begin + len) of a copy.
 struct alignas(16) CopyRows {
@@ -19,20 +19,45 @@ struct alignas(16) CopyRows {
 
 constexpr int64_t kMostCounted = 4096;  // copies and sequences that can be grouped without order
 
-// No pointer may be null unless it says so.
+// Without order the copies can be planned as well, which needs no offsets of theirs: those are
+// written. No pointer may be null unless it says so.
 struct GroupCopiesParams {
-  OffsetsView taken;      // [M + 1] of the copies
+  OffsetsView taken;      // [M + 1] of the copies; not read if they are planned
+  OffsetsView source;     // [B + 1] of the sequences; read if copies are planned
   const int64_t* chosen;  // [M]: the number of the sequence that each one is
   const int64_t* order;   // [M]: the copies of the first sequence, then those of the next; or null
+  void* planned;          // [M + 1] like source: the offsets of the copies; or null
+  int64_t* uncut;         // [M + 1], or null: what planned is before it is cut
+  int64_t capacity;       // rows of all copies
   CopyRows* copies;       // [M]: their rows, in that order
   CopyRows* firsts;       // [B]: the first of each sequence, where it has any
   int64_t* groups;  // [B + 1]: where in order those of each sequence begin; with order it is known
+  int64_t num_copies;
   int64_t num_seqs;
 };
 
-// Enqueues one kernel that writes copies, firsts and groups. No synchronisation. Without order it takes time
-// M (M + B).
+// Enqueues one kernel that writes copies, firsts and groups, and planned. No synchronisation. Without
+// order it takes time M (M + B).
 cudaError_t launch_group_copies(const GroupCopiesParams& params, cudaStream_t stream);
+
+// No pointer may be null, except for tensors without elements.
+struct WriteCopiesParams {
+  const void* x;           // [T, row_units] in units
+  void* out;               // [N, row_units], contiguous
+  OffsetsView offsets;     // [B + 1] of x
+  OffsetsView taken;       // [M + 1] of out
+  const CopyRows* copies;  // [M]: the copies of the first sequence, then those of the next
+  const CopyRows* firsts;  // [B]: the first of each sequence, where it has any
+  const int64_t* groups;   // [B + 1]: where in copies those of each sequence begin
+  int64_t num_copies;
+  int64_t row_units;
+  int64_t stride;  // units between rows of x
+  int unit_bytes;  // 1, 2, 4, 8 or 16
+};
+
+// Enqueues one kernel that writes every row of the result. No memory of its own, no
+// synchronisation.
+cudaError_t launch_jagged_index_select(const WriteCopiesParams& params, cudaStream_t stream);
 
 // No pointer may be null, except for tensors without elements.
 struct SumCopiesParams {

@@ -30,14 +30,15 @@ def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None
 def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     index, total = index_of(sample.offsets), layout_of(sample.spec).total
     planning = (sample.offsets, index, sample.spec.layout.total, total)
-    rows, taken = torch.ops.jagged_cuda.jagged_index_select(*planning)
+    _, taken = torch.ops.jagged_cuda.jagged_index_select_plan(*planning)
     x = sample.tensors["x"]
     copies = torch.ones((total, *x.shape[1:]), dtype=x.dtype, device=x.device)
     return {
-        "jagged_index_select": planning,
+        "jagged_index_select_plan": planning,
+        "jagged_index_select": (x, sample.offsets, index, total),
         "jagged_index_select_backward": (
             copies.requires_grad_(),
-            *(rows, sample.offsets, taken, index, None, None),
+            *(sample.offsets, taken, index, None, None),
             sample.spec.layout.total,
         ),
     }
