@@ -1,6 +1,7 @@
 // Tiles of f32 for mma.sync in TF32: the counterpart of mma_tile.cuh, whose addresses and loads it
-// takes. Products round their operands to TF32, or, compensated, split each into a big and a small
-// part and sum big * big apart from big * small + small * big.
+// takes. Products round their operands to TF32. Compensated, each operand has a big part of 11 bits
+// and a rest of 12: big * big is summed in TF32, and big * rest + rest * big apart from it, as one
+// product in bf16 of twice the depth, where each element has two neighbouring places.
 //
 // A chunk has 4 elements, and ldmatrix moves 16 bytes of 8 rows whatever they hold: what it gives a
 // lane of 16-bit pairs are here the single elements that mma.m16n8k8 wants.
@@ -39,6 +40,13 @@ struct SharedTileF32 {
   }
 };
 
+// Half a unit of TF32 is added to the bits, of which products read the first 19. cvt.rna takes twice
+// as many instructions. The largest NaN, which is CUDA's own, would become a zero.
+__device__ __forceinline__ uint32_t round_tf32(float value) {
+  constexpr int kHalfUnit = 0x1000, kLargest = 0x7fffffff;
+  return static_cast<uint32_t>(min(__float_as_int(value), kLargest - kHalfUnit) + kHalfUnit);
+}
+
 // Rounds to TF32 what this thread has copied by load_tile, once it has arrived and before others
 // read it: then each element is rounded once, and not by each warp.
 template <int kThreads, typename Tile>
@@ -50,53 +58,49 @@ __device__ __forceinline__ void round_own_chunks(Tile& tile) {
   for (int row = first_row; row < Tile::kRows; row += kRowStep) {
     auto* elements = reinterpret_cast<float4*>(tile.chunk(row, chunk));
     const float4 whole = *elements;
-    *reinterpret_cast<uint4*>(elements) =
-        make_uint4(ptx::cvt_rna_tf32(whole.x), ptx::cvt_rna_tf32(whole.y),
-                   ptx::cvt_rna_tf32(whole.z), ptx::cvt_rna_tf32(whole.w));
+    *reinterpret_cast<uint4*>(elements) = make_uint4(
+        round_tf32(whole.x), round_tf32(whole.y), round_tf32(whole.z), round_tf32(whole.w));
   }
 }
 
-// Leaves the big part of an f32 register and returns the small one. That has 12 significant bits, of
-// which the product reads 11: it need not be rounded. A NaN may become a zero: its small part is NaN
-// then.
-__device__ __forceinline__ uint32_t split_off_small(uint32_t& value) {
-  const float whole = __uint_as_float(value);
-  value = (value + 0x1000) & ~0x1fffu;
-  return __float_as_uint(whole - __uint_as_float(value));
-}
-
-// The sum of both parts. An infinite operand makes the small one NaN, so it counts only where the
+// The sum of both products. An infinite operand makes the small one NaN, so it counts only where the
 // big one is finite.
 __device__ __forceinline__ float sum_of_parts(float big, float small) {
   return isfinite(big) ? big + small : big;
 }
 
-// One operand's fragment, and with kCompensated its small part, which is split off when it is read.
-template <bool kCompensated, int kRegisters>
+// One operand's fragment; with kCompensated, once it is split, `both` has each element and its rest
+// in bf16: an A operand in this order, a B operand in the other, so that their product is that of
+// one's element with the other's rest.
+template <bool kCompensated, bool kIsA, int kRegisters>
 struct Fragment {
   uint32_t big[kRegisters];
-  uint32_t small[kCompensated ? kRegisters : 1];
+  uint32_t both[kCompensated ? kRegisters : 1];
 
+  // A NaN may become a zero in `big`; it stays one in `both`.
   __device__ __forceinline__ void split() {
     if constexpr (kCompensated) {
 #pragma unroll
-      for (int i = 0; i < kRegisters; ++i) small[i] = split_off_small(big[i]);
+      for (int i = 0; i < kRegisters; ++i) {
+        const float whole = __uint_as_float(big[i]);
+        big[i] = (big[i] + 0x1000) & ~0x1fffu;
+        const float rest = whole - __uint_as_float(big[i]);
+        both[i] = pack<__nv_bfloat16>(kIsA ? whole : rest, kIsA ? rest : whole);
+      }
     }
   }
 };
 
-// big += a b, and small += what the parts of a and b give beside. Of b registers `first` and
+// big += a b, and small += what the rests of a and b give beside. Of b registers `first` and
 // `second`.
 template <bool kCompensated, int kRegisters>
 __device__ __forceinline__ void mma_parts(float (&big)[4], float (&small)[4],
-                                          const Fragment<kCompensated, 4>& a,
-                                          const Fragment<kCompensated, kRegisters>& b, int first,
-                                          int second) {
+                                          const Fragment<kCompensated, true, 4>& a,
+                                          const Fragment<kCompensated, false, kRegisters>& b,
+                                          int first, int second) {
   ptx::mma_m16n8k8_tf32(big, a.big, b.big[first], b.big[second]);
-  if constexpr (kCompensated) {
-    ptx::mma_m16n8k8_tf32(small, a.big, b.small[first], b.small[second]);
-    ptx::mma_m16n8k8_tf32(small, a.small, b.big[first], b.big[second]);
-  }
+  if constexpr (kCompensated)
+    ptx::mma_m16n8k16<__nv_bfloat16>(small, a.both, b.both[first], b.both[second]);
 }
 
 // s = a b^T: a the rows of a warp, b the first kBlocks * 8 rows of another tile from
@@ -116,7 +120,7 @@ __device__ __forceinline__ void multiply_rows_by_rows(Accumulator<kRowBlocks, kB
   for (int group = 0; group < ATile::kColumns; group += kGroup) {
 #pragma unroll
     for (int k = 0; k < kGroup; k += 8) {
-      Fragment<kCompensated, 4> a[kRowBlocks];
+      Fragment<kCompensated, true, 4> a[kRowBlocks];
 #pragma unroll
       for (int r = 0; r < kRowBlocks; ++r) {
         ptx::ldmatrix_x4(a[r].big, a_rows.block(r * 16, k));
@@ -124,7 +128,7 @@ __device__ __forceinline__ void multiply_rows_by_rows(Accumulator<kRowBlocks, kB
       }
 #pragma unroll
       for (int block = 0; block < kBlocks; block += 2) {
-        Fragment<kCompensated, 4> b;
+        Fragment<kCompensated, false, 4> b;
         ptx::ldmatrix_x4(b.big, b_rows.block(block * 8, k));
         b.split();
 #pragma unroll
@@ -176,54 +180,84 @@ __device__ __forceinline__ int column_of(int block, int i, int lane) {
   return block / 4 * 32 + (lane % 4 * 2 + i % 2) * 4 + block % 4;
 }
 
-// o += p b: p in registers, b kBlocks * 8 rows and kOutBlocks * 8 columns. Tensor cores truncate as
-// they add: compensated sums begin anew at each call, and are added rounded.
-template <bool kCompensated, int kRowBlocks, int kBlocks, int kOutBlocks, typename BTile>
-__device__ __forceinline__ void multiply_by_columns(Accumulator<kRowBlocks, kOutBlocks>& o,
-                                                    const Accumulator<kRowBlocks, kBlocks>& p,
-                                                    const ColumnAddress<BTile>& b_columns) {
-  static_assert(kOutBlocks % 4 == 0);
-  Fragment<kCompensated, 4> a[kRowBlocks][kBlocks];
+// Eight columns of p as an A operand.
+template <bool kCompensated>
+__device__ __forceinline__ Fragment<kCompensated, true, 4> operand_of(const float (&p)[4]) {
+  Fragment<kCompensated, true, 4> a;
 #pragma unroll
-  for (int r = 0; r < kRowBlocks; ++r) {
+  for (int i = 0; i < 4; ++i) {
+    const float element = p[i % 2 * 2 + i / 2];
+    a.big[i] = kCompensated ? __float_as_uint(element) : round_tf32(element);
+  }
+  a.split();
+  return a;
+}
+
+// o += p b: p in registers, b kBlocks * 8 rows and kOutBlocks * 8 columns.
+template <int kRowBlocks, int kBlocks, int kOutBlocks, typename BTile>
+__device__ __forceinline__ void multiply_by_rounded_columns(
+    Accumulator<kRowBlocks, kOutBlocks>& o, const Accumulator<kRowBlocks, kBlocks>& p,
+    const ColumnAddress<BTile>& b_columns) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+  for (int block = 0; block < kBlocks; ++block) {
+    Fragment<false, true, 4> a[kRowBlocks];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float element = p[r][block][i % 2 * 2 + i / 2];
-        a[r][block].big[i] = kCompensated ? __float_as_uint(element) : ptx::cvt_rna_tf32(element);
+    for (int r = 0; r < kRowBlocks; ++r) a[r] = operand_of<false>(p[r][block]);
+#pragma unroll
+    for (int first = 0; first < kOutBlocks; first += 4) {
+      Fragment<false, false, 8> b;
+      b_columns.read(b.big, block * 8, first * 8);
+#pragma unroll
+      for (int i = 0; i < 4 * kRowBlocks; ++i) {
+        float(&sum)[4] = o[i % kRowBlocks][first + i / kRowBlocks];
+        mma_parts(sum, sum, a[i % kRowBlocks], b, i / kRowBlocks, i / kRowBlocks + 4);
       }
-      a[r][block].split();
     }
   }
+}
+
+// The same compensated. Tensor cores truncate as they add: sums begin anew at each call, and are
+// added rounded.
+template <int kRowBlocks, int kBlocks, int kOutBlocks, typename BTile>
+__device__ __forceinline__ void multiply_by_whole_columns(
+    Accumulator<kRowBlocks, kOutBlocks>& o, const Accumulator<kRowBlocks, kBlocks>& p,
+    const ColumnAddress<BTile>& b_columns) {
+  Fragment<true, true, 4> a[kRowBlocks][kBlocks];
+#pragma unroll
+  for (int i = 0; i < kRowBlocks * kBlocks; ++i)
+    a[i / kBlocks][i % kBlocks] = operand_of<true>(p[i / kBlocks][i % kBlocks]);
 #pragma unroll
   for (int first = 0; first < kOutBlocks; first += 4) {
-    float sum[kRowBlocks][4][4], small[kRowBlocks][4][4];
-#pragma unroll
-    for (int i = 0; i < kRowBlocks * 16; ++i) {
-      sum[i / 16][i / 4 % 4][i % 4] = small[i / 16][i / 4 % 4][i % 4] = 0.0f;
-    }
+    float sum[kRowBlocks][4][4] = {}, small[kRowBlocks][4][4] = {};
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      Fragment<kCompensated, 8> b;
+      Fragment<true, false, 8> b;
       b_columns.read(b.big, block * 8, first * 8);
       b.split();
 #pragma unroll
       for (int column = 0; column < 4; ++column) {
 #pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) {
-          mma_parts(kCompensated ? sum[r][column] : o[r][first + column], small[r][column],
-                    a[r][block], b, column, column + 4);
-        }
+        for (int r = 0; r < kRowBlocks; ++r)
+          mma_parts(sum[r][column], small[r][column], a[r][block], b, column, column + 4);
       }
     }
-    if constexpr (kCompensated) {
 #pragma unroll
-      for (int i = 0; i < kRowBlocks * 16; ++i) {
-        o[i / 16][first + i / 4 % 4][i % 4] +=
-            sum_of_parts(sum[i / 16][i / 4 % 4][i % 4], small[i / 16][i / 4 % 4][i % 4]);
-      }
+    for (int i = 0; i < kRowBlocks * 16; ++i) {
+      o[i / 16][first + i / 4 % 4][i % 4] +=
+          sum_of_parts(sum[i / 16][i / 4 % 4][i % 4], small[i / 16][i / 4 % 4][i % 4]);
     }
+  }
+}
+
+template <bool kCompensated, int kRowBlocks, int kBlocks, int kOutBlocks, typename BTile>
+__device__ __forceinline__ void multiply_by_columns(Accumulator<kRowBlocks, kOutBlocks>& o,
+                                                    const Accumulator<kRowBlocks, kBlocks>& p,
+                                                    const ColumnAddress<BTile>& b_columns) {
+  static_assert(kOutBlocks % 4 == 0);
+  if constexpr (kCompensated) {
+    multiply_by_whole_columns(o, p, b_columns);
+  } else {
+    multiply_by_rounded_columns(o, p, b_columns);
   }
 }
 
