@@ -218,17 +218,24 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
             "jagged_flash_attention",
-            dtype,
+            torch.float32,
             tf32,
-            {},
-            f"cuda.attention.forward.fma.{name}",
-            f"cuda.attention.backward.fma.{name}",
+            {"dims": dims},
+            *(f"cuda.attention.{way}.mma_sync.{path}.{name}" for way in ("forward", "backward")),
         )
-        for name, dtype, tf32 in (
-            ("f32", torch.float32, False),
-            ("f32", torch.float32, True),
-            ("f64", torch.float64, False),
+        for name, tf32 in (("f32", False), ("tf32", True))
+        for dims, path in (
+            *(((1, 1), "d32"), ((32, 16), "d32"), ((33, 8), "d64"), ((64, 64), "d64")),
+            *(((16, 65), "d128"), ((128, 128), "d128"), ((129, 1), "d256"), ((256, 256), "d256")),
         )
+    ),
+    (
+        "jagged_flash_attention",
+        torch.float64,
+        False,
+        {},
+        "cuda.attention.forward.fma.f64",
+        "cuda.attention.backward.fma.f64",
     ),
     *(
         (
@@ -303,13 +310,20 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
             "jagged_target_attention",
-            dtype,
-            False,
-            {},
-            f"cuda.attention.forward.fma.{name}",
-            f"cuda.attention.backward.fma.{name}",
+            torch.float32,
+            tf32,
+            {"dims": (64, 64)},
+            *(f"cuda.attention.{way}.mma_sync.d64.{name}" for way in ("forward", "backward")),
         )
-        for name, dtype in (("f32", torch.float32), ("f64", torch.float64))
+        for name, tf32 in (("f32", False), ("tf32", True))
+    ),
+    (
+        "jagged_target_attention",
+        torch.float64,
+        False,
+        {},
+        "cuda.attention.forward.fma.f64",
+        "cuda.attention.backward.fma.f64",
     ),
 ]
 
@@ -938,9 +952,12 @@ def test_tf32_agrees_within_its_rounding(case: Case, profile: str, tf32: None) -
 
 
 PRODUCTS = [name for name, case in CASES.items() if name.endswith(("_bmm", "_jagged_out"))]
+TF32_CASES = pytest.mark.parametrize(
+    "name", [*PRODUCTS, "jagged_flash_attention", "jagged_target_attention"]
+)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@TF32_CASES
 def test_tf32_is_taken_only_where_it_is_allowed(name: str, request: pytest.FixtureRequest) -> None:
     """The same inputs: the precise result is within the precise limit, the other one is not."""
     case = CASES[name]
@@ -955,7 +972,7 @@ def test_tf32_is_taken_only_where_it_is_allowed(name: str, request: pytest.Fixtu
         check(case, sample, rounded, None)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@TF32_CASES
 def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
     case = CASES[name]
     sample = case.sample(spec_of(LAYOUT), torch.float32, CUDA)
@@ -964,6 +981,64 @@ def test_backward_keeps_the_precision_of_forward(name: str, tf32: None) -> None:
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     out.sum().backward()
     assert last_kernel("cuda").endswith("tf32")
+
+
+# Long on average, around the tiles of 64, 128 and 256 rows and the steps of 16 to 64.
+LONG_F32 = Layout((700, 1300, 0, 255, 1025, 1537), base=3, tail=5)
+LONG_F32_KEYS = Layout((1500, 700, 3, 128, 1025, 64), base=2, tail=4)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
+@pytest.mark.parametrize("precision", ["tf32", "f32"])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_attention_of_long_sequences_in_f32(
+    dim: int, precision: str, mask: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """In TF32 warps have two blocks of rows; the path is named, the result right."""
+    dtype, case = _in_precision(precision, request), CASES["jagged_flash_attention"]
+    tiles = {64: ".rows128", 128: ".rows256"}.get(dim, "") if precision == "tf32" else ""
+    for kv_layout, heads in ((None, (2, 2)), (LONG_F32_KEYS, (4, 2))):
+        spec = spec_of(
+            LONG_F32,
+            kv_layout=kv_layout,
+            cross=kv_layout is not None,
+            dims=(dim, dim),
+            heads=heads,
+            **mask,
+        )
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        assert last_kernel("cuda") == f"cuda.attention.forward.mma_sync.d{dim}{tiles}.{precision}"
+        judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "f32"])
+@pytest.mark.parametrize("dim", [24, 64, 128, 200])
+def test_attention_in_f32_is_deterministic_and_batch_invariant(
+    dim: int, precision: str, request: pytest.FixtureRequest
+) -> None:
+    """The same bits at every run, and forward alone or among others, by either size of tiles."""
+    dtype, case = _in_precision(precision, request), CASES["jagged_flash_attention"]
+    layout = Layout((1300, 5, 700, 0, 1100))
+    spec = spec_of(layout, dims=(dim, dim), heads=(2, 2))
+    sample = case.sample(spec, dtype, CUDA)
+    cotangents = cotangents_of(case, sample)
+    whole = run(case, sample, calls(case), cotangents)
+    for _ in range(3):
+        assert_same_bits(run(case, sample, calls(case), cotangents), whole)
+    ends = layout.offsets().tolist()
+    for begin, end in itertools.pairwise(ends):
+        # 300 empty sequences: short on average.
+        for empty in (0, 300):
+            alone = Layout((end - begin, *(0,) * empty))
+            rows = {name: t[begin:end].clone() for name, t in sample.tensors.items()}
+            offsets = torch.tensor(alone.offsets().tolist(), device=CUDA)
+            found = run(
+                case,
+                Sample(spec_of(alone, dims=(dim, dim), heads=(2, 2)), rows, offsets, None),
+                calls(case),
+                None,
+            )
+            assert_same_bits(found, {n: whole[n][begin:end] for n in found})
 
 
 # They return indices, by one kernel each, and have tests of their own.

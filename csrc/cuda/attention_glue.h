@@ -29,9 +29,9 @@ inline int64_t window_rows(int64_t window) {
 inline void fill_common(const char* op, AttentionParams& params, const Sizes& sizes,
                         const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets,
                         const Tensor& kv_offsets, int64_t window_left, int64_t window_right,
-                        double scale, std::optional<int64_t> max_len,
+                        double scale, std::optional<int64_t> max_len, bool allow_tf32,
                         const std::optional<Tensor>& key_ranges, const Biases& biases) {
-  params.type = element_type(q.scalar_type());
+  params.type = element_type(q.scalar_type(), allow_tf32);
   params.q_offsets = view_offsets(offsets, sizes.Tq);
   params.kv_offsets = view_offsets(kv_offsets, sizes.Tk);
   params.q = view_heads(q);

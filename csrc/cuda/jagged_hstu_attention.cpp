@@ -52,7 +52,7 @@ Tensor jagged_hstu_attention(
 
   AttentionParams params{};
   fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-              max_len, key_ranges, biases);
+              max_len, allow_tf32, key_ranges, biases);
   set_out(params, out);
   set_silu(params, divisor, row_scale);
   Tensor long_plan;
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_hstu_attention
   const Tensor weights = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
   AttentionBackwardParams params{};
   fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-              max_len, key_ranges, biases);
+              max_len, allow_tf32, key_ranges, biases);
   BiasSums sums(op, params, q, sizes, biases, kv_bias_gradient, table_gradients);
   const auto& [grad_kv_bias, grad_time_table, grad_position_table] = sums.gradients;
   if (sizes.H == 0) {

@@ -122,8 +122,9 @@ Tensor query_offsets(const char* op, const Sizes& sizes, const Tensor& like) {
 
 void fill_flash(const char* op, AttentionParams& params, const Sizes& sizes, const Tensor& q,
                 const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                const Tensor& q_offsets, const Tensor& offsets, double scale) {
+                const Tensor& q_offsets, const Tensor& offsets, double scale, bool allow_tf32) {
   fill_common(params, sizes, q, k, v, out);
+  params.type = element_type(q.scalar_type(), allow_tf32);
   params.q_offsets = view_offsets(q_offsets, sizes.B * sizes.N);
   params.kv_offsets = view_offsets(offsets, sizes.T);
   params.q = view_as_rows(q);
@@ -173,7 +174,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
     q = with_uniform_rows(op, q);
     const Tensor q_offsets = query_offsets(op, sizes, q);
     AttentionParams params{};
-    fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
+    fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale, allow_tf32);
     check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
   }
   return {out, lse};
@@ -229,7 +230,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     const Tensor q_offsets = query_offsets(op, sizes, q);
     const Tensor delta = allocate(op, q, {queries}, sum_dtype(q.scalar_type()));
     AttentionBackwardParams params{};
-    fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale);
+    fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale, allow_tf32);
     params.grad_out = view_as_rows(grad_out);
     params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;

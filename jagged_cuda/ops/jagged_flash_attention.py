@@ -71,10 +71,15 @@ def jagged_flash_attention(
         torch.OutOfMemoryError: the GPU has no room for the results.
 
     Notes:
-        Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA
-        multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
-        TF32 path exists yet. Nothing depends on the batch's longest sequence; a sequence's forward
-        result does not depend on its neighbours, bit for bit.
+        Empty sequences are allowed. Sums run in float32 (float64 for float64). Nothing depends on
+        the batch's longest sequence; a sequence's forward result does not depend on its neighbours,
+        bit for bit.
+        float32 on CUDA multiplies on tensor cores: in TF32 where
+        ``torch.backends.cuda.matmul.fp32_precision`` allows it in the forward call, which the
+        backward pass follows; else each number as a part in TF32 and a rest in bfloat16, so that a
+        term of a sum is exact to 2^-17 at least, mostly to 2^-20, and sums are as exact as the
+        tests ask of float32 (docs/testing.md). With key_ranges, kv_lengths or a bias it multiplies
+        in float32, which takes longer.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
         backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on
         Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are

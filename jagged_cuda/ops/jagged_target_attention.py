@@ -62,10 +62,10 @@ def jagged_target_attention(
 
     Notes:
         Empty sequences are allowed. Sums run in float32 (float64 for float64). float32 on CUDA
-        multiplies in float32 whatever ``torch.backends.cuda.matmul.fp32_precision`` allows: no
-        TF32 path exists yet. Long sequences are cut into parts of a fixed length, which are merged
-        in order by their LSE; nothing depends on the batch's longest sequence, and a sequence's
-        forward result does not depend on its neighbours, bit for bit.
+        multiplies as in jagged_flash_attention, whose kernels it takes. In 16 bits long sequences
+        are cut into parts of a fixed length, which are merged in order by their LSE; nothing
+        depends on the batch's longest sequence, and a sequence's forward result does not depend on
+        its neighbours, bit for bit.
         Calls with kv_lengths or kv_bias take the kernels of jagged_flash_attention, q as a jagged
         tensor of sequences of N rows: nothing is cut into parts there.
         Deterministic, forward and backward; no double backward. Rows of k and v outside every

@@ -1,9 +1,11 @@
 // Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time or
-// position biases always mma.sync; plain FMA for f32 and f64.
+// position biases always mma.sync; mma.sync in TF32 for f32, but plain FMA with ranges of keys and the
+// like, and for f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/few_forward.h"
 #include "cuda/kernels/attention/launch.h"
+#include "cuda/kernels/attention/tf32.h"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/hopper.h"
@@ -96,6 +98,12 @@ bool all_short(const AttentionParams& params) {
          (params.q_offsets.total <= kShortRows && params.kv_offsets.total <= kShortRows);
 }
 
+// Whether the kernels that multiply f32 on tensor cores take these operands.
+bool takes_tf32(const AttentionParams& params) {
+  return (params.type == ElementType::kTf32 || params.type == ElementType::kF32) &&
+         !is_general(params);
+}
+
 // Launches the kernel for longer sequences behind that for tiny ones, where the latter takes the
 // operands, and not at all where no sequence can be longer. A sequence's own length decides which
 // of the two takes it, so its bits do not depend on the batch. The path is that of the last.
@@ -136,6 +144,11 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {
+      if (takes_tf32(params)) {
+        return params.type == ElementType::kTf32
+                   ? attention::launch_forward_tf32<false>(params, stream)
+                   : attention::launch_forward_tf32<true>(params, stream);
+      }
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
       if (is_general(params)) return attention::launch_forward_general<Element>(params, stream);
@@ -191,6 +204,11 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {
+      if (takes_tf32(params)) {
+        return params.type == ElementType::kTf32
+                   ? attention::launch_backward_tf32<false>(params, stream)
+                   : attention::launch_backward_tf32<true>(params, stream);
+      }
       return attention::launch_backward_general<Element>(params, stream);
     } else {
       if (is_general(params)) return attention::launch_backward_general<Element>(params, stream);
