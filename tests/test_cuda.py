@@ -40,6 +40,13 @@ def _best(product: str, path: str) -> str:
     return f"{product}.{path if stays else path.replace('mma_sync', 'wgmma')}"
 
 
+def _target_forward(path: str) -> str:
+    """The forward path of target attention: on wgmma where it names no rows."""
+    if ".r" in path:
+        return f"cuda.target.forward.mma_sync.{path}"
+    return f"cuda.target.forward.{f'wgmma.{path}' if HOPPER else f'mma_sync.{path}.r128'}"
+
+
 # Of a product, whatever its kind: dtype, TF32 allowed, path.
 _PRODUCT_PATHS = (
     (torch.float32, False, "mma_sync.f32"),
@@ -273,7 +280,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims, "heads": heads, "queries": queries},
-            f"cuda.target.forward.mma_sync.{forward}",
+            _target_forward(forward),
             f"cuda.target.backward.mma_sync.{backward}",
         )
         for dtype in _DTYPES.values()
@@ -283,10 +290,13 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ((32, 32), (3, 1), 40, "d32.r128", "d32.r128"),
             ((64, 64), None, 1, "d64.r16", "d64.r32"),
             ((33, 8), (8, 1), 4, "d64.r32", "d64.r32"),
-            ((64, 64), (4, 2), 64, "d64.r128", "d64.r128"),
+            ((64, 64), (2, 2), 63, "d64.r128", "d64.r128"),
+            ((40, 64), (2, 2), 64, "d64", "d64.r128"),
+            ((64, 64), (4, 2), 64, "d64", "d64.r128"),
             ((128, 128), (2, 2), 16, "d128.r16", "d128.r32"),
             ((16, 65), (1, 1), 32, "d128.r32", "d128.r32"),
-            ((128, 128), (1, 1), 100, "d128.r128", "d128.r128"),
+            ((128, 128), (1, 1), 100, "d128", "d128.r128"),
+            ((127, 128), (1, 1), 100, "d128.r128", "d128.r128"),
             ((256, 256), (1, 1), 8, "d256.r16", "d256.r32"),
             ((129, 1), (4, 2), 16, "d256.r32", "d256.r32"),
             ((256, 256), (2, 1), 32, "d256.r64", "d256.r64"),
@@ -299,7 +309,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             torch.bfloat16,
             False,
             {"dims": dims, "heads": (4, 2), "queries": 65},
-            f"cuda.target.forward.mma_sync.{forward}",
+            _target_forward(forward),
             f"cuda.attention.backward.mma_sync.{backward}",
         )
         for dims, forward, backward in (

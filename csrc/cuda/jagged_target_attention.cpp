@@ -82,7 +82,7 @@ void fill_common(Params& params, const Sizes& sizes, const Tensor& q, const Tens
                    has_aligned_lines(v, {0, 1}) && has_aligned_lines(out, {0, 1, 2});
 }
 
-void fill_target(TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
+void fill_target(const char* op, TargetAttentionParams& params, const Sizes& sizes, const Tensor& q,
                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                  const Tensor& offsets, double scale) {
   fill_common(params, sizes, q, k, v, out);
@@ -93,6 +93,7 @@ void fill_target(TargetAttentionParams& params, const Sizes& sizes, const Tensor
   params.slots_as_tiles = target_slots(sizes.T, sizes.B).as_tiles;
   params.out_queries = params.num_queries = static_cast<int>(sizes.N);
   params.scale = static_cast<float>(scale);
+  params.mma_sync_only = mma_sync_only(op);
 }
 
 // --- kernels of jagged_flash_attention
@@ -156,7 +157,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
 
   if (is_16_bit(element_type(q.scalar_type()))) {
     TargetAttentionParams params{};
-    fill_target(params, sizes, q, k, v, out, lse, offsets, scale);
+    fill_target(op, params, sizes, q, k, v, out, lse, offsets, scale);
     std::optional<Tensor> parts;
     int64_t queries = sizes.N;
     if (may_split(sizes, max_len)) {
@@ -211,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
   const int64_t rows = sizes.N * (sizes.H / sizes.G);
   if (is_16_bit(element_type(q.scalar_type())) && rows <= target_backward_rows(sizes.D, sizes.Dv)) {
     TargetAttentionBackwardParams params{};
-    fill_target(params, sizes, q, k, v, out, lse, offsets, scale);
+    fill_target(op, params, sizes, q, k, v, out, lse, offsets, scale);
     params.grad_out = view_queries(grad_out);
     params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr<float>() : nullptr;

@@ -63,6 +63,7 @@ struct TargetAttentionParams {
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 8.
   bool aligned;
+  bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
 };
 
 struct TargetAttentionBackwardParams : TargetAttentionParams {

@@ -1,5 +1,5 @@
 #include "cuda/kernels/attention/target_backward.cuh"
-#include "cuda/kernels/attention/target_forward.cuh"
+#include "cuda/kernels/attention/target_forward_wgmma.cuh"
 
 namespace jagged_cuda::attention {
 

@@ -68,8 +68,8 @@ struct TargetRows {
   }
 };
 
-// Rows [first_row, first_row + rows) of queries into the rows of a tile; the rest becomes zeros. As
-// load_tile: the caller commits and waits.
+// Rows [first_row, first_row + rows) of queries into the rows of a tile; the rest becomes zeros. By
+// kThreads threads from a multiple of kThreads on; as load_tile: the caller commits and waits.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ void load_query_rows(Tile& tile, const QueriesView& view,
                                                 const TargetRows& target, int first_row, int rows,
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_query_rows(Tile& tile, const QueriesView& v
   constexpr int kChunkElems = Tile::kChunkElems;
   const Element* g = static_cast<const Element*>(view.data);
 #pragma unroll 1
-  for (int index = threadIdx.x; index < Tile::kRows * Tile::kChunks; index += kThreads) {
+  for (int index = threadIdx.x % kThreads; index < Tile::kRows * Tile::kChunks; index += kThreads) {
     const int row = index / Tile::kChunks, column = index % Tile::kChunks * kChunkElems;
     Element* chunk = tile.chunk(row, index % Tile::kChunks);
     const bool exists = row < rows && column < columns;
