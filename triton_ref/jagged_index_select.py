@@ -18,9 +18,8 @@ def jagged_index_select(
 ):
     """z_k = x_b with b = index[k] for xs [T, ...], and the offsets."""
     rows = rows_of(xs)
-    _contract.check(
-        "jagged_index_select", offsets=offsets, index=index, rows=rows, total=total or 0
-    )
+    x = xs if isinstance(xs, torch.Tensor) else xs[0]
+    _contract.check("jagged_index_select", x=x, offsets=offsets, index=index, total=total or 0)
     bounds = offsets.clamp(0, rows).long()
     begins, lengths = bounds[:-1][index], bounds.diff().clamp(min=0)[index]
     return move_ranges(xs, begins, lengths, offsets.dtype, total)

@@ -104,9 +104,12 @@ def check_any_targets(module: str, targets: Tensor, width: int) -> Tensor:
     return targets
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """Those that are not None: the host looks at each one that an operator is called with."""
-    return {name: value for name, value in options.items() if value is not None}
+def given(options: dict[str, Any], *others: tuple[str, Any]) -> dict[str, Any]:
+    """Options, and the others that are not None: the host looks at all that an operator gets."""
+    for name, value in others:
+        if value is not None:
+            options[name] = value
+    return options
 
 
 def put_together(x: Rows, values: Tensor) -> Rows:

@@ -162,14 +162,14 @@ class HSTULayer(nn.Module):
         if p > 0 and seed is None:
             seed = torch.randint(2**62, (1,), device=rows.device)
         options = given(
-            causal=causal,
-            window_size=None if window_size == (-1, -1) else window_size,
-            key_ranges=key_ranges,
-            row_scale=row_scale,
-            kv_bias=kv_bias,
-            time_bias=time_bias,
-            position_bias=position_bias,
-            max_len=max_len,
+            {"causal": causal},
+            ("window_size", None if window_size == (-1, -1) else window_size),
+            ("key_ranges", key_ranges),
+            ("row_scale", row_scale),
+            ("kv_bias", kv_bias),
+            ("time_bias", time_bias),
+            ("position_bias", position_bias),
+            ("max_len", max_len),
         )
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             gated = checkpoint(
@@ -203,9 +203,11 @@ class HSTULayer(nn.Module):
             **options,
         )
         norm = part["output_norm"]
-        return layer_norm_mul_dropout(
-            read.flatten(1), u, norm.weight, norm.bias, eps=norm.eps, p=p, seed=seed
+        options = {} if p == 0 else {"p": p, "seed": seed}
+        gated: Tensor = layer_norm_mul_dropout(
+            read.flatten(1), u, norm.weight, norm.bias, eps=norm.eps, **options
         )
+        return gated
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -102,15 +102,15 @@ class JaggedMultiheadAttention(AttentionProjections):
                 fail_argument(name, "kv", expected, "None")
             q, k, v = self.project(rows)
         options = given(
-            kv_offsets=key_offsets,
-            causal=causal,
-            window_size=None if window_size == (-1, -1) else window_size,
-            max_len=max_len,
-            key_ranges=key_ranges,
-            kv_lengths=kv_lengths,
-            kv_bias=kv_bias,
-            time_bias=time_bias,
-            position_bias=position_bias,
+            {"causal": causal},
+            ("kv_offsets", key_offsets),
+            ("window_size", None if window_size == (-1, -1) else window_size),
+            ("max_len", max_len),
+            ("key_ranges", key_ranges),
+            ("kv_lengths", kv_lengths),
+            ("kv_bias", kv_bias),
+            ("time_bias", time_bias),
+            ("position_bias", position_bias),
         )
         out: Any = jagged_flash_attention(q, k, v, row_offsets, **options)
         return put_together(x, self.merge(out))

@@ -79,6 +79,6 @@ class TargetAttention(AttentionProjections):
         targets = check_targets(type(self).__name__, targets, self.embed_dim)
         keys, values, offsets = self.take_keys("history", history, offsets)
         q, k, v = self.project_apart(targets, keys, values)
-        options = given(max_len=max_len, kv_lengths=kv_lengths, kv_bias=kv_bias)
+        options = given({}, ("max_len", max_len), ("kv_lengths", kv_lengths), ("kv_bias", kv_bias))
         out: Any = jagged_target_attention(q, k, v, offsets, **options)
         return self.merge(out)

@@ -19,7 +19,8 @@
 // Where a sort has found the order already, it is only followed.
 //
 // Second kernel, which starts while the first runs, and waits for it once it has found its tile.
-// Grid: x, a warp for each virtual tile of kCopyRows rows of x (prim/jagged.cuh).
+// Grid: x, a warp for each virtual tile of kCopyRows rows of x, or twice as many narrow ones forward
+// (prim/jagged.cuh).
 // Lanes are beside each other along a row, in units of up to 16 bytes (of the gradient in vectors of
 // 16 bytes, or elements where alignment forbids them); what they leave over of the warp takes the next
 // rows. Each lane looks up one copy of the tile's sequence, 32 at a time. No shared memory, no barriers.
@@ -34,6 +35,7 @@
 #include "cuda/kernels/rows/unit.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace jagged_cuda {
 namespace {
@@ -43,13 +45,14 @@ using rows::kRows;
 using rows::kThreads;
 using rows::kWarps;
 
-constexpr int kGroupWarps = 8;
+constexpr int kGroupWarps = 32;
 constexpr int kNoKey = 0x7fffffff;  // behind every copy's
 constexpr int kFollowThreads = 256;
 constexpr int kCopyRows = 16;           // of a tile: those with many copies take long
 constexpr int kPairItems = kItems / 2;  // rows of two copies that a lane has in flight
 constexpr int kSumCtas = 7;             // per SM, that the registers must leave room for
 constexpr int kWriteCtas = 8;           // likewise
+constexpr int kNarrowBytes = 128;       // rows of so many: tiles twice as high, when they are read
 
 // The rows of copy `copy`; none if there is no such copy.
 __device__ __forceinline__ CopyRows rows_of_copy(const OffsetsView& taken, int64_t copy) {
@@ -395,17 +398,17 @@ __device__ __forceinline__ void fill_tail(const WriteCopiesLaunch& launch, int64
   }
 }
 
-template <typename Unit>
+template <typename Unit, int kTileRows>
 __global__ __launch_bounds__(kThreads, kWriteCtas) void write_copies_kernel(
     const __grid_constant__ WriteCopiesLaunch launch) {
   const WriteCopiesParams& params = launch.params;
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   const bool is_tile = index < launch.tiles;
-  const JaggedTile found = find_tile<kCopyRows>(params.offsets, is_tile ? index : 0);
+  const JaggedTile found = find_tile<kTileRows>(params.offsets, is_tile ? index : 0);
   ptx::griddepcontrol_wait();  // for copies and groups
   const int64_t left = found.rows.len - found.row;
   if (is_tile && left > 0 && found.seq >= 0) {
-    const CopyTile tile{found.row, left < kCopyRows ? static_cast<int>(left) : kCopyRows,
+    const CopyTile tile{found.row, left < kTileRows ? static_cast<int>(left) : kTileRows,
                         params.row_units, launch.lanes_log2};
     const int64_t num_copies = params.num_copies;
     int64_t group = __ldg(params.groups + found.seq);
@@ -447,14 +450,20 @@ cudaError_t launch_group_copies(const GroupCopiesParams& params, cudaStream_t st
 }
 
 cudaError_t launch_jagged_index_select(const WriteCopiesParams& params, cudaStream_t stream) {
-  const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kCopyRows);
-  // At least so many that zeros behind the last copy take few steps.
-  const int64_t ctas = (std::max(tiles, params.taken.total / kRows) + kWarps - 1) / kWarps;
-  const WriteCopiesLaunch arguments{params, rows::lanes_log2(params.row_units), tiles,
-                                    ctas * kWarps};
-  return rows::with_unit(params.unit_bytes, [&](auto unit) {
-    return launch_dependent<write_copies_kernel<decltype(unit)>>(
+  const auto launch_tiles = [&](auto unit, auto tile_rows) {
+    constexpr int kTileRows = decltype(tile_rows)::value;
+    const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, kTileRows);
+    // At least so many that zeros behind the last copy take few steps.
+    const int64_t ctas = (std::max(tiles, params.taken.total / kRows) + kWarps - 1) / kWarps;
+    const WriteCopiesLaunch arguments{params, rows::lanes_log2(params.row_units), tiles,
+                                      ctas * kWarps};
+    return launch_dependent<write_copies_kernel<decltype(unit), kTileRows>>(
         arguments, {ctas}, kThreads, 0, stream, "cuda.jagged_index_select.copies");
+  };
+  return rows::with_unit(params.unit_bytes, [&](auto unit) {
+    return params.row_units * params.unit_bytes <= kNarrowBytes
+               ? launch_tiles(unit, std::integral_constant<int, 2 * kCopyRows>{})
+               : launch_tiles(unit, std::integral_constant<int, kCopyRows>{});
   });
 }
 

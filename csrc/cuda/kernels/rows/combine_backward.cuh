@@ -6,10 +6,10 @@
 //
 // where gradient(dz, other) is dz of a sum, and dz other of a product.
 //
-// Grid: x, of two kinds. First a warp for each kRows rows of dx, of whichever sequences: each lane
-// finds the place of one of them (rows/places.cuh), and with it the row of dy; shuffles tell the
-// others. Then a warp for each kRows rows of dy, taken as [B * M] rows, which writes zeros where
-// the sequence has none. Lanes are beside each other along a row, in vectors of 16 bytes (or
+// Grid: x, of two kinds. First a warp for each `warp_rows` <= 32 rows of dx, of whichever sequences:
+// each lane finds the place of one of them (rows/places.cuh), and with it the row of dy; shuffles tell
+// the others. Then a warp for as many rows of dy, taken as [B * M] rows, which writes zeros where the
+// sequence has none. Lanes are beside each other along a row, in vectors of 16 bytes (or
 // elements, where alignment forbids them); what they leave over of the warp takes the next rows. No
 // shared memory, no barriers. Rows of dx outside every sequence become zeros.
 //
@@ -26,9 +26,20 @@ template <typename Combine>
 constexpr int kGradientItems = Combine::kKeepsX ? 4 : 2;
 constexpr int kGradientCtas = 8;
 
+// Of wide rows a warp takes fewer: what all warps are at lies closer together in memory (rows of 512
+// bytes: 266 us with 8 rows, 277 with 32; of 128 bytes 94 and 73, since there is more to search).
+constexpr int kFewestRows = 8, kWarpBytes = 4096;
+
+inline int gradient_rows(int64_t row_bytes) {
+  int rows = kRows;
+  while (rows > kFewestRows && rows * row_bytes > kWarpBytes) rows /= 2;
+  return rows;
+}
+
 struct CombineBackwardLaunch {
   CombineBackwardParams params;
   int lanes_log2;    // vectors of a row beside each other
+  int warp_rows;     // at most kRows
   int64_t row_ctas;  // of the first kind
 };
 
@@ -92,14 +103,14 @@ __device__ __forceinline__ void combine_gradients(const CombineBackwardParams& p
   }
 }
 
-// Zeros for those of the kRows rows of dy from `begin` on that no row of a sequence has.
+// Zeros for those of the `rows` rows of dy from `begin` on that no row of a sequence has.
 template <typename Element, int kVector>
 __device__ __forceinline__ void fill_gradients(const CombineBackwardParams& params, int64_t begin,
-                                               int lanes_log2) {
+                                               int rows, int lanes_log2) {
   using Stored = Raw<Element, kVector>;
   const int lane = threadIdx.x % 32, lanes = 1 << lanes_log2, step = 32 >> lanes_log2;
   bool is_padding = false;
-  if (begin + lane < params.offsets.num_seqs * params.max_len) {
+  if (lane < rows && begin + lane < params.offsets.num_seqs * params.max_len) {
     const int64_t seq = (begin + lane) / params.max_len;
     is_padding = begin + lane - seq * params.max_len >= sequence_rows(params.offsets, seq).len;
   }
@@ -109,7 +120,7 @@ __device__ __forceinline__ void fill_gradients(const CombineBackwardParams& para
   for (int64_t column = (lane & (lanes - 1)) * kVector; column < params.columns;
        column += lanes * kVector) {
 #pragma unroll 4
-    for (int row = lane >> lanes_log2; row < kRows; row += step) {
+    for (int row = lane >> lanes_log2; row < rows; row += step) {
       if ((padding >> row & 1) != 0) {
         *reinterpret_cast<Stored*>(gGradY + row * params.columns + column) = Stored{};
       }
@@ -121,13 +132,14 @@ template <typename Combine, typename Element, int kVector>
 __global__ __launch_bounds__(kThreads, kGradientCtas) void combine_backward_kernel(
     const __grid_constant__ CombineBackwardLaunch launch) {
   const CombineBackwardParams& params = launch.params;
-  const int64_t first_of_rows = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  const int warp_rows = launch.warp_rows;
+  const int64_t warp = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (blockIdx.x >= launch.row_ctas) {
-    fill_gradients<Element, kVector>(params, (first_of_rows - launch.row_ctas * kWarps) * kRows,
-                                     launch.lanes_log2);
+    fill_gradients<Element, kVector>(params, (warp - launch.row_ctas * kWarps) * warp_rows,
+                                     warp_rows, launch.lanes_log2);
     return;
   }
-  const int64_t begin = first_of_rows * kRows, left = params.offsets.total - begin;
+  const int64_t begin = warp * warp_rows, left = params.offsets.total - begin;
   if (left <= 0) return;
   Segment segment = segment_of_row(params.offsets, begin);
   Place place[1];
@@ -138,24 +150,25 @@ __global__ __launch_bounds__(kThreads, kGradientCtas) void combine_backward_kern
     y_begin = seq * params.y_seq_stride + row * params.y_row_stride;
     grad_y_begin = (seq * params.max_len + row) * params.columns;
   }
-  combine_gradients<Combine, Element, kVector>(params, begin,
-                                               left < kRows ? static_cast<int>(left) : kRows,
-                                               seq >= 0, y_begin, grad_y_begin, launch.lanes_log2);
+  combine_gradients<Combine, Element, kVector>(
+      params, begin, left < warp_rows ? static_cast<int>(left) : warp_rows, seq >= 0, y_begin,
+      grad_y_begin, launch.lanes_log2);
 }
 
 template <typename Combine>
 cudaError_t launch_combine_backward(const CombineBackwardParams& params, cudaStream_t stream,
                                     const char* path) {
-  constexpr int64_t kCtaRows = int64_t{kWarps} * kRows;
   const int64_t padded_rows = params.offsets.num_seqs * params.max_len;
-  const int64_t row_ctas = (params.offsets.total + kCtaRows - 1) / kCtaRows;
-  const int64_t ctas = row_ctas + (padded_rows + kCtaRows - 1) / kCtaRows;
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
+    const int warp_rows = gradient_rows(params.columns * int64_t{sizeof(Element)});
+    const int64_t cta_rows = int64_t{kWarps} * warp_rows;
+    const int64_t row_ctas = (params.offsets.total + cta_rows - 1) / cta_rows;
+    const int64_t ctas = row_ctas + (padded_rows + cta_rows - 1) / cta_rows;
     return with_vector<Element>(params.vectors, [&](auto vector) {
       constexpr int kVector = sizeof(vector) / sizeof(Element);
       const CombineBackwardLaunch arguments{
-          params, lanes_log2((params.columns + kVector - 1) / kVector), row_ctas};
+          params, lanes_log2((params.columns + kVector - 1) / kVector), warp_rows, row_ctas};
       return launch<combine_backward_kernel<Combine, Element, kVector>>(arguments, {ctas}, kThreads,
                                                                         0, stream, path);
     });
