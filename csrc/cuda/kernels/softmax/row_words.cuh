@@ -10,8 +10,9 @@
 // is the row's first element, if that lies in a high half, and its high half the row's last element, if
 // that lies in a low half. The other words are whole, and no element of another row is touched.
 //
-// Rows longer than kMaxWords are computed by the whole CTA, one after another, at the end
-// (long_lines.cuh). Barriers: whether there are any; and those of long_lines.cuh.
+// Rows longer than kMaxWords are read three times, backward twice, by a warp, and those longer than
+// kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
+// these; and those of long_lines.cuh.
 //
 // Elements outside every matrix, and those of one that does not fit, become zeros.
 #pragma once
@@ -30,9 +31,12 @@ struct RowWordsConfig {
   static constexpr bool kBackward = kBackward_;
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kCtas = 5;          // per SM: 64 registers
-  static constexpr int kMaxWords = 768;   // 32 lanes with 24 words
-  static constexpr int kMinElems = 512;    // of a warp's share
+  static constexpr int kCtas = 6;  // per SM: 80 registers
+  // Of a row that lanes keep: 32 lanes with 12 words, or 24 of floats
+  static constexpr int kMaxWords = sizeof(Element) == 2 ? 384 : 768;
+  // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers.
+  static constexpr int kMaxWarpWords = 16'320;
+  static constexpr int kMinElems = 512;  // of a warp's share
   // What long_lines.cuh wants to know
   static constexpr bool kByWindows = false;
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(Element));
@@ -306,9 +310,130 @@ __device__ __forceinline__ void softmax_rows_backward(const Element* gP, const E
   }
 }
 
+// The words of a row that are a lane's, where the warp reads it more than once: whole words, of which
+// each lane takes every 32nd, and single elements at the row's ends.
+template <typename Element>
+struct RowOfWarp {
+  static constexpr int kPer = kPerWord<Element>, kUnroll = 8;
+  int head, wholes, columns;
+
+  __device__ __forceinline__ RowOfWarp(const Element* gRow, int columns)
+      : head(kPer == 2 && reinterpret_cast<uintptr_t>(gRow) % 4 != 0 ? 1 : 0),
+        wholes((columns - head) / kPer),
+        columns(columns) {}
+
+  // Calls visit(the first element's place, the number of elements) for each word and end of a lane.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each(Visit visit) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll kUnroll
+    for (int i = lane; i < wholes; i += 32) visit(head + kPer * i, std::true_type());
+    if constexpr (kPer == 2) {
+      if (lane == 0 && head != 0) visit(0, std::false_type());
+      if (lane == 1 && head + 2 * wholes < columns) visit(columns - 1, std::false_type());
+    }
+  }
+
+  // What a visit of one element reads has `neutral` in its other half.
+  template <typename IsWord>
+  static __device__ __forceinline__ uint32_t load(const Element* gX, IsWord, uint32_t neutral) {
+    if constexpr (IsWord::value) {
+      return __ldg(reinterpret_cast<const uint32_t*>(gX));
+    } else {
+      return __ldg(reinterpret_cast<const unsigned short*>(gX)) | (neutral & 0xffff0000u);
+    }
+  }
+  template <typename IsWord>
+  static __device__ __forceinline__ void store(Element* gOut, IsWord, uint32_t word) {
+    if constexpr (IsWord::value) {
+      *reinterpret_cast<uint32_t*>(gOut) = word;
+    } else {
+      *reinterpret_cast<unsigned short*>(gOut) = static_cast<unsigned short>(word);
+    }
+  }
+};
+
+// A row of up to kMaxWarpWords words, which a warp reads three times, or twice.
+template <typename Config>
+__device__ __noinline__ void softmax_row_by_warp(const typename Config::Element* gX,
+                                                 const typename Config::Element* gGrad,
+                                                 typename Config::Element* gOut, int columns,
+                                                 float factor) {
+  using Element = typename Config::Element;
+  using Row = RowOfWarp<Element>;
+  constexpr int kPer = Row::kPer;
+  const Row row(gX, columns);
+  if constexpr (Config::kBackward) {
+    float sum = 0;
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t p = Row::load(gX + place, is_word, 0);
+      const uint32_t grad = Row::load(gGrad + place, is_word, 0);
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        sum = fmaf(element_of<Element>(p, e), element_of<Element>(grad, e), sum);
+      }
+    });
+    sum = combine_lanes(sum, 1, 32, [](float a, float b) { return a + b; });
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t p = Row::load(gX + place, is_word, 0);
+      const uint32_t grad = Row::load(gGrad + place, is_word, 0);
+      float result[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        result[e] = factor * element_of<Element>(p, e) * (element_of<Element>(grad, e) - sum);
+      }
+      Row::store(gOut + place, is_word, word_of<Element>(result));
+    });
+  } else {
+    constexpr uint32_t kNeutral = kMinusInfinities<Element>;
+    const Scale<float> scale{factor};
+    uint32_t largest_word = kNeutral;
+    row.for_each([&](int place, auto is_word) {
+      largest_word =
+          largest_of_words<Element>(largest_word, Row::load(gX + place, is_word, kNeutral));
+    });
+    float maximum = element_of<Element>(largest_word, 0);
+    if constexpr (kPer == 2) {
+      maximum = ptx::max_nan(maximum, element_of<Element>(largest_word, 1));
+    }
+    maximum = combine_lanes(maximum, 1, 32, [](float a, float b) { return ptx::max_nan(a, b); });
+    maximum = shift_of(maximum);
+    SumOfExponentials<Element> sum;
+    uint32_t terms = 0;
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t word = Row::load(gX + place, is_word, kNeutral);
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        sum.add(scale.exponential(element_of<Element>(word, e), maximum));
+      }
+      terms += kPer;
+    });
+    float inverse;
+    if constexpr (SumOfExponentials<Element>::kInteger) {
+      // Of all lanes there may be more than 32 bits.
+      const unsigned long long own = sum.value - (terms << 30);
+      const unsigned long long all = combine_lanes(
+          own, 1, 32, [](unsigned long long a, unsigned long long b) { return a + b; });
+      inverse = reciprocal(static_cast<float>(all) * 0x1p-22f);
+    } else {
+      inverse = reciprocal(
+          combine_lanes(sum.value, 1, 32, [](float a, float b) { return a + b; }));
+    }
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t word = Row::load(gX + place, is_word, kNeutral);
+      float result[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        result[e] = scale.exponential(element_of<Element>(word, e), maximum) * inverse;
+      }
+      Row::store(gOut + place, is_word, word_of<Element>(result));
+    });
+  }
+}
+
 // With the fewest lanes and words that a row needs.
 template <typename Config>
-__device__ __forceinline__ void softmax_rows_of_any_length(
+__device__ __forceinline__ void softmax_short_rows_by_words(
     const typename Config::Element* gX, const typename Config::Element* gGrad,
     typename Config::Element* gOut, int rows, int columns, float scale) {
   using Element = typename Config::Element;
@@ -339,6 +464,13 @@ __device__ __forceinline__ void softmax_rows_of_any_length(
       JAGGED_CUDA_ROWS(8, 8, 2, 2);
     }
   } else if (words <= 128) {
+#ifdef JA_FEW
+    if (words <= 96) {
+      JAGGED_CUDA_ROWS(16, 6, 2, 2);
+    } else {
+      JAGGED_CUDA_ROWS(16, 8, 2, 2);
+    }
+#else
     if (words <= 80) {
       JAGGED_CUDA_ROWS(16, 5, 1, 2);
     } else if (words <= 96) {
@@ -348,6 +480,7 @@ __device__ __forceinline__ void softmax_rows_of_any_length(
     } else {
       JAGGED_CUDA_ROWS(16, 8, 1, 2);
     }
+#endif
   } else if (words <= 192) {
     if (words <= 160) {
       JAGGED_CUDA_ROWS(32, 5, 1, 2);
@@ -358,7 +491,7 @@ __device__ __forceinline__ void softmax_rows_of_any_length(
     JAGGED_CUDA_ROWS(32, 7, 1, 2);
   } else if (words <= 384) {
     JAGGED_CUDA_ROWS(32, 12, 5, 1);
-  } else {
+  } else if constexpr (kPer == 1) {
     JAGGED_CUDA_ROWS(32, 24, 12, 1);
   }
 #undef JAGGED_CUDA_ROWS
@@ -400,7 +533,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
         const int64_t end = __shfl_sync(kAllLanes, part.zeros_end, owner);
         store_zeros(gOut + begin, end - begin, lane, 32);
       }
-      const bool is_long = part.columns > int64_t{Config::kMaxWords} * kPerWord<Element>;
+      const bool is_long = part.columns > int64_t{Config::kMaxWarpWords} * kPerWord<Element>;
       any_long |= is_long;
       unsigned left = __ballot_sync(kAllLanes, part.rows > 0 && is_long == long_ones);
 #pragma unroll 1
@@ -413,8 +546,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
           softmax_long_lines<Config>(
               Place<Element, int64_t>{gX + begin, gGrad + begin, gOut + begin, 1.0f}, false, 0,
               static_cast<int>(rows), columns, columns, 1, 5, Scale<float>{scale});
+        } else if (columns > Config::kMaxWords * kPerWord<Element>) {
+#pragma unroll 1
+          for (int64_t row = begin; row < begin + rows * columns; row += columns) {
+            softmax_row_by_warp<Config>(gX + row, gGrad + row, gOut + row,
+                                        static_cast<int>(columns), scale);
+          }
         } else {
-          softmax_rows_of_any_length<Config>(gX + begin, gGrad + begin, gOut + begin,
+          softmax_short_rows_by_words<Config>(gX + begin, gGrad + begin, gOut + begin,
                                              static_cast<int>(rows), static_cast<int>(columns),
                                              scale);
         }
