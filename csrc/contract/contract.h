@@ -80,8 +80,8 @@ inline ScalarType sum_dtype(ScalarType dtype) {
        shape + " " + dtype_name(dtype));
 }
 
-// An uninitialised, contiguous tensor on the device of `like`: at a fifth of new_empty's host time,
-// which looks its operator up by name.
+// An uninitialised, contiguous tensor on the device of `like`. new_empty would take 0.7 us more of
+// the host's time, to find its operator by name.
 inline Tensor allocate(const char* op, const Tensor& like, Shape sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size());
   int64_t elems = 1;
@@ -92,9 +92,10 @@ inline Tensor allocate(const char* op, const Tensor& like, Shape sizes, ScalarTy
   int32_t device_type = 0;
   AtenTensorHandle tensor = nullptr;
   if (aoti_torch_get_device_type(like.get(), &device_type) != 0 ||
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-                               device_type, like.get_device_index(), &tensor) != 0) {
+      aoti_torch_empty_strided(
+          static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+          torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+          like.get_device_index(), &tensor) != 0) {
     fail_allocation(op, like, shape_text(sizes), dtype);
   }
   return Tensor(tensor);

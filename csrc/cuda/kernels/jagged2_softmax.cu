@@ -1,6 +1,5 @@
 // jagged2_softmax: choice of the element type, and of the kernel by the matrices' mean size, which
 // the host knows: the vector's elements over the number of sequences.
-#include "cuda/kernels/softmax/column_words.cuh"
 #include "cuda/kernels/softmax/over_columns.cuh"
 #include "cuda/kernels/softmax/over_rows.cuh"
 #include "cuda/kernels/softmax/row_words.cuh"
@@ -20,39 +19,36 @@ constexpr softmax::Spans spans_of(int buffer_bytes, int window_bytes) {
 }
 
 enum class Kernel {
-  kWords,       // softmax/row_words.cuh, softmax/column_words.cuh
+  kWords,       // softmax/row_words.cuh, over columns alone
   kWindows,     // softmax/spans.cuh, several matrices for a CTA
   kTiles,       // softmax/spans.cuh, small tiles of one matrix
   kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
   kRegisters,   // softmax/over_columns.cuh, softmax/over_rows.cuh
 };
 
-// Whether the kernels by words can serve: all vectors begin at the same place within 16 bytes, and the
-// scale of logits is a positive number.
+// Whether the kernel by words can serve: over columns, the vectors' words begin at the same
+// elements, and the scale of logits is a positive number.
 template <typename Element, typename Params>
 bool fits_words(const Params& params) {
   using Operand = softmax::Operands<Params>;
-  if (sizeof(Element) == 8) return false;
-  const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16; };
+  if (params.over_rows) return false;
+  const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 4; };
   if (place(Operand::x(params)) != place(Operand::result(params))) return false;
   if (Operand::kBackward) return place(Operand::grad(params)) == place(Operand::result(params));
-  const float scale = static_cast<float>(params.scale);
-  return scale >= 1e-30f && scale <= 1e30f;
+  return params.scale >= 1e-30 && params.scale <= 1e30;
 }
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
-// result does not depend on the batch: those kernels among which the mean size chooses compute the same
-// bits.
+// result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
+// follows from the operands' addresses and the scale.
 template <typename Element, typename Params>
 Kernel choose(const Params& params) {
   constexpr bool kIs16Bit = sizeof(Element) == 2;
   const int64_t num_seqs = params.matrices.rows.num_seqs, elems = params.matrices.capacity;
   const int64_t mean = elems / (num_seqs > 0 ? num_seqs : 1);
-  const bool words = fits_words<Element>(params);
+  if (fits_words<Element>(params)) return Kernel::kWords;
   if (!softmax::Operands<Params>::kBackward) {
-    if (words && !params.over_rows) return Kernel::kWords;
     if (!kIs16Bit) return Kernel::kRegisters;
-    if (words && mean >= 2000 && mean <= 20'000 && has_wgmma()) return Kernel::kWords;
     return mean < 800 ? Kernel::kWindows : Kernel::kTiles;
   }
   if (mean < 800) return Kernel::kWindows;
@@ -60,7 +56,6 @@ Kernel choose(const Params& params) {
     if (mean < 8192) return Kernel::kTiles;
     return kIs16Bit && elems >= 1'000'000 ? Kernel::kLargeTiles : Kernel::kRegisters;
   }
-  if (words) return Kernel::kWords;
   return mean < 2048 || mean >= 200'000 ? Kernel::kTiles : Kernel::kRegisters;
 }
 
@@ -68,16 +63,6 @@ template <typename Element, typename Params>
 cudaError_t launch_in_registers(const Params& params, cudaStream_t stream) {
   return params.over_rows ? softmax::launch_over_rows<Element>(params, stream)
                           : softmax::launch_over_columns<Element>(params, stream);
-}
-
-template <typename Element, typename Params>
-cudaError_t launch_by_words(const Params& params, cudaStream_t stream) {
-  if (!params.over_rows) return softmax::launch_row_words<Element>(params, stream);
-  if constexpr (sizeof(Element) == 2 && !softmax::Operands<Params>::kBackward) {
-    return softmax::launch_column_words<Element, 16, 2, 104 << 10>(params, stream);
-  } else {
-    return cudaErrorInvalidValue;
-  }
 }
 
 template <typename Element, typename Params>
@@ -89,7 +74,7 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
   constexpr auto kTile = spans_of<Element>(24 << 10, 16 << 10);
   const Kernel kernel = kIs64Bit ? Kernel::kRegisters : choose<Element>(params);
   if constexpr (!kIs64Bit) {
-    if (kernel == Kernel::kWords) return launch_by_words<Element>(params, stream);
+    if (kernel == Kernel::kWords) return softmax::launch_row_words<Element>(params, stream);
   }
   if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
     switch (kernel) {

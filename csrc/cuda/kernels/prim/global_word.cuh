@@ -1,6 +1,6 @@
-// Words of 4 bytes and halves of them, in global memory and as pairs, as prim/ptx.cuh: one instruction per
-// function ("Data Movement and Conversion Instructions: ld.global.nc, st"; "Half Precision Floating Point
-// Instructions: max").
+// Words of 4 bytes and halves of them, in global memory and as pairs, as prim/ptx.cuh: one
+// instruction per function ("Data Movement and Conversion Instructions: ld.global.nc, st"; "Half
+// Precision Floating Point Instructions: max").
 #pragma once
 
 #include "cuda/kernels/prim/ptx.cuh"
@@ -22,16 +22,16 @@ __device__ __forceinline__ void ld_global_nc_2(uint32_t& value, const void* glob
                : "l"(global), "r"(index), "r"(end));
 }
 __device__ __forceinline__ void st_global_4(void* global, uint32_t value, int index, int end) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p st.global.b32 [%0], %1;\n}\n" ::"l"(
-                   global),
-               "r"(value), "r"(index), "r"(end)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p st.global.b32 [%0], %1;\n}\n" ::"l"(global),
+      "r"(value), "r"(index), "r"(end)
+      : "memory");
 }
 __device__ __forceinline__ void st_global_2(void* global, uint32_t value, int index, int end) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p st.global.u16 [%0], %1;\n}\n" ::"l"(
-                   global),
-               "r"(value), "r"(index), "r"(end)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p st.global.u16 [%0], %1;\n}\n" ::"l"(global),
+      "r"(value), "r"(index), "r"(end)
+      : "memory");
 }
 
 // max.NaN.f16x2 and .bf16x2: of each half; NaN if either is.
@@ -50,16 +50,6 @@ __device__ __forceinline__ uint32_t max_nan_x2<__nv_bfloat16>(uint32_t a, uint32
   uint32_t result;
   asm("max.NaN.bf16x2 %0, %1, %2;\n" : "=r"(result) : "r"(a), "r"(b));
   return result;
-}
-
-// cp.async.bulk: `bytes` in one piece to global memory; part of this thread's bulk group. Addresses and
-// size are multiples of 16 ("cp.async.bulk").
-__device__ __forceinline__ void cp_async_bulk_store(void* global, const void* shared, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global),
-      "r"(shared_address(shared)), "r"(bytes)
-               : "memory");
-#endif
 }
 
 }  // namespace jagged_cuda::ptx

@@ -1,14 +1,15 @@
-// jagged2_softmax over the columns of each row, by words of 4 bytes in registers (softmax/lines.cuh:
-// the mathematics; softmax/words.cuh).
+// jagged2_softmax over the columns of each row, by words of 4 bytes in registers
+// (softmax/lines.cuh: the mathematics; softmax/words.cuh).
 //
 // Grid: as many CTAs as the GPU holds. Each warp takes an equal share of the vector's elements: the
 // rows that begin there, of one matrix after another. kLanes lanes share a row, so that a warp
 // computes 32 / kLanes rows abreast, each lane up to kItems words of its row, kLanes words apart.
 //
 // A row of 16-bit elements begins in the low or the high half of a word. It has ceil(columns / 2)
-// words in either case, the last of which is *loose* if the row does not fill its words: its low half
-// is the row's first element, if that lies in a high half, and its high half the row's last element, if
-// that lies in a low half. The other words are whole, and no element of another row is touched.
+// words in either case, the last of which is *loose* if the row does not fill its words: its low
+// half is the row's first element, if that lies in a high half, and its high half the row's last
+// element, if that lies in a low half. The other words are whole, and no element of another row is
+// touched.
 //
 // Rows longer than kMaxWords are read three times, backward twice, by a warp, and those longer than
 // kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
@@ -21,8 +22,6 @@
 #include "cuda/kernels/softmax/long_lines.cuh"
 #include "cuda/kernels/softmax/words.cuh"
 
-#include <climits>
-
 namespace jagged_cuda::softmax {
 
 template <typename Element_, bool kBackward_>
@@ -32,8 +31,8 @@ struct RowWordsConfig {
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kCtas = 6;  // per SM: 80 registers
-  // Of a row that lanes keep: 32 lanes with 12 words, or 24 of floats
-  static constexpr int kMaxWords = sizeof(Element) == 2 ? 384 : 768;
+  // Of a row that lanes keep: 32 lanes with 12 words, or forward 24 of floats
+  static constexpr int kMaxWords = sizeof(Element) == 2 || kBackward ? 384 : 768;
   // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers.
   static constexpr int kMaxWarpWords = 16'320;
   static constexpr int kMinElems = 512;  // of a warp's share
@@ -65,23 +64,15 @@ __device__ __forceinline__ int64_t last_matrix_before(const MatricesView& matric
 
 // What a share of the vector has of one matrix.
 struct PartOfShare {
-  int64_t begin;    // the first element of the first row that begins in the share
-  int64_t rows;     // 0: none
+  int64_t begin;  // the first element of the first row that begins in the share
+  int64_t rows;   // 0: none
   int64_t columns;
-  int64_t next;     // where the next matrix begins
+  int64_t next;                    // where the next matrix begins
   int64_t zeros_begin, zeros_end;  // elements of a matrix that does not fit, or of none
 };
 
-// divide_up of what may be short; nothing is negative, b is not 0.
-__device__ __forceinline__ int64_t divide_up_short(int64_t a, int64_t b) {
-  if (a <= INT_MAX && b <= INT_MAX) {
-    return (static_cast<unsigned>(a) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b);
-  }
-  return (a + b - 1) / b;
-}
-
-// What [low, high) has of matrix `seq`; seq -1 is what lies before all matrices, seq B what lies behind
-// them.
+// What [low, high) has of matrix `seq`; seq -1 is what lies before all matrices, seq B what lies
+// behind them.
 __device__ __forceinline__ PartOfShare part_of_share(const MatricesView& matrices, int64_t seq,
                                                      int64_t low, int64_t high) {
   const int64_t num_seqs = matrices.rows.num_seqs;
@@ -100,19 +91,20 @@ __device__ __forceinline__ PartOfShare part_of_share(const MatricesView& matrice
   const int64_t rows = matrix.rows.len, columns = matrix.columns.len, elems = rows * columns;
   if (elems == 0 || matrix.begin >= high || matrix.begin + elems <= low) return part;
   const int64_t before = low - matrix.begin, until = high - matrix.begin;
-  const int64_t first = before > 0 ? divide_up_short(before, columns) : 0;
-  const int64_t end = until < elems ? divide_up_short(until, columns) : rows;
+  const int64_t first = before > 0 ? divide_up(before, columns) : 0;
+  const int64_t end = until < elems ? divide_up(until, columns) : rows;
   part.begin = matrix.begin + first * columns;
   part.rows = end - first;
   part.columns = columns;
   return part;
 }
 
-// Where a lane's words of a row lie: word kLanes * i + lane from `whole` on.
+// Where a lane's words of a row lie: word kLanes * i + lane, behind the first element if that is
+// loose.
 template <typename Element>
 struct RowPlace {
-  bool head, tail;       // the first, and the last element are loose
-  int wholes;            // whole words from the lane's first on
+  bool head, tail;  // the first, and the last element are loose
+  int wholes;       // whole words from the lane's first on
   bool exists;
 
   __device__ __forceinline__ bool has_loose() const { return head || tail; }
@@ -302,16 +294,15 @@ __device__ __forceinline__ void softmax_rows_backward(const Element* gP, const E
       float rOut[kPer];
 #pragma unroll
       for (int e = 0; e < kPer; ++e) {
-        rOut[e] = scale * element_of<Element>(rP[i], e) *
-                  (element_of<Element>(rGrad[i], e) - sum);
+        rOut[e] = scale * element_of<Element>(rP[i], e) * (element_of<Element>(rGrad[i], e) - sum);
       }
       return word_of<Element>(rOut);
     });
   }
 }
 
-// The words of a row that are a lane's, where the warp reads it more than once: whole words, of which
-// each lane takes every 32nd, and single elements at the row's ends.
+// The words of a row that are a lane's, where the warp reads it more than once: whole words, of
+// which each lane takes every 32nd, and single elements at the row's ends.
 template <typename Element>
 struct RowOfWarp {
   static constexpr int kPer = kPerWord<Element>, kUnroll = 8;
@@ -322,7 +313,7 @@ struct RowOfWarp {
         wholes((columns - head) / kPer),
         columns(columns) {}
 
-  // Calls visit(the first element's place, the number of elements) for each word and end of a lane.
+  // Calls visit(place of the first element, whether it is a word) for each word and end of a lane.
   template <typename Visit>
   __device__ __forceinline__ void for_each(Visit visit) const {
     const int lane = threadIdx.x % 32;
@@ -416,8 +407,7 @@ __device__ __noinline__ void softmax_row_by_warp(const typename Config::Element*
           own, 1, 32, [](unsigned long long a, unsigned long long b) { return a + b; });
       inverse = reciprocal(static_cast<float>(all) * 0x1p-22f);
     } else {
-      inverse = reciprocal(
-          combine_lanes(sum.value, 1, 32, [](float a, float b) { return a + b; }));
+      inverse = reciprocal(combine_lanes(sum.value, 1, 32, [](float a, float b) { return a + b; }));
     }
     row.for_each([&](int place, auto is_word) {
       const uint32_t word = Row::load(gX + place, is_word, kNeutral);
@@ -431,70 +421,68 @@ __device__ __noinline__ void softmax_row_by_warp(const typename Config::Element*
   }
 }
 
+// How a warp takes rows: the lanes that share one, the words of a lane, of which the last kChecked
+// may be missing or loose, and how many times 32 / kLanes rows are loaded before the first is
+// computed.
+template <int kLanes_, int kItems_, int kChecked_, int kAtOnce_>
+struct RowShape {
+  static constexpr int kLanes = kLanes_, kItems = kItems_, kChecked = kChecked_, kAtOnce = kAtOnce_;
+};
+
 // With the fewest lanes and words that a row needs.
 template <typename Config>
-__device__ __forceinline__ void softmax_short_rows_by_words(
-    const typename Config::Element* gX, const typename Config::Element* gGrad,
-    typename Config::Element* gOut, int rows, int columns, float scale) {
+__device__ __forceinline__ void softmax_short_rows_by_words(const typename Config::Element* gX,
+                                                            const typename Config::Element* gGrad,
+                                                            typename Config::Element* gOut,
+                                                            int rows, int columns, float scale) {
   using Element = typename Config::Element;
   constexpr int kPer = kPerWord<Element>;
   const int words = (columns + kPer - 1) / kPer;
-  const auto take = [&](auto lanes, auto items, auto checked, auto at_once) {
+  const auto take = [&](auto shape) {
+    using Shape = decltype(shape);
     if constexpr (Config::kBackward) {
-      softmax_rows_backward<Element, lanes.value, items.value, checked.value>(
+      softmax_rows_backward<Element, Shape::kLanes, Shape::kItems, Shape::kChecked>(
           gX, gGrad, gOut, rows, columns, words, scale);
     } else {
-      softmax_rows<Element, lanes.value, items.value, checked.value, at_once.value>(
+      softmax_rows<Element, Shape::kLanes, Shape::kItems, Shape::kChecked, Shape::kAtOnce>(
           gX, gOut, rows, columns, words, scale);
     }
   };
-#define JAGGED_CUDA_ROWS(lanes, items, checked, at_once)                                      \
-  take(std::integral_constant<int, lanes>{}, std::integral_constant<int, items>{},            \
-       std::integral_constant<int, checked>{}, std::integral_constant<int, at_once>{})
   if (words <= 64) {
     if (words <= 8) {
-      JAGGED_CUDA_ROWS(1, 8, 8, 1);
+      take(RowShape<1, 8, 8, 1>());
     } else if (words <= 16) {
-      JAGGED_CUDA_ROWS(2, 8, 4, 2);
+      take(RowShape<2, 8, 4, 2>());
     } else if (words <= 32) {
-      JAGGED_CUDA_ROWS(4, 8, 4, 2);
+      take(RowShape<4, 8, 4, 2>());
     } else if (words <= 48) {
-      JAGGED_CUDA_ROWS(8, 6, 2, 2);
+      take(RowShape<8, 6, 2, 2>());
     } else {
-      JAGGED_CUDA_ROWS(8, 8, 2, 2);
+      take(RowShape<8, 8, 2, 2>());
     }
   } else if (words <= 128) {
-#ifdef JA_FEW
-    if (words <= 96) {
-      JAGGED_CUDA_ROWS(16, 6, 2, 2);
-    } else {
-      JAGGED_CUDA_ROWS(16, 8, 2, 2);
-    }
-#else
     if (words <= 80) {
-      JAGGED_CUDA_ROWS(16, 5, 1, 2);
+      take(RowShape<16, 5, 1, 2>());
     } else if (words <= 96) {
-      JAGGED_CUDA_ROWS(16, 6, 1, 2);
+      take(RowShape<16, 6, 1, 2>());
     } else if (words <= 112) {
-      JAGGED_CUDA_ROWS(16, 7, 1, 2);
+      take(RowShape<16, 7, 1, 2>());
     } else {
-      JAGGED_CUDA_ROWS(16, 8, 1, 2);
+      take(RowShape<16, 8, 1, 2>());
     }
-#endif
   } else if (words <= 192) {
     if (words <= 160) {
-      JAGGED_CUDA_ROWS(32, 5, 1, 2);
+      take(RowShape<32, 5, 1, 2>());
     } else {
-      JAGGED_CUDA_ROWS(32, 6, 1, 2);
+      take(RowShape<32, 6, 1, 2>());
     }
   } else if (words <= 224) {
-    JAGGED_CUDA_ROWS(32, 7, 1, 2);
+    take(RowShape<32, 7, 1, 2>());
   } else if (words <= 384) {
-    JAGGED_CUDA_ROWS(32, 12, 5, 1);
-  } else if constexpr (kPer == 1) {
-    JAGGED_CUDA_ROWS(32, 24, 12, 1);
+    take(RowShape<32, 12, 5, 1>());
+  } else if constexpr (kPer == 1 && !Config::kBackward) {
+    take(RowShape<32, 24, 12, 1>());
   }
-#undef JAGGED_CUDA_ROWS
 }
 
 template <typename Params>
@@ -554,8 +542,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
           }
         } else {
           softmax_short_rows_by_words<Config>(gX + begin, gGrad + begin, gOut + begin,
-                                             static_cast<int>(rows), static_cast<int>(columns),
-                                             scale);
+                                              static_cast<int>(rows), static_cast<int>(columns),
+                                              scale);
         }
       }
       if (__any_sync(kAllLanes, seq + lane >= matrices.rows.num_seqs || part.next >= high)) break;
@@ -573,8 +561,7 @@ cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
   constexpr auto kKernel = row_words_kernel<Config, Params>;
   int device = 0, num_sms = 0;
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (cudaError_t error =
-          cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (cudaError_t error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
       error != cudaSuccess) {
     return error;
   }

@@ -126,8 +126,8 @@ __device__ __forceinline__ void softmax_part(const LanePart& part, const Scale<S
     rX[i] = scale.exponential(rX[i], maximum);
     sum.add(rX[i]);
   }
-  sum.value = combine_lanes(sum.value, part.xor_step, part.xor_limit,
-                            [](auto a, auto b) { return a + b; });
+  sum.value =
+      combine_lanes(sum.value, part.xor_step, part.xor_limit, [](auto a, auto b) { return a + b; });
   const S inverse = sum.inverse();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rX[i] *= inverse;

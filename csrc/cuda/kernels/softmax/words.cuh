@@ -1,8 +1,8 @@
 // Words of 4 bytes of a vector: two 16-bit elements, the first in the low half, or one float.
 //
-// Forward sums of 16-bit elements are made of integers: 2 + e has e, at most 1, in multiples of 2^-22
-// in its last bits. So a line's sum does not depend on which thread adds what, and every kernel of
-// jagged2_softmax gives the same bits wherever a matrix begins.
+// Forward sums of 16-bit elements are made of integers: 2 + e has e, at most 1, in multiples of
+// 2^-22 in its last bits. So a line's sum does not depend on which thread adds what, and a matrix
+// has the same result wherever it begins.
 #pragma once
 
 #include "cuda/kernels/prim/global_word.cuh"
@@ -53,8 +53,9 @@ __device__ __forceinline__ uint32_t largest_of_words(uint32_t a, uint32_t b) {
 // What is taken off each logit: NaN for a line that has NaN or +inf, or -inf alone, as in torch.
 __device__ __forceinline__ float shift_of(float maximum) { return maximum + (maximum - maximum); }
 
-// A forward sum of exponentials of at most 1: of 16-bit elements, of at most 1,023 terms, an integer
-// to which 2^30 was added with each. Thus a multiple of four terms must be added, e = 0 among them.
+// A forward sum of exponentials of at most 1: of 16-bit elements, of at most 1,023 terms, an
+// integer to which 2^30 was added with each. Thus a multiple of four terms must be added, e = 0
+// among them.
 template <typename Element>
 struct SumOfExponentials {
   static constexpr bool kInteger = sizeof(Element) == 2;
