@@ -115,10 +115,13 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dim": dim},
-            f"cuda.jagged2_softmax.{path}{'.tiles' if dtype in _DTYPES.values() else ''}",
+            f"cuda.jagged2_softmax.{path}{first if dtype in types else ''}",
             f"cuda.jagged2_softmax_backward.{path}{last if dtype != torch.float64 else ''}",
         )
-        for dim, path, last in ((-1, "columns", ""), (-2, "rows", ".tiles"))
+        for dim, path, first, last, types in (
+            (-1, "columns", ".words", ".words", (*_DTYPES.values(), torch.float32)),
+            (-2, "rows", ".tiles", ".tiles", _DTYPES.values()),
+        )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
     *(
@@ -415,14 +418,14 @@ def test_path(
 
 @pytest.mark.parametrize("dim", [-1, -2], ids=["columns", "rows"])
 @pytest.mark.parametrize(
-    ("lengths", "keys", "forward", "columns_backward", "rows_backward"),
+    ("lengths", "keys", "rows_forward", "rows_backward"),
     [
-        ((5, 0, 30, 17) * 60, None, ".windows", ".windows", ".windows"),
-        ((1500, 3, 0, 40) * 12, (2, 800, 7, 33) * 12, ".tiles", ".tiles", ".tiles"),
-        ((40, 60) * 15, (40, 20) * 15, ".tiles", ".tiles", ".tiles"),
-        ((130, 200) * 30, None, ".tiles", "", ".large_tiles"),
-        ((600, 400), None, ".tiles", ".tiles", ""),
-        ((3, 13_000), (13_000, 19), ".tiles", "", ""),
+        ((5, 0, 30, 17) * 60, None, ".windows", ".windows"),
+        ((1500, 3, 0, 40) * 12, (2, 800, 7, 33) * 12, ".tiles", ".tiles"),
+        ((40, 60) * 15, (40, 20) * 15, ".tiles", ".tiles"),
+        ((130, 200) * 30, None, ".tiles", ".large_tiles"),
+        ((600, 400), None, ".tiles", ""),
+        ((3, 13_000), (13_000, 19), ".tiles", ""),
     ],
     ids=["small", "long_lines", "mean", "strips", "wide_strips", "global_memory"],
 )
@@ -431,8 +434,7 @@ def test_path_of_softmax_of_matrices(
     dtype: torch.dtype,
     lengths: tuple[int, ...],
     keys: tuple[int, ...] | None,
-    forward: str,
-    columns_backward: str,
+    rows_forward: str,
     rows_backward: str,
     dim: int,
 ) -> None:
@@ -441,9 +443,10 @@ def test_path_of_softmax_of_matrices(
     kv_layout = None if keys is None else Layout(keys)
     spec = spec_of(Layout(lengths), kv_layout=kv_layout, dim=dim, cross=keys is not None)
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    forward = ".words" if dim == -1 else rows_forward
     assert last_kernel("cuda") == f"cuda.jagged2_softmax.{path}{forward}"
     judge(case, spec, dtype, CUDA)
-    backward = columns_backward if dim == -1 else rows_backward
+    backward = ".words" if dim == -1 else rows_backward
     assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
 
 

@@ -4,6 +4,7 @@
 
 #include "contract/shapes.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -79,13 +80,25 @@ inline ScalarType sum_dtype(ScalarType dtype) {
        shape + " " + dtype_name(dtype));
 }
 
-// An uninitialised, contiguous tensor on the device of `like`.
+// An uninitialised, contiguous tensor on the device of `like`. new_empty would take 0.7 us more of
+// the host's time, to find its operator by name.
 inline Tensor allocate(const char* op, const Tensor& like, Shape sizes, ScalarType dtype) {
-  try {
-    return torch::stable::new_empty(like, sizes, dtype);
-  } catch (const std::exception&) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t elems = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = elems;
+    elems *= std::max<int64_t>(sizes[dim], 1);
+  }
+  int32_t device_type = 0;
+  AtenTensorHandle tensor = nullptr;
+  if (aoti_torch_get_device_type(like.get(), &device_type) != 0 ||
+      aoti_torch_empty_strided(
+          static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+          torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+          like.get_device_index(), &tensor) != 0) {
     fail_allocation(op, like, shape_text(sizes), dtype);
   }
+  return Tensor(tensor);
 }
 
 inline Tensor allocate(const char* op, const Tensor& like, Shape sizes) {

@@ -2,6 +2,7 @@
 // the host knows: the vector's elements over the number of sequences.
 #include "cuda/kernels/softmax/over_columns.cuh"
 #include "cuda/kernels/softmax/over_rows.cuh"
+#include "cuda/kernels/softmax/row_words.cuh"
 #include "cuda/kernels/softmax/spans.cuh"
 
 namespace jagged_cuda {
@@ -18,23 +19,42 @@ constexpr softmax::Spans spans_of(int buffer_bytes, int window_bytes) {
 }
 
 enum class Kernel {
+  kWords,       // softmax/row_words.cuh, over columns alone
   kWindows,     // softmax/spans.cuh, several matrices for a CTA
   kTiles,       // softmax/spans.cuh, small tiles of one matrix
   kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
   kRegisters,   // softmax/over_columns.cuh, softmax/over_rows.cuh
 };
 
+// Whether the kernel by words can serve: over columns, the vectors' words begin at the same
+// elements, and the scale of logits is a positive number.
+template <typename Element, typename Params>
+bool fits_words(const Params& params) {
+  using Operand = softmax::Operands<Params>;
+  if (params.over_rows) return false;
+  const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 4; };
+  if (place(Operand::x(params)) != place(Operand::result(params))) return false;
+  if (Operand::kBackward) return place(Operand::grad(params)) == place(Operand::result(params));
+  return params.scale >= 1e-30 && params.scale <= 1e30;
+}
+
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
-// result does not depend on the batch: windows and tiles compute the same bits.
-template <typename Params>
-Kernel choose(const Params& params, bool is_16_bit) {
+// result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
+// follows from the operands' addresses and the scale.
+template <typename Element, typename Params>
+Kernel choose(const Params& params) {
+  constexpr bool kIs16Bit = sizeof(Element) == 2;
   const int64_t num_seqs = params.matrices.rows.num_seqs, elems = params.matrices.capacity;
   const int64_t mean = elems / (num_seqs > 0 ? num_seqs : 1);
+  if (fits_words<Element>(params)) return Kernel::kWords;
+  if (!softmax::Operands<Params>::kBackward) {
+    if (!kIs16Bit) return Kernel::kRegisters;
+    return mean < 800 ? Kernel::kWindows : Kernel::kTiles;
+  }
   if (mean < 800) return Kernel::kWindows;
-  if (!softmax::Operands<Params>::kBackward) return Kernel::kTiles;
   if (params.over_rows) {
     if (mean < 8192) return Kernel::kTiles;
-    return is_16_bit && elems >= 1'000'000 ? Kernel::kLargeTiles : Kernel::kRegisters;
+    return kIs16Bit && elems >= 1'000'000 ? Kernel::kLargeTiles : Kernel::kRegisters;
   }
   return mean < 2048 || mean >= 200'000 ? Kernel::kTiles : Kernel::kRegisters;
 }
@@ -47,13 +67,17 @@ cudaError_t launch_in_registers(const Params& params, cudaStream_t stream) {
 
 template <typename Element, typename Params>
 cudaError_t launch_type(const Params& params, cudaStream_t stream) {
-  constexpr bool kIs16Bit = sizeof(Element) == 2;
+  constexpr bool kIs16Bit = sizeof(Element) == 2, kIs64Bit = sizeof(Element) == 8;
   constexpr bool kBackward = softmax::Operands<Params>::kBackward;
   // Both with the same buffer, so that they take the same way for a matrix.
   constexpr auto kWindow = spans_of<Element>(24 << 10, 8 << 10);
   constexpr auto kTile = spans_of<Element>(24 << 10, 16 << 10);
-  if constexpr (kIs16Bit || (kBackward && sizeof(Element) == 4)) {
-    switch (choose(params, kIs16Bit)) {
+  const Kernel kernel = kIs64Bit ? Kernel::kRegisters : choose<Element>(params);
+  if constexpr (!kIs64Bit) {
+    if (kernel == Kernel::kWords) return softmax::launch_row_words<Element>(params, stream);
+  }
+  if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
+    switch (kernel) {
       case Kernel::kWindows:
         return softmax::launch_spans<Element, true, 128>(params, kWindow, stream);
       case Kernel::kTiles:
@@ -64,7 +88,7 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
           return softmax::launch_spans<Element, false, 256>(params, kLargeTile, stream);
         }
         break;
-      case Kernel::kRegisters:
+      default:
         break;
     }
   }

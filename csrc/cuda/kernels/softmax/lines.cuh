@@ -8,6 +8,7 @@
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
+#include <climits>
 #include <cmath>
 
 namespace jagged_cuda::softmax {
@@ -34,6 +35,16 @@ __device__ __forceinline__ S minus_infinity() {
 template <typename S>
 __device__ __forceinline__ S finite(S maximum) {
   return maximum == minus_infinity<S>() ? S(0) : maximum;
+}
+
+__device__ __forceinline__ int divide_up(int a, int b) {
+  return static_cast<int>((static_cast<unsigned>(a) + b - 1) / static_cast<unsigned>(b));
+}
+
+// The same in 64 bits, by the short way where both fit.
+__device__ __forceinline__ int64_t divide_up(int64_t a, int64_t b) {
+  if (a <= INT_MAX && b <= INT_MAX) return divide_up(static_cast<int>(a), static_cast<int>(b));
+  return (a + b - 1) / b;
 }
 
 // Running maximum and sum of a long line.

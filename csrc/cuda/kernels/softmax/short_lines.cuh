@@ -10,6 +10,7 @@
 
 #include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/softmax/span_shared.cuh"
+#include "cuda/kernels/softmax/words.cuh"
 
 namespace jagged_cuda::softmax {
 
@@ -112,19 +113,22 @@ __device__ __forceinline__ void store_part(const LanePart& part, const S (&rX)[k
 template <typename Element, int kItems, typename S>
 __device__ __forceinline__ void softmax_part(const LanePart& part, const Scale<S>& scale) {
   S rX[kItems];
-  S maximum = minus_infinity<S>(), sum = S(0);
+  S maximum = minus_infinity<S>();
   load_part<Element>(part, 0, minus_infinity<S>(), rX);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) maximum = largest(maximum, rX[i]);
-  maximum =
-      combine_lanes(maximum, part.xor_step, part.xor_limit, [](S a, S b) { return largest(a, b); });
+  for (int i = 0; i < kItems; ++i) maximum = ptx::max_nan(maximum, rX[i]);
+  maximum = combine_lanes(maximum, part.xor_step, part.xor_limit,
+                          [](S a, S b) { return ptx::max_nan(a, b); });
+  maximum = shift_of(maximum);
+  SumOfExponentials<Element> sum;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     rX[i] = scale.exponential(rX[i], maximum);
-    sum += rX[i];
+    sum.add(rX[i]);
   }
-  sum = combine_lanes(sum, part.xor_step, part.xor_limit, [](S a, S b) { return a + b; });
-  const S inverse = reciprocal(sum);
+  sum.value =
+      combine_lanes(sum.value, part.xor_step, part.xor_limit, [](auto a, auto b) { return a + b; });
+  const S inverse = sum.inverse();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) rX[i] *= inverse;
   __syncwarp();  // lanes without a line of their own have read another's

@@ -25,8 +25,6 @@
 #include "cuda/kernels/softmax/long_lines.cuh"
 #include "cuda/kernels/softmax/pieces.cuh"
 
-#include <climits>
-
 namespace jagged_cuda::softmax {
 
 template <typename Params>
@@ -34,16 +32,6 @@ struct SpanLaunch {
   Params params;
   Spans spans;
 };
-
-__device__ __forceinline__ int divide_up(int a, int b) {
-  return static_cast<int>((static_cast<unsigned>(a) + b - 1) / static_cast<unsigned>(b));
-}
-
-// The same in 64 bits, by the short way where both fit.
-__device__ __forceinline__ int64_t divide_up(int64_t a, int64_t b) {
-  if (a <= INT_MAX && b <= INT_MAX) return divide_up(static_cast<int>(a), static_cast<int>(b));
-  return (a + b - 1) / b;
-}
 
 // The tile with index `tile` of num_tiles(), numbered otherwise than by find_tile: the first tiles of
 // all segments, which need no search, then the further ones. Further ones of segment s are bound[s] /

@@ -1,0 +1,579 @@
+// jagged2_softmax over the columns of each row, by words of 4 bytes in registers
+// (softmax/lines.cuh: the mathematics; softmax/words.cuh).
+//
+// Grid: as many CTAs as the GPU holds. Each warp takes an equal share of the vector's elements: the
+// rows that begin there, of one matrix after another. kLanes lanes share a row, so that a warp
+// computes 32 / kLanes rows abreast, each lane up to kItems words of its row, kLanes words apart.
+//
+// A row of 16-bit elements begins in the low or the high half of a word. It has ceil(columns / 2)
+// words in either case, the last of which is *loose* if the row does not fill its words: its low
+// half is the row's first element, if that lies in a high half, and its high half the row's last
+// element, if that lies in a low half. The other words are whole, and no element of another row is
+// touched.
+//
+// Rows longer than kMaxWords are read three times, backward twice, by a warp, and those longer than
+// kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
+// these; and those of long_lines.cuh.
+//
+// Elements outside every matrix, and those of one that does not fit, become zeros.
+#pragma once
+
+#include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/softmax/long_lines.cuh"
+#include "cuda/kernels/softmax/words.cuh"
+
+namespace jagged_cuda::softmax {
+
+template <typename Element_, bool kBackward_>
+struct RowWordsConfig {
+  using Element = Element_;
+  static constexpr bool kBackward = kBackward_;
+  static constexpr int kThreads = 128;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kCtas = 6;  // per SM: 80 registers
+  // Of a row that lanes keep: 32 lanes with 12 words, or forward 24 of floats
+  static constexpr int kMaxWords = sizeof(Element) == 2 || kBackward ? 384 : 768;
+  // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers.
+  static constexpr int kMaxWarpWords = 16'320;
+  static constexpr int kMinElems = 512;  // of a warp's share
+  // What long_lines.cuh wants to know
+  static constexpr bool kByWindows = false;
+  static constexpr int kChunk = 16 / static_cast<int>(sizeof(Element));
+  static constexpr int kItems = 16;
+  static constexpr int kMaxShort = 32 * kItems;
+  static constexpr int kLineSets = 1;
+};
+
+// The last matrix that begins before `element`, or -1. All 32 lanes of a warp together.
+__device__ __forceinline__ int64_t last_matrix_before(const MatricesView& matrices,
+                                                      int64_t element) {
+  const int lane = threadIdx.x % 32;
+  const auto* gOffsets = reinterpret_cast<const long long*>(matrices.offsets);
+  int64_t low = -1, high = matrices.rows.num_seqs + 1;  // begins before it; begins not before it
+  while (high - low > 1) {
+    const int64_t step = (high - low + 31) >> 5, probe = low + step * (lane + 1);
+    const bool before = probe < high && __ldg(gOffsets + probe) < element;
+    // With wrong offsets others may follow the first that is not before it.
+    const unsigned stopped = ~__ballot_sync(kAllLanes, before);
+    const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
+    low += step * passed;
+    high = high < low + step ? high : low + step;
+  }
+  return low;
+}
+
+// What a share of the vector has of one matrix.
+struct PartOfShare {
+  int64_t begin;  // the first element of the first row that begins in the share
+  int64_t rows;   // 0: none
+  int64_t columns;
+  int64_t next;                    // where the next matrix begins
+  int64_t zeros_begin, zeros_end;  // elements of a matrix that does not fit, or of none
+};
+
+// What [low, high) has of matrix `seq`; seq -1 is what lies before all matrices, seq B what lies
+// behind them.
+__device__ __forceinline__ PartOfShare part_of_share(const MatricesView& matrices, int64_t seq,
+                                                     int64_t low, int64_t high) {
+  const int64_t num_seqs = matrices.rows.num_seqs;
+  const auto* gOffsets = reinterpret_cast<const long long*>(matrices.offsets);
+  PartOfShare part{0, 0, 0, matrices.capacity, 0, 0};
+  if (seq > num_seqs) return part;
+  Matrix matrix{};
+  if (seq >= 0 && seq < num_seqs) matrix = find_matrix(matrices, seq);
+  if (seq < num_seqs) part.next = __ldg(gOffsets + seq + 1);
+  if (!matrix.fits) {
+    const int64_t begin = seq >= 0 ? __ldg(gOffsets + seq) : 0;
+    part.zeros_begin = begin > low ? begin : low;
+    part.zeros_end = part.next < high ? part.next : high;
+    return part;
+  }
+  const int64_t rows = matrix.rows.len, columns = matrix.columns.len, elems = rows * columns;
+  if (elems == 0 || matrix.begin >= high || matrix.begin + elems <= low) return part;
+  const int64_t before = low - matrix.begin, until = high - matrix.begin;
+  const int64_t first = before > 0 ? divide_up(before, columns) : 0;
+  const int64_t end = until < elems ? divide_up(until, columns) : rows;
+  part.begin = matrix.begin + first * columns;
+  part.rows = end - first;
+  part.columns = columns;
+  return part;
+}
+
+// Where a lane's words of a row lie: word kLanes * i + lane, behind the first element if that is
+// loose.
+template <typename Element>
+struct RowPlace {
+  bool head, tail;  // the first, and the last element are loose
+  int wholes;       // whole words from the lane's first on
+  bool exists;
+
+  __device__ __forceinline__ bool has_loose() const { return head || tail; }
+};
+
+template <typename Element, int kLanes, int kItems, int kChecked>
+struct RowOfWords {
+  static constexpr int kPer = kPerWord<Element>;
+  int columns, words;
+  int lane;  // of those that share the row
+
+  static __device__ __forceinline__ bool checked(int i) { return i >= kItems - kChecked; }
+
+  __device__ __forceinline__ RowPlace<Element> place(const Element* gRow, bool exists) const {
+    RowPlace<Element> place{false, false, words - lane, exists};
+    if constexpr (kPer == 2) {
+      place.head = reinterpret_cast<uintptr_t>(gRow) % 4 != 0;
+      place.tail = (columns - (place.head ? 1 : 0)) % 2 != 0;
+      if (place.has_loose()) --place.wholes;
+    }
+    return place;
+  }
+
+  // The loose elements, for the lane that has them.
+  struct Loose {
+    uint32_t first, last;
+  };
+
+  __device__ __forceinline__ bool has_loose(const RowPlace<Element>& place, int i) const {
+    return checked(i) && kLanes * i == place.wholes && place.has_loose();
+  }
+
+  // `gX` has a row where `place` has it. Nothing waits for what is loaded.
+  __device__ __forceinline__ void load(const Element* gX, const RowPlace<Element>& place,
+                                       uint32_t neutral, uint32_t (&rX)[kItems],
+                                       Loose& loose) const {
+    const Element* gWords = gX + (place.head ? 1 : 0) + lane * kPer;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      rX[i] = neutral;
+      if (checked(i)) {
+        ptx::ld_global_nc_4(rX[i], gWords + kLanes * kPer * i, kLanes * i, place.wholes);
+      } else {
+        rX[i] = __ldg(reinterpret_cast<const uint32_t*>(gWords + kLanes * kPer * i));
+      }
+    }
+    if constexpr (kPer == 2) {
+      loose.first = loose.last = neutral & 0xffff;
+      const bool own = is_loose_lane();
+      ptx::ld_global_nc_2(loose.first, gX, 0, own && place.head);
+      ptx::ld_global_nc_2(loose.last, gX + columns - 1, 0, own && place.tail);
+    }
+  }
+
+  // Whether the last word is this lane's.
+  __device__ __forceinline__ bool is_loose_lane() const { return (words - 1) % kLanes == lane; }
+
+  // Puts the loose elements to the words.
+  __device__ __forceinline__ void join(const RowPlace<Element>& place, const Loose& loose,
+                                       uint32_t (&rX)[kItems]) const {
+    if constexpr (kPer == 2) {
+      const uint32_t word = loose.first | loose.last << 16;
+#pragma unroll
+      for (int i = kItems - kChecked; i < kItems; ++i) {
+        if (has_loose(place, i)) rX[i] = word;
+      }
+    }
+  }
+
+  // Stores word_of(i) of each word to the row at gOut.
+  template <typename WordOf>
+  __device__ __forceinline__ void store(Element* gOut, const RowPlace<Element>& place,
+                                        WordOf word_of) const {
+    Element* gWords = gOut + (place.head ? 1 : 0) + lane * kPer;
+    const int wholes = place.exists ? place.wholes : -1;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t word = word_of(i);
+      ptx::st_global_4(gWords + kLanes * kPer * i, word, checked(i) ? kLanes * i : 0,
+                       checked(i) ? wholes : place.exists);
+      if constexpr (kPer == 2) {
+        if (place.exists && has_loose(place, i)) {
+          ptx::st_global_2(gOut, word, 0, place.head);
+          ptx::st_global_2(gOut + columns - 1, word >> 16, 0, place.tail);
+        }
+      }
+    }
+  }
+};
+
+template <typename Element, int kLanes, int kItems, int kChecked, int kAtOnce>
+__device__ __forceinline__ void softmax_rows(const Element* gX, Element* gOut, int rows,
+                                             int columns, int words, float exponent) {
+  constexpr int kPer = kPerWord<Element>, kAbreast = 32 / kLanes;
+  using Row = RowOfWords<Element, kLanes, kItems, kChecked>;
+  const int lane = threadIdx.x % 32;
+  const Row own{columns, words, lane % kLanes};
+  const Scale<float> scale{exponent};
+#pragma unroll 1
+  for (int first = 0; first < rows; first += kAbreast * kAtOnce) {
+    RowPlace<Element> place[kAtOnce];
+    Element* gRow[kAtOnce];
+    uint32_t rX[kAtOnce][kItems];
+    typename Row::Loose loose[kAtOnce];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int row = first + r * kAbreast + lane / kLanes;
+      // Lanes without a row of their own repeat the last one.
+      const int64_t begin = static_cast<int64_t>(row < rows ? row : rows - 1) * columns;
+      gRow[r] = gOut + begin;
+      place[r] = own.place(gX + begin, row < rows);
+      own.load(gX + begin, place[r], kMinusInfinities<Element>, rX[r], loose[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      own.join(place[r], loose[r], rX[r]);
+      uint32_t largest_word = rX[r][0];
+#pragma unroll
+      for (int i = 1; i < kItems; ++i) {
+        largest_word = largest_of_words<Element>(largest_word, rX[r][i]);
+      }
+      float maximum = element_of<Element>(largest_word, 0);
+      if constexpr (kPer == 2) {
+        maximum = ptx::max_nan(maximum, element_of<Element>(largest_word, 1));
+      }
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) {
+        maximum = ptx::max_nan(maximum, __shfl_xor_sync(kAllLanes, maximum, step));
+      }
+      maximum = shift_of(maximum);
+      float rE[kItems][kPer];
+      SumOfExponentials<Element> sum;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+        for (int e = 0; e < kPer; ++e) {
+          rE[i][e] = scale.exponential(element_of<Element>(rX[r][i], e), maximum);
+          sum.add(rE[i][e]);
+        }
+      }
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) {
+        sum.value += __shfl_xor_sync(kAllLanes, sum.value, step);
+      }
+      const float inverse = sum.inverse();
+      own.store(gRow[r], place[r], [&](int i) {
+#pragma unroll
+        for (int e = 0; e < kPer; ++e) rE[i][e] *= inverse;
+        return word_of<Element>(rE[i]);
+      });
+    }
+  }
+}
+
+template <typename Element, int kLanes, int kItems, int kChecked>
+__device__ __forceinline__ void softmax_rows_backward(const Element* gP, const Element* gGrad,
+                                                      Element* gOut, int rows, int columns,
+                                                      int words, float scale) {
+  constexpr int kPer = kPerWord<Element>, kAbreast = 32 / kLanes;
+  using Row = RowOfWords<Element, kLanes, kItems, kChecked>;
+  const int lane = threadIdx.x % 32;
+  const Row own{columns, words, lane % kLanes};
+#pragma unroll 1
+  for (int first = 0; first < rows; first += kAbreast) {
+    const int row = first + lane / kLanes;
+    const int64_t begin = static_cast<int64_t>(row < rows ? row : rows - 1) * columns;
+    const auto place = own.place(gP + begin, row < rows);
+    uint32_t rP[kItems], rGrad[kItems];
+    typename Row::Loose loose_p, loose_grad;
+    own.load(gP + begin, place, 0, rP, loose_p);
+    own.load(gGrad + begin, place, 0, rGrad, loose_grad);
+    own.join(place, loose_p, rP);
+    own.join(place, loose_grad, rGrad);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        sum = fmaf(element_of<Element>(rP[i], e), element_of<Element>(rGrad[i], e), sum);
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, step);
+    }
+    own.store(gOut + begin, place, [&](int i) {
+      float rOut[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        rOut[e] = scale * element_of<Element>(rP[i], e) * (element_of<Element>(rGrad[i], e) - sum);
+      }
+      return word_of<Element>(rOut);
+    });
+  }
+}
+
+// The words of a row that are a lane's, where the warp reads it more than once: whole words, of
+// which each lane takes every 32nd, and single elements at the row's ends.
+template <typename Element>
+struct RowOfWarp {
+  static constexpr int kPer = kPerWord<Element>, kUnroll = 8;
+  int head, wholes, columns;
+
+  __device__ __forceinline__ RowOfWarp(const Element* gRow, int columns)
+      : head(kPer == 2 && reinterpret_cast<uintptr_t>(gRow) % 4 != 0 ? 1 : 0),
+        wholes((columns - head) / kPer),
+        columns(columns) {}
+
+  // Calls visit(place of the first element, whether it is a word) for each word and end of a lane.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each(Visit visit) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll kUnroll
+    for (int i = lane; i < wholes; i += 32) visit(head + kPer * i, std::true_type());
+    if constexpr (kPer == 2) {
+      if (lane == 0 && head != 0) visit(0, std::false_type());
+      if (lane == 1 && head + 2 * wholes < columns) visit(columns - 1, std::false_type());
+    }
+  }
+
+  // What a visit of one element reads has `neutral` in its other half.
+  template <typename IsWord>
+  static __device__ __forceinline__ uint32_t load(const Element* gX, IsWord, uint32_t neutral) {
+    if constexpr (IsWord::value) {
+      return __ldg(reinterpret_cast<const uint32_t*>(gX));
+    } else {
+      return __ldg(reinterpret_cast<const unsigned short*>(gX)) | (neutral & 0xffff0000u);
+    }
+  }
+  template <typename IsWord>
+  static __device__ __forceinline__ void store(Element* gOut, IsWord, uint32_t word) {
+    if constexpr (IsWord::value) {
+      *reinterpret_cast<uint32_t*>(gOut) = word;
+    } else {
+      *reinterpret_cast<unsigned short*>(gOut) = static_cast<unsigned short>(word);
+    }
+  }
+};
+
+// A row of up to kMaxWarpWords words, which a warp reads three times, or twice.
+template <typename Config>
+__device__ __noinline__ void softmax_row_by_warp(const typename Config::Element* gX,
+                                                 const typename Config::Element* gGrad,
+                                                 typename Config::Element* gOut, int columns,
+                                                 float factor) {
+  using Element = typename Config::Element;
+  using Row = RowOfWarp<Element>;
+  constexpr int kPer = Row::kPer;
+  const Row row(gX, columns);
+  if constexpr (Config::kBackward) {
+    float sum = 0;
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t p = Row::load(gX + place, is_word, 0);
+      const uint32_t grad = Row::load(gGrad + place, is_word, 0);
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        sum = fmaf(element_of<Element>(p, e), element_of<Element>(grad, e), sum);
+      }
+    });
+    sum = combine_lanes(sum, 1, 32, [](float a, float b) { return a + b; });
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t p = Row::load(gX + place, is_word, 0);
+      const uint32_t grad = Row::load(gGrad + place, is_word, 0);
+      float result[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        result[e] = factor * element_of<Element>(p, e) * (element_of<Element>(grad, e) - sum);
+      }
+      Row::store(gOut + place, is_word, word_of<Element>(result));
+    });
+  } else {
+    constexpr uint32_t kNeutral = kMinusInfinities<Element>;
+    const Scale<float> scale{factor};
+    uint32_t largest_word = kNeutral;
+    row.for_each([&](int place, auto is_word) {
+      largest_word =
+          largest_of_words<Element>(largest_word, Row::load(gX + place, is_word, kNeutral));
+    });
+    float maximum = element_of<Element>(largest_word, 0);
+    if constexpr (kPer == 2) {
+      maximum = ptx::max_nan(maximum, element_of<Element>(largest_word, 1));
+    }
+    maximum = combine_lanes(maximum, 1, 32, [](float a, float b) { return ptx::max_nan(a, b); });
+    maximum = shift_of(maximum);
+    SumOfExponentials<Element> sum;
+    uint32_t terms = 0;
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t word = Row::load(gX + place, is_word, kNeutral);
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        sum.add(scale.exponential(element_of<Element>(word, e), maximum));
+      }
+      terms += kPer;
+    });
+    float inverse;
+    if constexpr (SumOfExponentials<Element>::kInteger) {
+      // Of all lanes there may be more than 32 bits.
+      const unsigned long long own = sum.value - (terms << 30);
+      const unsigned long long all = combine_lanes(
+          own, 1, 32, [](unsigned long long a, unsigned long long b) { return a + b; });
+      inverse = reciprocal(static_cast<float>(all) * 0x1p-22f);
+    } else {
+      inverse = reciprocal(combine_lanes(sum.value, 1, 32, [](float a, float b) { return a + b; }));
+    }
+    row.for_each([&](int place, auto is_word) {
+      const uint32_t word = Row::load(gX + place, is_word, kNeutral);
+      float result[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        result[e] = scale.exponential(element_of<Element>(word, e), maximum) * inverse;
+      }
+      Row::store(gOut + place, is_word, word_of<Element>(result));
+    });
+  }
+}
+
+// How a warp takes rows: the lanes that share one, the words of a lane, of which the last kChecked
+// may be missing or loose, and how many times 32 / kLanes rows are loaded before the first is
+// computed.
+template <int kLanes_, int kItems_, int kChecked_, int kAtOnce_>
+struct RowShape {
+  static constexpr int kLanes = kLanes_, kItems = kItems_, kChecked = kChecked_, kAtOnce = kAtOnce_;
+};
+
+// With the fewest lanes and words that a row needs.
+template <typename Config>
+__device__ __forceinline__ void softmax_short_rows_by_words(const typename Config::Element* gX,
+                                                            const typename Config::Element* gGrad,
+                                                            typename Config::Element* gOut,
+                                                            int rows, int columns, float scale) {
+  using Element = typename Config::Element;
+  constexpr int kPer = kPerWord<Element>;
+  const int words = (columns + kPer - 1) / kPer;
+  const auto take = [&](auto shape) {
+    using Shape = decltype(shape);
+    if constexpr (Config::kBackward) {
+      softmax_rows_backward<Element, Shape::kLanes, Shape::kItems, Shape::kChecked>(
+          gX, gGrad, gOut, rows, columns, words, scale);
+    } else {
+      softmax_rows<Element, Shape::kLanes, Shape::kItems, Shape::kChecked, Shape::kAtOnce>(
+          gX, gOut, rows, columns, words, scale);
+    }
+  };
+  if (words <= 64) {
+    if (words <= 8) {
+      take(RowShape<1, 8, 8, 1>());
+    } else if (words <= 16) {
+      take(RowShape<2, 8, 4, 2>());
+    } else if (words <= 32) {
+      take(RowShape<4, 8, 4, 2>());
+    } else if (words <= 48) {
+      take(RowShape<8, 6, 2, 2>());
+    } else {
+      take(RowShape<8, 8, 2, 2>());
+    }
+  } else if (words <= 128) {
+    if (words <= 80) {
+      take(RowShape<16, 5, 1, 2>());
+    } else if (words <= 96) {
+      take(RowShape<16, 6, 1, 2>());
+    } else if (words <= 112) {
+      take(RowShape<16, 7, 1, 2>());
+    } else {
+      take(RowShape<16, 8, 1, 2>());
+    }
+  } else if (words <= 192) {
+    if (words <= 160) {
+      take(RowShape<32, 5, 1, 2>());
+    } else {
+      take(RowShape<32, 6, 1, 2>());
+    }
+  } else if (words <= 224) {
+    take(RowShape<32, 7, 1, 2>());
+  } else if (words <= 384) {
+    take(RowShape<32, 12, 5, 1>());
+  } else if constexpr (kPer == 1 && !Config::kBackward) {
+    take(RowShape<32, 24, 12, 1>());
+  }
+}
+
+template <typename Params>
+struct RowWordsLaunch {
+  Params params;
+  int64_t share;  // elements of a warp
+};
+
+template <typename Config, typename Params>
+__global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_kernel(
+    const __grid_constant__ RowWordsLaunch<Params> launch) {
+  using Operand = Operands<Params>;
+  using Element = typename Config::Element;
+  constexpr double kLog2E = 1.4426950408889634;
+  const Params& params = launch.params;
+  const MatricesView& matrices = params.matrices;
+  const int lane = threadIdx.x % 32;
+  const Element* gX = static_cast<const Element*>(Operand::x(params));
+  const Element* gGrad = static_cast<const Element*>(Operand::grad(params));
+  Element* gOut = static_cast<Element*>(Operand::result(params));
+  const auto scale = static_cast<float>(params.scale * (Config::kBackward ? 1 : kLog2E));
+
+  // A pass over the share's matrices, 32 at a time; `long_ones` are computed by the CTA.
+  bool any_long = false;
+  const auto take_share = [&](int64_t low, int64_t high, bool long_ones) {
+    if (high > matrices.capacity) high = matrices.capacity;
+    if (low >= high) return;
+#pragma unroll 1
+    for (int64_t seq = last_matrix_before(matrices, low);; seq += 32) {
+      const PartOfShare part = part_of_share(matrices, seq + lane, low, high);
+      unsigned zeros = __ballot_sync(kAllLanes, part.zeros_begin < part.zeros_end && !long_ones);
+#pragma unroll 1
+      for (; zeros != 0; zeros &= zeros - 1) {
+        const int owner = __ffs(static_cast<int>(zeros)) - 1;
+        const int64_t begin = __shfl_sync(kAllLanes, part.zeros_begin, owner);
+        const int64_t end = __shfl_sync(kAllLanes, part.zeros_end, owner);
+        store_zeros(gOut + begin, end - begin, lane, 32);
+      }
+      const bool is_long = part.columns > int64_t{Config::kMaxWarpWords} * kPerWord<Element>;
+      any_long |= is_long;
+      unsigned left = __ballot_sync(kAllLanes, part.rows > 0 && is_long == long_ones);
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
+        const int owner = __ffs(static_cast<int>(left)) - 1;
+        const int64_t begin = __shfl_sync(kAllLanes, part.begin, owner);
+        const int64_t rows = __shfl_sync(kAllLanes, part.rows, owner);
+        const int64_t columns = __shfl_sync(kAllLanes, part.columns, owner);
+        if (long_ones) {
+          softmax_long_lines<Config>(
+              Place<Element, int64_t>{gX + begin, gGrad + begin, gOut + begin, 1.0f}, false, 0,
+              static_cast<int>(rows), columns, columns, 1, 5, Scale<float>{scale});
+        } else if (columns > Config::kMaxWords * kPerWord<Element>) {
+#pragma unroll 1
+          for (int64_t row = begin; row < begin + rows * columns; row += columns) {
+            softmax_row_by_warp<Config>(gX + row, gGrad + row, gOut + row,
+                                        static_cast<int>(columns), scale);
+          }
+        } else {
+          softmax_short_rows_by_words<Config>(gX + begin, gGrad + begin, gOut + begin,
+                                              static_cast<int>(rows), static_cast<int>(columns),
+                                              scale);
+        }
+      }
+      if (__any_sync(kAllLanes, seq + lane >= matrices.rows.num_seqs || part.next >= high)) break;
+    }
+  };
+  const int64_t first = int64_t{blockIdx.x} * Config::kWarps * launch.share;
+  const int64_t low = first + threadIdx.x / 32 * launch.share;
+  take_share(low, low + launch.share, false);
+  if (__syncthreads_or(any_long)) take_share(first, first + Config::kWarps * launch.share, true);
+}
+
+template <typename Element, typename Params>
+cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
+  using Config = RowWordsConfig<Element, Operands<Params>::kBackward>;
+  constexpr auto kKernel = row_words_kernel<Config, Params>;
+  int device = 0, num_sms = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int64_t warps = int64_t{num_sms} * Config::kCtas * Config::kWarps;
+  int64_t share = (params.matrices.capacity + warps - 1) / warps;
+  if (share < Config::kMinElems) share = Config::kMinElems;
+  const int64_t of_cta = share * Config::kWarps;
+  constexpr const char* kPath = Config::kBackward ? "cuda.jagged2_softmax_backward.columns.words"
+                                                  : "cuda.jagged2_softmax.columns.words";
+  return launch<kKernel>(RowWordsLaunch<Params>{params, share},
+                         {(params.matrices.capacity + of_cta - 1) / of_cta}, Config::kThreads,
+                         SpanShared<Config>::bytes(Config::kChunk), stream, kPath);
+}
+
+}  // namespace jagged_cuda::softmax

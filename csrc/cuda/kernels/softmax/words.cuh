@@ -1,0 +1,80 @@
+// Words of 4 bytes of a vector: two 16-bit elements, the first in the low half, or one float.
+//
+// Forward sums of 16-bit elements are made of integers: 2 + e has e, at most 1, in multiples of
+// 2^-22 in its last bits. So a line's sum does not depend on which thread adds what, and a matrix
+// has the same result wherever it begins.
+#pragma once
+
+#include "cuda/kernels/prim/global_word.cuh"
+#include "cuda/kernels/softmax/lines.cuh"
+
+namespace jagged_cuda::softmax {
+
+template <typename Element>
+constexpr int kPerWord = 4 / static_cast<int>(sizeof(Element));
+
+// A word whose elements are -inf.
+template <typename Element>
+constexpr uint32_t kMinusInfinities = std::is_same_v<Element, __half>          ? 0xfc00fc00u
+                                      : std::is_same_v<Element, __nv_bfloat16> ? 0xff80ff80u
+                                                                               : 0xff800000u;
+
+// Element `i` of a word.
+template <typename Element>
+__device__ __forceinline__ float element_of(uint32_t word, int i) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return __uint_as_float(word);
+  } else if constexpr (std::is_same_v<Element, __half>) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(i == 0 ? word : word >> 16)));
+  } else {
+    return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ uint32_t word_of(const float (&elems)[kPerWord<Element>]) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return __float_as_uint(elems[0]);
+  } else {
+    return pack<Element>(elems[0], elems[1]);
+  }
+}
+
+// Element by element the larger one; NaN if either is.
+template <typename Element>
+__device__ __forceinline__ uint32_t largest_of_words(uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return __float_as_uint(ptx::max_nan(__uint_as_float(a), __uint_as_float(b)));
+  } else {
+    return ptx::max_nan_x2<Element>(a, b);
+  }
+}
+
+// What is taken off each logit: NaN for a line that has NaN or +inf, or -inf alone, as in torch.
+__device__ __forceinline__ float shift_of(float maximum) { return maximum + (maximum - maximum); }
+
+// A forward sum of exponentials of at most 1: of 16-bit elements, of at most 1,023 terms, an
+// integer to which 2^30 was added with each. Thus a multiple of four terms must be added, e = 0
+// among them.
+template <typename Element>
+struct SumOfExponentials {
+  static constexpr bool kInteger = sizeof(Element) == 2;
+  std::conditional_t<kInteger, uint32_t, Sum<Element>> value{};
+
+  __device__ __forceinline__ void add(Sum<Element> e) {
+    if constexpr (kInteger) {
+      value += __float_as_uint(e + 2.0f);
+    } else {
+      value += e;
+    }
+  }
+  __device__ __forceinline__ Sum<Element> inverse() const {
+    if constexpr (kInteger) {
+      return reciprocal(static_cast<float>(value) * 0x1p-22f);
+    } else {
+      return reciprocal(value);
+    }
+  }
+};
+
+}  // namespace jagged_cuda::softmax
