@@ -22,7 +22,8 @@ struct RaggedBand {
   using Element = Element_;
   static constexpr int kRows = 16, kColumns = kColumns_;  // at most
   static constexpr int kChunkBytes = 16, kChunk = kChunkBytes / sizeof(Element);
-  static constexpr int kBankBytes = 32;  // rows with a pitch of twice as many share their banks
+  // Of 8 rows with a pitch of a multiple of as many bytes, four or more begin in the same banks.
+  static constexpr int kSharedBanksBytes = 64;
   // Of a row that is a run of its own; rows begin in different banks.
   static constexpr int kLineBytes = kColumns * sizeof(Element) + kChunkBytes;
   static_assert(kLineBytes / kChunkBytes % 2 == 1);
@@ -39,7 +40,7 @@ struct RaggedBand {
     if (rows <= 0) return;
     const int lane = threadIdx.x % 32, line = columns * static_cast<int>(sizeof(Element));
     const uint32_t shared = ptx::shared_address(bytes);
-    const bool is_run = columns == pitch && line % (2 * kBankBytes) != 0;
+    const bool is_run = columns == pitch && line % kSharedBanksBytes != 0;
     // Of a run all rows lie as far from a chunk as the first; else each as far as it is itself.
     const int line_bytes = is_run ? line : kLineBytes;
     uint32_t rows_of_lane[2];
