@@ -46,6 +46,7 @@
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
+#include "cuda/kernels/prim/wgmma_wide.cuh"
 
 #include <type_traits>
 
@@ -249,22 +250,22 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
       ptx::fence_proxy_async();
       __syncthreads();
       if (threadIdx.x % 32 == 0) start_copy(index + kSlots);
-      using Product = ptx::Wgmma<float, false>;
+      using Product = ptx::WideWgmma<float>;
       ptx::wgmma_fence();
       const ptx::MatrixDescriptor a_rows = sA[0].descriptor();
 #pragma unroll
       for (int p = 0; p < kProducts; ++p) {
-        Product::run(sum, big[p], a_rows + ATile::column_step_bytes(p * kProductK), true);
+        Product::run(sum, big[p], a_rows + ATile::column_step_bytes(p * kProductK));
       }
       if constexpr (kSplit) {
         const ptx::MatrixDescriptor a_small = sA[1].descriptor();
 #pragma unroll
         for (int p = 0; p < kProducts; ++p) {
-          Product::run(small_sum, big[p], a_small + ATile::column_step_bytes(p * kProductK), true);
+          Product::run(small_sum, big[p], a_small + ATile::column_step_bytes(p * kProductK));
         }
 #pragma unroll
         for (int p = 0; p < kProducts; ++p) {
-          Product::run(small_sum, small[p], a_rows + ATile::column_step_bytes(p * kProductK), true);
+          Product::run(small_sum, small[p], a_rows + ATile::column_step_bytes(p * kProductK));
         }
       }
       ptx::wgmma_commit_group();

@@ -39,6 +39,7 @@
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
+#include "cuda/kernels/prim/wgmma_wide.cuh"
 
 #include <type_traits>
 
@@ -147,8 +148,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], Slots<Config,
 #pragma unroll
     for (int p = 0; p < Config::kProducts; ++p) {
       const int k = p * Config::kProductK;
-      ptx::Wgmma<typename Config::Element, false>::run(sum, x + XTile::column_step_bytes(k),
-                                                       y + YTile::column_step_bytes(k), true);
+      ptx::WideWgmma<typename Config::Element>::run(sum, x + XTile::column_step_bytes(k),
+                                                    y + YTile::column_step_bytes(k));
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();

@@ -8,8 +8,9 @@
 // the same banks, each row is a run of its own.
 #pragma once
 
+#include "cuda/kernels/prim/bulk_store.cuh"
 #include "cuda/kernels/prim/element.cuh"
-#include "cuda/kernels/prim/ptx.cuh"
+#include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/prim/wgmma.cuh"
 
@@ -113,7 +114,7 @@ struct RaggedBand {
     if (elem < (is_tail ? count : min(before, count))) {
       const uint32_t address = shared + elem * static_cast<int>(sizeof(Element));
       if constexpr (sizeof(Element) == 2) {
-        const uint16_t bits = ptx::ld_shared_2(address);
+        const auto bits = static_cast<uint16_t>(ptx::ld_shared_2(address));
         global[elem] = *reinterpret_cast<const Element*>(&bits);
       } else {
         global[elem] = __uint_as_float(ptx::ld_shared_4(address));

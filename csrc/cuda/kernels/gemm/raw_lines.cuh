@@ -5,7 +5,7 @@
 // along a line a pair of elements is a word, or parts of two; across lines it is two elements.
 #pragma once
 
-#include "cuda/kernels/prim/ptx.cuh"
+#include "cuda/kernels/prim/shared_scalar.cuh"
 
 #include <cstdint>
 
@@ -42,8 +42,8 @@ class RawLines {
       const int half = i / 2 * 8;  // along K
       if constexpr (kTranspose) {
         const uint32_t offset = offset_bytes + ((k + half) * kLine + i % 2 * 8) * 2;
-        a[i] = ptx::ld_shared_2(addresses_[0] + offset) |
-               static_cast<uint32_t>(ptx::ld_shared_2(addresses_[1] + offset)) << 16;
+        a[i] = ptx::ld_shared_2(addresses_[0] + offset) | ptx::ld_shared_2(addresses_[1] + offset)
+                                                              << 16;
       } else {
         const uint32_t address = addresses_[i % 2] + offset_bytes + (k + half) * 2;
         a[i] = __funnelshift_r(ptx::ld_shared_4(address), ptx::ld_shared_4(address + 4),

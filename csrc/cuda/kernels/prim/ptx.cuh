@@ -50,11 +50,6 @@ __device__ __forceinline__ void st_global_16(void* global, uint4 value) {
                : "memory");
 }
 
-// st.shared.b16
-__device__ __forceinline__ void st_shared_2(SharedAddress shared, uint16_t value) {
-  asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(shared.value), "h"(value) : "memory");
-}
-
 // st.shared.b32
 __device__ __forceinline__ void st_shared_4(SharedAddress shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");
@@ -65,13 +60,6 @@ __device__ __forceinline__ void st_shared_16(SharedAddress shared, const float (
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared.value), "f"(value[0]),
                "f"(value[1]), "f"(value[2]), "f"(value[3])
                : "memory");
-}
-
-// ld.shared.b16
-__device__ __forceinline__ uint16_t ld_shared_2(SharedAddress shared) {
-  uint16_t value;
-  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(value) : "r"(shared.value) : "memory");
-  return value;
 }
 
 // ld.shared.b32

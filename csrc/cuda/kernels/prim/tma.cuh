@@ -91,13 +91,6 @@ __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, 
       "l"(global), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
 }
 
-// cp.async.bulk: `bytes` in one piece from shared to global memory; part of this thread's bulk group.
-// Addresses and size are multiples of 16.
-__device__ __forceinline__ void cp_async_bulk_store(void* global, uint32_t shared, int bytes) {
-  JAGGED_CUDA_TMA("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global),
-                  "r"(shared), "r"(bytes) : "memory");
-}
-
 // cp.reduce.async.bulk.add.f32: adds `bytes` of floats in one piece to global memory; part of this
 // thread's bulk group ("cp.reduce.async.bulk").
 __device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, const void* shared,

@@ -106,7 +106,6 @@ struct Wgmma;
 #define JAGGED_CUDA_C14(block) JAGGED_CUDA_C10(block), JAGGED_CUDA_C4(block + 10)
 #define JAGGED_CUDA_C16(block) JAGGED_CUDA_C8(block), JAGGED_CUDA_C8(block + 8)
 #define JAGGED_CUDA_C24(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C8(block + 16)
-#define JAGGED_CUDA_C28(block) JAGGED_CUDA_C24(block), JAGGED_CUDA_C4(block + 24)
 #define JAGGED_CUDA_C32(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C16(block + 16)
 #define JAGGED_CUDA_REGISTERS_4 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -127,10 +126,6 @@ struct Wgmma;
   JAGGED_CUDA_REGISTERS_16                                                           \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define JAGGED_CUDA_REGISTERS_28                                                       \
-  JAGGED_CUDA_REGISTERS_24                                                             \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
-  "%110, %111"
 #define JAGGED_CUDA_REGISTERS_32                                                                 \
   JAGGED_CUDA_REGISTERS_24                                                                       \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
@@ -162,14 +157,13 @@ struct Wgmma;
                       "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                             \
                       "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0));              \
   }
-#define JAGGED_CUDA_WGMMA_SHAPES(type)                                      \
-  JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)          \
-  JAGGED_CUDA_WGMMA_FORMS(type, 64, 8, 32, 33, 34, 35, 36, 37, 38)          \
-  JAGGED_CUDA_WGMMA_FORMS(type, 80, 10, 40, 41, 42, 43, 44, 45, 46)         \
-  JAGGED_CUDA_WGMMA_FORMS(type, 112, 14, 56, 57, 58, 59, 60, 61, 62)        \
-  JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70)        \
-  JAGGED_CUDA_WGMMA_FORMS(type, 192, 24, 96, 97, 98, 99, 100, 101, 102)     \
-  JAGGED_CUDA_WGMMA_FORMS(type, 224, 28, 112, 113, 114, 115, 116, 117, 118) \
+#define JAGGED_CUDA_WGMMA_SHAPES(type)                                  \
+  JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)      \
+  JAGGED_CUDA_WGMMA_FORMS(type, 64, 8, 32, 33, 34, 35, 36, 37, 38)      \
+  JAGGED_CUDA_WGMMA_FORMS(type, 80, 10, 40, 41, 42, 43, 44, 45, 46)     \
+  JAGGED_CUDA_WGMMA_FORMS(type, 112, 14, 56, 57, 58, 59, 60, 61, 62)    \
+  JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70)    \
+  JAGGED_CUDA_WGMMA_FORMS(type, 192, 24, 96, 97, 98, 99, 100, 101, 102) \
   JAGGED_CUDA_WGMMA_FORMS(type, 256, 32, 128, 129, 130, 131, 132, 133, 134)
 
 template <bool kTransposed, bool kTransposedA>
@@ -210,11 +204,8 @@ struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
   }
 template <>
 struct Wgmma<float, false, false> {
-  JAGGED_CUDA_WGMMA_TF32(32, 4, 16, 17, 18, 19, 20, 21)
   JAGGED_CUDA_WGMMA_TF32(64, 8, 32, 33, 34, 35, 36, 37)
   JAGGED_CUDA_WGMMA_TF32(128, 16, 64, 65, 66, 67, 68, 69)
-  JAGGED_CUDA_WGMMA_TF32(192, 24, 96, 97, 98, 99, 100, 101)
-  JAGGED_CUDA_WGMMA_TF32(224, 28, 112, 113, 114, 115, 116, 117)
 };
 
 #undef JAGGED_CUDA_WGMMA_TF32
@@ -226,7 +217,6 @@ struct Wgmma<float, false, false> {
 #undef JAGGED_CUDA_REGISTERS_14
 #undef JAGGED_CUDA_REGISTERS_16
 #undef JAGGED_CUDA_REGISTERS_24
-#undef JAGGED_CUDA_REGISTERS_28
 #undef JAGGED_CUDA_REGISTERS_32
 #undef JAGGED_CUDA_C
 #undef JAGGED_CUDA_C4
@@ -235,7 +225,6 @@ struct Wgmma<float, false, false> {
 #undef JAGGED_CUDA_C14
 #undef JAGGED_CUDA_C16
 #undef JAGGED_CUDA_C24
-#undef JAGGED_CUDA_C28
 #undef JAGGED_CUDA_C32
 #undef JAGGED_CUDA_WGMMA
 
