@@ -12,13 +12,12 @@
 namespace jagged_cuda::gemm {
 
 // Of A [64, K], a fragment [16, 16] for each warp of a warpgroup, as mma_m16n8k16 and wgmma take it.
-// Lines are rows of A, or, if kTranspose, lie along them: line k has element k of each. They are
-// kLine elements apart, and of 16 that follow each other any two neighbours' banks differ.
+// A line is a row of A, or, if kTranspose, element k of all rows. Lines are kLine elements apart, an
+// odd number of chunks, so that what the lanes of a warp load lies in different banks.
 template <typename Element, int kLine, bool kTranspose>
 class RawLines {
  public:
-  static_assert(sizeof(Element) == 2 && kLine % 8 == 0);
-  static_assert(kLine / 8 % 2 == 1, "no bank conflicts");
+  static_assert(sizeof(Element) == 2 && kLine % 8 == 0 && kLine / 8 % 2 == 1);
 
   // `shared` holds the lines that lie at `global`, `pitch` elements apart.
   __device__ __forceinline__ RawLines(const Element* shared, const Element* global, int64_t pitch) {
