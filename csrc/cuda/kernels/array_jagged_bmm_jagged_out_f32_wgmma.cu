@@ -7,9 +7,9 @@
 // memory.
 //
 // Grid: one CTA for each virtual tile of kTileM rows of the result (prim/jagged.cuh) and kTileN of
-// its columns, those of one tile beside each other. Each of two warpgroups has 64 of the columns,
-// each of its warps 16, for all rows. The sum runs over K in order, kStepK at a time: deterministic,
-// and alike in any batch. Tensor cores truncate as they add: every kDepth of K the sum is added to a
+// its columns, those of one tile beside each other, or all of them, part by part (kAllColumns). Each of
+// two warpgroups has 64 of the columns, each of its warps 16, for all rows. The sum runs over K in
+// order, kStepK at a time: deterministic, and alike in any batch. Tensor cores truncate as they add: every kDepth of K the sum is added to a
 // rounded one (RoundedSum).
 //
 // y comes by TMA, which rounds it to TF32 if that is all. A_b begins at any element and has any
@@ -32,7 +32,7 @@
 //
 // Shared memory: kSlots slots of y [kStepK, kTileN]; twice A [kTileM, kStepK], F32 twice that.
 //
-// Barriers: full[slot], on which the bytes of y complete. One __syncthreads a step: A_i has been
+// Barriers: full[slot], on which the bytes of y complete; a thread of each warp arrives. One __syncthreads a step: A_i has been
 // written, y_i has been read by all, and all have seen the product before end, whose A is written
 // next.
 //
@@ -44,7 +44,9 @@
 #include "cuda/kernels/gemm/engine.cuh"
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
+#include "cuda/kernels/prim/wgmma_wide.cuh"
 
 #include <type_traits>
 
@@ -64,7 +66,9 @@ struct ArrayF32Config {
   static constexpr int kBlocks = kTileM / 8;
   static constexpr int kElems = kTileM * kStepK / kThreads;  // of A in each thread
   static constexpr int kDepth = Math::kCompensated ? 128 : kSumDepth;
-  static_assert(kTileM == 64 || kTileM == 128);
+  // Where rows are few a CTA walks all columns: the search for its rows is most of its work.
+  static constexpr bool kAllColumns = kTileM == 32;
+  static_assert(kTileM == 32 || kTileM == 64 || kTileM == 128);
 };
 
 template <typename Config>
@@ -82,7 +86,7 @@ struct ArrayF32Storage {
 struct ArrayF32Params {
   CUtensorMap y;  // boxes of kStepK rows and 32 columns
   ArrayJaggedBmmJaggedOutParams product;
-  int column_tiles;
+  int column_tiles;  // of a tile of rows in the grid
 };
 
 // This thread's elements of A's tile: from global memory through registers to shared memory. Of a
@@ -153,15 +157,18 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(launch.y);
-    for (int slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(shared.full[slot], 1);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::mbarrier_init(shared.full[slot], Config::kThreads / 32);
+    }
     ptx::fence_mbarrier_init();
   }
-  const JaggedTile tile = find_tile<kTileM>(kTranspose ? matrices.columns : matrices.rows,
-                                            blockIdx.x / launch.column_tiles);
+  const JaggedTile tile = find_tile_narrow<kTileM>(kTranspose ? matrices.columns : matrices.rows,
+                                                   blockIdx.x / launch.column_tiles);
   if (tile.row >= tile.rows.len) return;
   const int rows = clamp_extent(tile.rows.len - tile.row, kTileM);
   const int first_column = blockIdx.x % launch.column_tiles * kTileN;
-  const int columns = clamp_extent(params.columns - first_column, kTileN);
+  const int all_columns = static_cast<int>(params.columns) - first_column;
+  const int parts = Config::kAllColumns ? (all_columns + kTileN - 1) / kTileN : 1;
 
   int depth = 0, y_row = 0;
   int64_t pitch = 0;
@@ -177,19 +184,22 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     }
   }
   const int steps = (depth + kStepK - 1) / kStepK;
-  const auto start_copy = [&](int step) {  // one thread alone
-    if (step >= steps) return;
-    const int slot = step % kSlots, boxes = (columns + kBox - 1) / kBox;
-    ptx::mbarrier_arrive_expect_tx(shared.full[slot], boxes * kBox * kStepK * 4);
-    for (int box = 0; box < boxes; ++box) {
-      ptx::cp_async_bulk_tensor_3d(shared.sY[slot][box].data, launch.y, first_column + box * kBox,
-                                   0, y_row + step * kStepK, shared.full[slot]);
+  const auto start_copy = [&](int index) {  // of the steps of all parts; a thread of each warp
+    if (index >= parts * steps) return;
+    const int part = Config::kAllColumns ? index / steps : 0, slot = index % kSlots;
+    const int column = first_column + part * kTileN;
+    const int box = threadIdx.x / 32,
+              boxes = (clamp_extent(params.columns - column, kTileN) + kBox - 1) / kBox;
+    ptx::mbarrier_arrive_expect_tx(shared.full[slot], box < boxes ? kBox * kStepK * 4 : 0);
+    if (box < boxes) {
+      ptx::cp_async_bulk_tensor_3d(shared.sY[slot][box].data, launch.y, column + box * kBox, 0,
+                                   y_row + (index - part * steps) * kStepK, shared.full[slot]);
     }
   };
 
   __syncthreads();  // the barriers are initialised
-  if (threadIdx.x == 0) {
-    for (int step = 0; step < kSlots; ++step) start_copy(step);
+  if (threadIdx.x % 32 == 0) {
+    for (int slot = 0; slot < kSlots; ++slot) start_copy(slot);
   }
   ArrayPart<Config> a(gA, pitch, rows);
   a.load(0, depth);
@@ -203,80 +213,88 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     y_address[i] = ptx::shared_address(sY.chunk(lane % 4 * 2 + i / 2, column % kBox / 4)) +
                    column % 4 * sizeof(float);
   }
-  float sum[kBlocks][4] = {};
-  [[maybe_unused]] float small_sum[kSplit ? kBlocks : 1][4] = {};
-  uint32_t big[kProducts][4];
-  [[maybe_unused]] uint32_t small[kSplit ? kProducts : 1][4];
-  RoundedSum<kBlocks> rounded;
-  for (int step = 0; step < steps; ++step) {
-    const int slot = step % kSlots, exist = depth - step * kStepK;
-    ATile(&sA)[Storage::kParts] = shared.sA[step % 2];
-    a.store(sA);
-    if (step + 1 < steps) a.load(step + 1, exist - kStepK);
-    ptx::mbarrier_wait(shared.full[slot], step / kSlots % 2);
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(sum);
-    if constexpr (kSplit) ptx::fence_operands(small_sum);
-    if (step > 0 && step % (Config::kDepth / kStepK) == 0) rounded.add(sum);
+  for (int part = 0; part < parts; ++part) {
+    float sum[kBlocks][4] = {};
+    [[maybe_unused]] float small_sum[kSplit ? kBlocks : 1][4] = {};
+    uint32_t big[kProducts][4];
+    [[maybe_unused]] uint32_t small[kSplit ? kProducts : 1][4];
+    RoundedSum<kBlocks> rounded;
+    for (int step = 0; step < steps; ++step) {
+      const int index = part * steps + step, slot = index % kSlots, exist = depth - step * kStepK;
+      ATile(&sA)[Storage::kParts] = shared.sA[index % 2];
+      a.store(sA);
+      if (step + 1 < steps) {
+        a.load(step + 1, exist - kStepK);
+      } else if (part + 1 < parts) {
+        a.load(0, depth);
+      }
+      ptx::mbarrier_wait(shared.full[slot], index / kSlots % 2);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(sum);
+      if constexpr (kSplit) ptx::fence_operands(small_sum);
+      if (step > 0 && step % (Config::kDepth / kStepK) == 0) rounded.add(sum);
 #pragma unroll
-    for (int p = 0; p < kProducts; ++p) {
+      for (int p = 0; p < kProducts; ++p) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        big[p][i] = ptx::ld_shared_4(y_address[i] + slot * sizeof(shared.sY[0]) +
-                                     p * kProductK * YBox::kRowBytes);
-        if (p * kProductK + lane % 4 * 2 + i / 2 >= exist) big[p][i] = 0;
-        if constexpr (kSplit) {
-          // Both parts are computed here, and not between the products.
-          small[p][i] = ptx::opaque(static_cast<int>(split_tf32<true>(big[p][i])));
-          big[p][i] = ptx::opaque(static_cast<int>(big[p][i]));
+        for (int i = 0; i < 4; ++i) {
+          big[p][i] = ptx::ld_shared_4(y_address[i] + slot * sizeof(shared.sY[0]) +
+                                       p * kProductK * YBox::kRowBytes);
+          if (p * kProductK + lane % 4 * 2 + i / 2 >= exist) big[p][i] = 0;
+          if constexpr (kSplit) {
+            // Both parts are computed here, and not between the products.
+            small[p][i] = ptx::opaque(static_cast<int>(split_tf32<true>(big[p][i])));
+            big[p][i] = ptx::opaque(static_cast<int>(big[p][i]));
+          }
         }
       }
-    }
-    ptx::fence_proxy_async();
-    __syncthreads();
-    if (threadIdx.x == 0) start_copy(step + kSlots);
-    using Product = ptx::Wgmma<float, false>;
-    ptx::wgmma_fence();
-    const ptx::MatrixDescriptor a_rows = sA[0].descriptor();
+      ptx::fence_proxy_async();
+      __syncthreads();
+      if (threadIdx.x % 32 == 0) start_copy(index + kSlots);
+      using Product = ptx::WideWgmma<float>;
+      ptx::wgmma_fence();
+      const ptx::MatrixDescriptor a_rows = sA[0].descriptor();
 #pragma unroll
-    for (int p = 0; p < kProducts; ++p) {
-      Product::run(sum, big[p], a_rows + ATile::column_step_bytes(p * kProductK), true);
+      for (int p = 0; p < kProducts; ++p) {
+        Product::run(sum, big[p], a_rows + ATile::column_step_bytes(p * kProductK));
+      }
+      if constexpr (kSplit) {
+        const ptx::MatrixDescriptor a_small = sA[1].descriptor();
+#pragma unroll
+        for (int p = 0; p < kProducts; ++p) {
+          Product::run(small_sum, big[p], a_small + ATile::column_step_bytes(p * kProductK));
+        }
+#pragma unroll
+        for (int p = 0; p < kProducts; ++p) {
+          Product::run(small_sum, small[p], a_rows + ATile::column_step_bytes(p * kProductK));
+        }
+      }
+      ptx::wgmma_commit_group();
     }
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(sum);
+    rounded.finish(sum);
     if constexpr (kSplit) {
-      const ptx::MatrixDescriptor a_small = sA[1].descriptor();
+      ptx::fence_operands(small_sum);
 #pragma unroll
-      for (int p = 0; p < kProducts; ++p) {
-        Product::run(small_sum, big[p], a_small + ATile::column_step_bytes(p * kProductK), true);
-      }
-#pragma unroll
-      for (int p = 0; p < kProducts; ++p) {
-        Product::run(small_sum, small[p], a_rows + ATile::column_step_bytes(p * kProductK), true);
+      for (int i = 0; i < kBlocks * 4; ++i) {
+        const float whole = sum[i / 4][i % 4];
+        sum[i / 4][i % 4] = isfinite(whole) ? whole + small_sum[i / 4][i % 4] : whole;
       }
     }
-    ptx::wgmma_commit_group();
-  }
-  ptx::wgmma_wait_group<0>();
-  ptx::fence_operands(sum);
-  rounded.finish(sum);
-  if constexpr (kSplit) {
-    ptx::fence_operands(small_sum);
-#pragma unroll
-    for (int i = 0; i < kBlocks * 4; ++i) {
-      const float whole = sum[i / 4][i % 4];
-      sum[i / 4][i % 4] = isfinite(whole) ? whole + small_sum[i / 4][i % 4] : whole;
-    }
-  }
 
-  // Element i of block j has row 8 j + 2 (lane % 4) + i % 2, column lane / 4 + 8 (i / 2).
-  const int row = lane % 4 * 2, column = own_column + lane / 4;
-  float* gOut = static_cast<float*>(params.out) +
-                (tile.rows.begin + tile.row + row) * params.columns + first_column + column;
+    // Element i of block j has row 8 j + 2 (lane % 4) + i % 2, column lane / 4 + 8 (i / 2).
+    const int row = lane % 4 * 2, column = own_column + lane / 4,
+              part_column = first_column + part * kTileN,
+              columns = clamp_extent(params.columns - part_column, kTileN);
+    float* gOut = static_cast<float*>(params.out) +
+                  (tile.rows.begin + tile.row + row) * params.columns + part_column + column;
 #pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
+    for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (row + 8 * j + i % 2 < rows && column + i / 2 * 8 < columns) {
-        gOut[(8 * j + i % 2) * params.columns + i / 2 * 8] = sum[j][i];
+      for (int i = 0; i < 4; ++i) {
+        if (row + 8 * j + i % 2 < rows && column + i / 2 * 8 < columns) {
+          gOut[(8 * j + i % 2) * params.columns + i / 2 * 8] = sum[j][i];
+        }
       }
     }
   }
@@ -302,18 +320,25 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
   if (error != cudaSuccess) return error;
   const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
-  const int64_t column_tiles = (params.columns + Config::kTileN - 1) / Config::kTileN;
+  const int64_t column_tiles =
+      Config::kAllColumns ? 1 : (params.columns + Config::kTileN - 1) / Config::kTileN;
   launch_params.column_tiles = static_cast<int>(column_tiles);
   return launch<array_jagged_bmm_jagged_out_f32_wgmma<Config>>(
       launch_params, {tiles * column_tiles}, Config::kThreads, sizeof(ArrayF32Storage<Config>),
       stream, kPath<Config>);
 }
 
+// The tile decides how fast a batch is, and no sum's order: the same bits whatever its mean length.
 template <bool kTranspose>
 cudaError_t launch_direction(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
-  if (params.type == ElementType::kTf32)
-    return launch_config<ArrayF32Config<Tf32, kTranspose, 128, 2, 2>>(params, stream);
-  return launch_config<ArrayF32Config<F32, kTranspose, 64, 3, 2>>(params, stream);
+  const OffsetsView& rows = kTranspose ? params.matrices.columns : params.matrices.rows;
+  const bool is_tf32 = params.type == ElementType::kTf32;
+  if (rows.total <= 32 * rows.num_seqs) {
+    return is_tf32 ? launch_config<ArrayF32Config<Tf32, kTranspose, 32, 2, 4>>(params, stream)
+                   : launch_config<ArrayF32Config<F32, kTranspose, 32, 2, 2>>(params, stream);
+  }
+  return is_tf32 ? launch_config<ArrayF32Config<Tf32, kTranspose, 128, 2, 2>>(params, stream)
+                 : launch_config<ArrayF32Config<F32, kTranspose, 64, 3, 2>>(params, stream);
 }
 
 }  // namespace

@@ -8,20 +8,19 @@
 // sum for each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
 //
 // y_b comes by TMA. A_b begins at any element and has any pitch, which TMA cannot copy: its lines
-// come as aligned granules by cp.async and are shifted into place while the product of the step
-// before is under way (gemm/shifted.cuh).
+// come as aligned granules by cp.async (gemm/shifted.cuh), and a warp picks its fragments from them
+// (gemm/raw_lines.cuh).
 //
-//     for each step i:   wait for the copies of A_i, shift it to sA[i % 2]
-//                        wait for y_i; the last one's rows past the end become zeros
+//     for each step i:   wait for the copies of A_i and y_i; the rows past the end become zeros
 //                        wait for the product of step i - 1
 //                        __syncthreads
 //                        start the copies of step i + kSlots - 1
-//                        start the product of step i
+//                        load A_i into registers, start the product of step i
 //
-// Shared memory: kSlots slots of y [kStepK, kTileN] and of A's granules, two shifted tiles of A
-// [64, kStepK], or, transposed, [kStepK, 64].
+// Shared memory: kSlots slots of y [kStepK, kTileN] and of A's granules, lines of [64, kStepK], or,
+// transposed, of [kStepK, 64].
 //
-// Barriers: full[slot], on which the bytes of y complete. One __syncthreads a step: A_i and the
+// Barriers: full[slot], on which the bytes of y complete; a thread of each warp arrives. One __syncthreads a step: A_i and the
 // zeros have been written by all, and all have seen the product end whose slots are filled next.
 //
 // Virtual tiles without rows return at once. Rows outside every sequence, those of a matrix that
@@ -31,10 +30,12 @@
 #include "cuda/kernels/array_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
+#include "cuda/kernels/gemm/raw_lines.cuh"
 #include "cuda/kernels/gemm/shifted.cuh"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/hopper.h"
+#include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 
 #include <type_traits>
@@ -61,17 +62,16 @@ struct ArrayWgmmaStorage {
   static constexpr int kLines = Config::kTranspose ? Config::kStepK : Config::kTileM;
   static constexpr int kElems = Config::kTranspose ? Config::kTileM : Config::kStepK;
   static constexpr int kLine = kElems + 8;  // and the granule that a shift needs
-  using ATile = WarpgroupTile<Element, kLines, kElems>;
+  using Fragments = RawLines<Element, kLine, Config::kTranspose>;
   using Shifted = ShiftedTile<Config::kThreads, kLines, kElems, kLine, Element>;
 
   YTile sY[Config::kSlots];
-  ATile sA[2];
   alignas(128) Element sGranules[Config::kSlots][kLines * kLine];
   uint64_t full[Config::kSlots];
 };
 
 struct ArrayWgmmaParams {
-  CUtensorMap y;  // boxes of kStepK rows and 64 columns
+  CUtensorMap y, y_half;  // boxes of kStepK rows, and half as many, and 64 columns
   ArrayJaggedBmmJaggedOutParams product;
 };
 
@@ -82,7 +82,6 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   using Element = typename Config::Element;
   using Storage = ArrayWgmmaStorage<Config>;
   using YTile = typename Storage::YTile;
-  using ATile = typename Storage::ATile;
   using Shifted = typename Storage::Shifted;
   constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStepK = Config::kStepK;
   constexpr int kSlots = Config::kSlots, kBlocks = kTileN / 8;
@@ -94,11 +93,14 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(launch.y);
-    for (int slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(shared.full[slot], 1);
+    ptx::prefetch_tensormap(launch.y_half);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::mbarrier_init(shared.full[slot], Config::kThreads / 32);
+    }
     ptx::fence_mbarrier_init();
   }
   const JaggedTile tile =
-      find_tile<kTileM>(kTranspose ? matrices.columns : matrices.rows, blockIdx.x);
+      find_tile_narrow<kTileM>(kTranspose ? matrices.columns : matrices.rows, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
   const int column = blockIdx.y * kTileN;
@@ -127,14 +129,21 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   const auto start_copies = [&](int step) {
     if (step < steps) {
       const int first = step * kStepK, exist = min(kStepK, depth - first);
-      if (threadIdx.x == 0) {
+      // To start a copy takes a thread some hundred cycles: one of each warp starts its share.
+      if (threadIdx.x % 32 == 0) {
         YTile& sY = shared.sY[step % kSlots];
         uint64_t& full = shared.full[step % kSlots];
-        ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(sY.data)));
-#pragma unroll
-        for (int n = 0; n < kTileN; n += YTile::kBlockColumns) {
-          ptx::cp_async_bulk_tensor_3d(sY.data + n * kStepK, launch.y, column + n, 0, y_row + first,
-                                       full);
+        const bool half = exist <= kStepK / 2;
+        const CUtensorMap& y = half ? launch.y_half : launch.y;
+        constexpr int kBox = YTile::kBlockColumns, kWarps = Config::kThreads / 32;
+        constexpr int kBoxes = kTileN / kBox;
+        static_assert(kBoxes <= kWarps);
+        const int box = threadIdx.x / 32;
+        const int bytes = kBox * (half ? kStepK / 2 : kStepK) * sizeof(Element);
+        ptx::mbarrier_arrive_expect_tx(full, box < kBoxes ? bytes : 0);
+        if (box < kBoxes) {
+          ptx::cp_async_bulk_tensor_3d(sY.data + box * kBox * kStepK, y, column + box * kBox, 0,
+                                       y_row + first, full);
         }
       }
       Shifted::copy(shared.sGranules[step % kSlots], gA + (kTranspose ? first * pitch : first),
@@ -145,36 +154,40 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
 
   __syncthreads();  // the barriers are initialised
   for (int step = 0; step < kSlots - 1; ++step) start_copies(step);
+  const typename Storage::Fragments lines(shared.sGranules[0], gA, pitch);
   jagged_cuda::Accumulator<1, kBlocks> sum = {};
   RoundedSum<kBlocks> rounded;
+#pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    const int slot = step % kSlots, exist = min(kStepK, depth - step * kStepK);
-    ATile& sA = shared.sA[step % 2];
+    const int slot = step % kSlots, exist = depth - step * kStepK;
     YTile& sY = shared.sY[slot];
-    ptx::cp_async_wait<kSlots - 2>();
-    // Steps of kStepK move no address within its granule.
-    Shifted::shift(shared.sGranules[slot], gA, pitch, kTranspose ? exist : rows,
-                   kTranspose ? rows : exist, [&](int line, int index, uint4 granule) {
-                     *reinterpret_cast<uint4*>(sA.chunk(line, index)) = granule;
-                   });
     ptx::mbarrier_wait(shared.full[slot], step / kSlots % 2);
-    for (int i = threadIdx.x; i < (kStepK - exist) * YTile::kChunks; i += Config::kThreads) {
-      *reinterpret_cast<uint4*>(sY.chunk(exist + i / YTile::kChunks, i % YTile::kChunks)) =
-          make_uint4(0, 0, 0, 0);
+    if (exist < kStepK) {
+      // Of what was copied: all rows, or the first half.
+      const int copied = exist <= kStepK / 2 ? kStepK / 2 : kStepK;
+      for (int i = threadIdx.x; i < (copied - exist) * YTile::kChunks; i += Config::kThreads) {
+        *reinterpret_cast<uint4*>(sY.chunk(exist + i / YTile::kChunks, i % YTile::kChunks)) =
+            make_uint4(0, 0, 0, 0);
+      }
+      ptx::fence_proxy_async();
     }
+    ptx::cp_async_wait<kSlots - 2>();
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(sum[0]);
     if (step > 0 && step % (kSumDepth / kStepK) == 0) rounded.add(sum[0]);
-    ptx::fence_proxy_async();
     __syncthreads();
     start_copies(step + kSlots - 1);
-    ptx::wgmma_fence();
-    const ptx::MatrixDescriptor a_rows = sA.descriptor(), y_rows = sY.descriptor();
+    uint32_t a[kStepK / 16][4];
 #pragma unroll
     for (int k = 0; k < kStepK; k += 16) {
-      ptx::Wgmma<Element, true, kTranspose>::run(
-          sum[0], a_rows + (kTranspose ? ATile::row_step_bytes(k) : ATile::column_step_bytes(k)),
-          y_rows + YTile::row_step_bytes(k), true);
+      lines.load(a[k / 16], slot * static_cast<uint32_t>(sizeof(shared.sGranules[0])), k, exist);
+    }
+    ptx::wgmma_fence();
+    const ptx::MatrixDescriptor y_rows = sY.descriptor();
+#pragma unroll
+    for (int k = 0; k < kStepK; k += 16) {
+      if (k > 0 && k >= exist) break;
+      ptx::Wgmma<Element, true>::run(sum[0], a[k / 16], y_rows + YTile::row_step_bytes(k), true);
     }
     ptx::wgmma_commit_group();
   }
@@ -205,10 +218,19 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
   ArrayWgmmaParams launch_params;
   launch_params.product = params;
   // A tensor without rows is never copied from, but its map must be valid.
-  const cudaError_t error = encode_tensor_map(launch_params.y,
-                                              {y_rows > 0 ? params.y : params.out, params.type,
-                                               y_rows, 1, params.columns, params.y_stride, 0},
-                                              Config::kStepK, YTile::kBlockColumns);
+  const TensorMapSource source{y_rows > 0 ? params.y : params.out,
+                               params.type,
+                               y_rows,
+                               1,
+                               params.columns,
+                               params.y_stride,
+                               0};
+  cudaError_t error =
+      encode_tensor_map(launch_params.y, source, Config::kStepK, YTile::kBlockColumns);
+  if (error == cudaSuccess) {
+    error =
+        encode_tensor_map(launch_params.y_half, source, Config::kStepK / 2, YTile::kBlockColumns);
+  }
   if (error != cudaSuccess) return error;
   const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);

@@ -159,8 +159,8 @@ cudaError_t launch_f64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_
       "cuda.jagged_jagged_bmm_jagged_out.fma.f64");
 }
 
-// Whether the product runs on wgmma. Three products of TF32, whose operands must be split in shared
-// memory for it, are slower there.
+// Whether the product runs on wgmma. Three products of TF32, whose operands must be split for it, are
+// no faster there.
 bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
   constexpr int64_t kMaxInner = 1 << 20;
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies

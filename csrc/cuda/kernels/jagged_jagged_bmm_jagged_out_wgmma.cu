@@ -4,142 +4,161 @@
 // Grid: x, one CTA for each virtual tile of 64 rows of x (prim/jagged.cuh), then one for each
 // kZeroElems elements of the result, which writes zeros where there is no matrix
 // (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
-// rows. A CTA walks its columns in tiles of kTileN, and D in steps of 128 bytes. Its four warps are
-// one warpgroup; each owns 16 whole rows.
+// rows. A CTA walks its columns in tiles of up to kMaxColumns, all of them where it can, since then
+// x and y come from L2 once, and D in steps of 128 bytes. Its four warps are one warpgroup; each owns
+// 16 whole rows.
 //
-//     for each tile of columns, for each step i of D:
-//         wait for the copies of step i, start its product
-//         wait for the product before, __syncthreads
-//         start the copies that follow, into the slot that is free now
-//     and after the last step of a tile: wait for its product, store it
+//     for each tile of columns:
+//         start the copies of as many steps as there are slots
+//         for each step i of D:
+//             wait for the copies of step i, start its product, wait for it, __syncthreads
+//             start the copies that follow, into the slot that is free now
+//         store the tile from the slots' memory
 //
 // Tensor cores truncate as they add: every kSumDepth of D the sum is added to a rounded one
 // (RoundedSum).
 //
-// Storing: rows of z_b begin at any element. Eight at a time are written to shared memory as far
-// from a multiple of 16 bytes as they lie in global memory, and leave from there as aligned
-// granules; only those that another row shares leave element by element (f32: gemm/ragged_rows.cuh).
+// Storing: rows of z_b begin at any element (gemm/ragged_band.cuh).
 //
-// Shared memory: kSlots slots of x [64, 128 bytes] and y [kTileN, 128 bytes]; 8 rows for each warp.
+// Shared memory: kRingBytes, which hold slots of x [64, 128 bytes] and y [8 kBlocks, 128 bytes], as
+// many as fit, and once these are read a band of 16 rows for each warp.
 //
-// Barriers: full[slot], on which the bytes of a slot complete. One __syncthreads a step: all have
-// seen the product end whose slot is filled next. __syncwarp around a warp's rows.
+// Barriers: full[slot], on which the bytes of a slot complete; a thread of each warp arrives with
+// what it copies. One __syncthreads a step: all have seen the product end whose slot is filled next.
 //
-// Virtual tiles without rows, rows outside every sequence and matrices that do not fit return at
-// once, as does a sequence without columns. A copy may reach into the next sequence, which gives
-// elements that are not stored; past D both operands are zeros.
+// Virtual tiles without rows and rows outside every sequence return at once, as does a sequence
+// without columns; of a matrix that does not fit nothing is stored. Copies bring rows by 32, so they
+// may reach into the next sequence, which gives elements that are not stored, as do slots that are
+// not filled; past D both operands are zeros.
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/matrices.cuh"
-#include "cuda/kernels/gemm/ragged_rows.cuh"
+#include "cuda/kernels/gemm/ragged_band.cuh"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/hopper.h"
+#include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
+#include "cuda/kernels/prim/wgmma_wide.cuh"
 
 #include <type_traits>
 
 namespace jagged_cuda::gemm {
 namespace {
 
-// Chosen by time, of 16 bits on an H100, of TF32 on an H200 (docs/performance_log.md).
-template <typename Math_>
+constexpr int kColumnPart = 64;  // a part has a multiple of as many columns
+
+// kWide: all columns of most sequences in one tile. Chosen by time on an H200
+// (docs/performance_log.md).
+template <typename Math_, bool kWide_, bool kDeep_ = false>
 struct MatricesWgmmaConfig {
   using Math = Math_;
   using Element = typename Math::Element;
-  static constexpr bool kWide = sizeof(Element) == 4;
+  static constexpr bool kWide = kWide_;
+  static constexpr bool kDeep = kDeep_;  // D is more than kRoundedSteps steps
   static constexpr int kTileM = 64;
-  static constexpr int kStepK = 128 / sizeof(Element);
+  static constexpr int kRowBytes = 128;  // of a step of D
+  static constexpr int kStepK = kRowBytes / sizeof(Element);
   static constexpr int kProductK = 32 / sizeof(Element);  // of one wgmma
+  static constexpr int kProducts = kStepK / kProductK;
+  static constexpr int kRoundedSteps = kSumDepth / kStepK;
   static constexpr int kThreads = 128;
-  static constexpr int kTileN = kWide ? 128 : 64;
-  static constexpr int kSlots = kWide ? 4 : 3;
-  static constexpr int kMinCtas = kWide ? 2 : 4;
-};
-
-// Where a warp turns 8 rows of 16-bit elements: room for a shift, and lines whose banks differ.
-template <typename Element, int kTileN>
-struct ShiftedRows {
-  static constexpr int kLine = kTileN + 24;
-  static_assert(kLine / 2 % 32 == 12);
-
-  alignas(128) Element rows[8 * kLine];
+  // Two slots of the widest tile, and as many CTAs per SM as fit beside it; in registers too.
+  static constexpr int kMaxColumns = kWide ? 224 : 128;
+  static constexpr int kMinCtas = kWide ? 3 : kDeep ? 3 : 4;
+  static constexpr int kRingBytes = (kWide ? 72 : 54) * 1024;
+  static constexpr int kMaxSlots = 4;
+  static_assert(2 * (kTileM + kMaxColumns) * kRowBytes <= kRingBytes);
 };
 
 template <typename Config>
 struct MatricesWgmmaStorage {
-  using Element = typename Config::Element;
-  using XTile = WarpgroupTile<Element, Config::kTileM, Config::kStepK>;
-  using YTile = WarpgroupTile<Element, Config::kTileN, Config::kStepK>;
-  using WarpRows =
-      std::conditional_t<Config::kWide, RaggedRows, ShiftedRows<Element, Config::kTileN>>;
+  using Band = RaggedBand<typename Config::Element, Config::kMaxColumns>;
+  static_assert(Config::kThreads / 32 * sizeof(Band) <= Config::kRingBytes);
 
-  XTile sX[Config::kSlots];
-  YTile sY[Config::kSlots];
-  WarpRows sRows[Config::kThreads / 32];
-  uint64_t full[Config::kSlots];
+  union {
+    alignas(1024) char ring[Config::kRingBytes];
+    Band bands[Config::kThreads / 32];
+  };
+  uint64_t full[Config::kMaxSlots];
+};
+
+// Tensor maps of one operand: boxes of 128 bytes and of as many rows.
+struct RowBoxes {
+  CUtensorMap rows_64, rows_32;
 };
 
 struct MatricesWgmmaParams {
-  CUtensorMap x, y;  // boxes of 64 rows and 128 bytes
+  RowBoxes x, y;
   JaggedJaggedBmmJaggedOutParams product;
   int64_t row_tiles;
 };
 
-// Stores a warp's 16 rows, [rows, columns] of which exist: `global` is the first, `pitch` elements
-// lead to the next. All lanes call it together.
-template <int kTileN, typename Element>
-__device__ __forceinline__ void store_shifted(const float (&sum)[kTileN / 8][4],
-                                              ShiftedRows<Element, kTileN>& warp, Element* global,
-                                              int64_t pitch, int rows, int columns) {
-  constexpr int kGranule = 8, kGranules = kTileN / kGranule;
-  constexpr int kLine = ShiftedRows<Element, kTileN>::kLine;
-  Element* sRows = warp.rows;
-  static_assert(32 % kGranules == 0);
-  const int lane = threadIdx.x % 32;
-  const auto shift_of = [](const Element* row) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(Element) % kGranule);
-  };
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (8 * half >= rows) return;
-    Element* gHalf = global + 8 * half * pitch;
-    Element* sRow = sRows + lane / 4 * kLine + shift_of(gHalf + lane / 4 * pitch) + lane % 4 * 2;
-    __syncwarp();  // the rows before have been read
-#pragma unroll
-    for (int block = 0; block < kTileN / 8; ++block) {
-      if (8 * block >= columns) break;
-      sRow[8 * block] = from_sum<Element>(sum[block][2 * half]);
-      sRow[8 * block + 1] = from_sum<Element>(sum[block][2 * half + 1]);
-    }
-    __syncwarp();  // the rows are there for all lanes
+// Rows by 32, as copies bring them.
+__device__ __forceinline__ int copied_rows(int rows) { return (rows + 31) / 32 * 32; }
 
-    // Granules that the row fills.
-#pragma unroll
-    for (int step = 0; step < 8; step += 32 / kGranules) {
-      const int line = step + lane / kGranules, elem = lane % kGranules * kGranule;
-      Element* gRow = gHalf + line * pitch;
-      const int shift = shift_of(gRow);
-      if (8 * half + line < rows && elem >= shift && elem + kGranule <= shift + columns) {
-        *reinterpret_cast<uint4*>(gRow - shift + elem) =
-            *reinterpret_cast<const uint4*>(&sRows[line * kLine + elem]);
-      }
-    }
-    // The elements before the first and after the last of them.
-#pragma unroll
-    for (int step = 0; step < 8; step += 2) {
-      const int line = step + lane / 16, place = lane % kGranule;
-      const bool is_tail = lane % 16 >= kGranule;
-      Element* gRow = gHalf + line * pitch;
-      const int shift = shift_of(gRow), last = shift + columns;
-      const int tail = last / kGranule * kGranule;
-      const bool exists = is_tail ? tail > 0 || shift == 0 : shift > 0;
-      const int elem = (is_tail ? tail : 0) + place;
-      if (8 * half + line < rows && exists && elem >= shift && elem < last) {
-        gRow[elem - shift] = sRows[line * kLine + elem];
-      }
-    }
+// Starts the copy of 64 or 32 rows of step `k`; one thread alone.
+__device__ __forceinline__ void copy_rows(void* shared, const RowBoxes& boxes, int k, int64_t row,
+                                          int rows, uint64_t& full) {
+  ptx::cp_async_bulk_tensor_3d(shared, rows == 64 ? boxes.rows_64 : boxes.rows_32, k, 0,
+                               static_cast<int>(row), full);
+}
+
+// Where the operands of a tile of 8 kBlocks columns lie in the ring.
+template <typename Config, int kBlocks>
+struct Slots {
+  using XTile = WarpgroupTile<typename Config::Element, Config::kTileM, Config::kStepK>;
+  using YTile = WarpgroupTile<typename Config::Element, 8 * kBlocks, Config::kStepK>;
+  static constexpr int kSlotBytes = sizeof(XTile) + sizeof(YTile);
+  static constexpr int kFitting = Config::kRingBytes / kSlotBytes;
+  static constexpr int kCount = kFitting < Config::kMaxSlots ? kFitting : Config::kMaxSlots;
+  static_assert(kCount >= 2);
+
+  char* ring;
+  uint64_t* full;
+  uint32_t parities;  // bit i: of the phase of full[i] that comes next
+
+  __device__ __forceinline__ XTile& x(int slot) const {
+    return *reinterpret_cast<XTile*>(ring + slot * kSlotBytes);
   }
+  __device__ __forceinline__ YTile& y(int slot) const {
+    return *reinterpret_cast<YTile*>(ring + slot * kSlotBytes + sizeof(XTile));
+  }
+  __device__ __forceinline__ void wait(int slot) {
+    ptx::mbarrier_wait(full[slot], parities >> slot & 1);
+    parities ^= 1u << slot;
+  }
+  __device__ __forceinline__ static int next(int slot) { return slot + 1 == kCount ? 0 : slot + 1; }
+};
+
+// sum = x y^T over `steps` steps, of which as many as there are slots have been started;
+// start_copies(step, slot) starts another. Nobody reads the slots afterwards.
+template <typename Config, int kBlocks, typename StartCopies>
+__device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], Slots<Config, kBlocks>& slots,
+                                         int steps, StartCopies start_copies) {
+  using XTile = typename Slots<Config, kBlocks>::XTile;
+  using YTile = typename Slots<Config, kBlocks>::YTile;
+  RoundedSum<kBlocks> rounded;
+#pragma unroll 1
+  for (int step = 0, slot = 0; step < steps; ++step) {
+    if (Config::kDeep && step > 0 && step % Config::kRoundedSteps == 0) rounded.add(sum);
+    slots.wait(slot);
+    ptx::wgmma_fence();
+    const ptx::MatrixDescriptor x = slots.x(slot).descriptor(), y = slots.y(slot).descriptor();
+#pragma unroll
+    for (int p = 0; p < Config::kProducts; ++p) {
+      const int k = p * Config::kProductK;
+      ptx::WideWgmma<typename Config::Element>::run(sum, x + XTile::column_step_bytes(k),
+                                                    y + YTile::column_step_bytes(k));
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(sum);
+    __syncthreads();  // nobody reads the slot any more
+    if (threadIdx.x % 32 == 0) start_copies(step + Slots<Config, kBlocks>::kCount, slot);
+    slot = slots.next(slot);
+  }
+  if (Config::kDeep) rounded.finish(sum);
 }
 
 template <typename Config>
@@ -148,10 +167,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     const __grid_constant__ MatricesWgmmaParams launch) {
   using Element = typename Config::Element;
   using Storage = MatricesWgmmaStorage<Config>;
-  using XTile = typename Storage::XTile;
-  using YTile = typename Storage::YTile;
-  constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStepK = Config::kStepK;
-  constexpr int kSlots = Config::kSlots, kBox = 64;
+  constexpr int kTileM = Config::kTileM, kStepK = Config::kStepK;
   extern __shared__ __align__(1024) char matrices_wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<Storage*>(matrices_wgmma_shared_bytes);
   const JaggedJaggedBmmJaggedOutParams& params = launch.product;
@@ -163,94 +179,87 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   }
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensormap(launch.x);
-    ptx::prefetch_tensormap(launch.y);
-    for (int slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(shared.full[slot], 1);
+    for (const RowBoxes* boxes : {&launch.x, &launch.y}) {
+      ptx::prefetch_tensormap(boxes->rows_64);
+      ptx::prefetch_tensormap(boxes->rows_32);
+    }
+    for (int slot = 0; slot < Config::kMaxSlots; ++slot) {
+      ptx::mbarrier_init(shared.full[slot], Config::kThreads / 32);
+    }
     ptx::fence_mbarrier_init();
   }
-  const JaggedTile tile = find_tile<kTileM>(params.matrices.rows, blockIdx.x);
+  const JaggedTile tile = find_tile_narrow<kTileM>(params.matrices.rows, blockIdx.x);
   if (tile.seq < 0 || tile.row >= tile.rows.len) return;
+  // Copies do not wait for what only storing needs: of a matrix that does not fit nothing is stored.
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
-  const int64_t pitch = matrix.columns.len;
-  const int64_t each = gridDim.y == 1 ? pitch : (pitch / kTileN + gridDim.y) / gridDim.y * kTileN;
-  if (!matrix.fits || blockIdx.y * each >= pitch) return;
+  const bool is_square = params.matrices.columns.data == params.matrices.rows.data &&
+                         params.matrices.columns.total == params.matrices.rows.total;
+  const RowRange all_columns = is_square ? tile.rows : matrix.columns;
+  const int64_t pitch = all_columns.len;
+  constexpr int kPart = kColumnPart;
+  const int64_t each = gridDim.y == 1 ? pitch : (pitch / kPart + gridDim.y) / gridDim.y * kPart;
+  if (blockIdx.y * each >= pitch) return;
   const int begin = static_cast<int>(blockIdx.y * each);
   const int end = static_cast<int>(min(begin + each, pitch));
   const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
-  const int inner = static_cast<int>(params.inner);
-
-  int load_n = begin, load_k = 0, load_slot = 0;
-  const auto start_next = [&] {  // one thread alone
-    if (load_n >= end) return;
-    uint64_t& full = shared.full[load_slot];
-    const int boxes = min(kTileN / kBox, (end - load_n + kBox - 1) / kBox);
-    ptx::mbarrier_arrive_expect_tx(full, (1 + boxes) * kBox * kStepK * sizeof(Element));
-    ptx::cp_async_bulk_tensor_3d(shared.sX[load_slot].data, launch.x, load_k, 0,
-                                 static_cast<int>(tile.rows.begin + tile.row), full);
-    for (int box = 0; box < boxes; ++box) {
-      ptx::cp_async_bulk_tensor_3d(
-          shared.sY[load_slot].data + box * kBox * kStepK, launch.y, load_k, 0,
-          static_cast<int>(matrix.columns.begin) + load_n + box * kBox, full);
-    }
-    load_slot = load_slot + 1 == kSlots ? 0 : load_slot + 1;
-    load_k += kStepK;
-    if (load_k >= inner) load_k = 0, load_n += kTileN;
-  };
-
-  __syncthreads();  // the barriers are initialised
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kSlots; ++slot) start_next();
-  }
+  const int inner = static_cast<int>(params.inner), steps = (inner + kStepK - 1) / kStepK;
   const int warp = threadIdx.x / 32;
-  Element* gRows = gOut + matrix.begin + (tile.row + 16 * warp) * pitch;
-  int slot = 0, parity = 0;
+  uint32_t parities = 0;
+  __syncthreads();  // the barriers are initialised
+
   // The columns of a tile from n on, of which 8 kBlocks are computed.
-  const auto multiply_columns = [&](auto num_blocks, int n) {
+  const auto multiply_columns = [&](auto num_blocks, int n, int columns) {
     constexpr int kBlocks = decltype(num_blocks)::value;
-    const int columns = min(end - n, kTileN);
-    float sum[kBlocks][4];
-    RoundedSum<kBlocks> rounded;
-    for (int k = 0; k < inner; k += kStepK) {
-      const int depth = k % kSumDepth;  // that the sum has
-      if (k > 0 && depth == 0) {
-        ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(sum);
-        rounded.add(sum);
+    Slots<Config, kBlocks> slots{shared.ring, shared.full, parities};
+    const int x_rows = copied_rows(rows), y_rows = copied_rows(columns);
+    // To start a copy takes a thread some hundred cycles: one of each warp starts one, of x or of 64
+    // rows of y, the first warp two where y has more than three times as many.
+    const int x_part = warp == 0 ? x_rows : 0, y_part = (warp + 3) % 4 * 64,
+              y_part_rows = min(max(y_rows - y_part, 0), 64);
+    const auto start_copies = [&](int step, int slot) {
+      if (step >= steps) return;
+      uint64_t& full = shared.full[slot];
+      const int k = step * kStepK;
+      ptx::mbarrier_arrive_expect_tx(full, (x_part + y_part_rows) * Config::kRowBytes);
+      if (x_part > 0) {
+        copy_rows(slots.x(slot).data, launch.x, k, tile.rows.begin + tile.row, x_part, full);
       }
-      ptx::mbarrier_wait(shared.full[slot], parity);
-      ptx::wgmma_fence();
-      const ptx::MatrixDescriptor x_rows = shared.sX[slot].descriptor(),
-                                  y_rows = shared.sY[slot].descriptor();
-#pragma unroll
-      for (int step = 0; step < kStepK; step += Config::kProductK) {
-        ptx::Wgmma<Element, false>::run(sum, x_rows + XTile::column_step_bytes(step),
-                                        y_rows + YTile::column_step_bytes(step),
-                                        depth > 0 || step > 0);
+      if (y_part_rows > 0) {
+        copy_rows(slots.y(slot).data + y_part * kStepK, launch.y, k, all_columns.begin + n + y_part,
+                  y_part_rows, full);
       }
-      ptx::wgmma_commit_group();
-      const bool first = n == begin && k == 0;
-      if (!first) {
-        ptx::wgmma_wait_group<1>();
-        __syncthreads();
-        if (threadIdx.x == 0) start_next();
-      }
-      if (++slot == kSlots) slot = 0, parity ^= 1;
+    };
+    if (threadIdx.x % 32 == 0) {
+      for (int slot = 0; slot < slots.kCount; ++slot) start_copies(slot, slot);
     }
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(sum);
-    rounded.finish(sum);
-    const int rows_left = rows - 16 * warp;
-    if constexpr (Config::kWide) {
-      shared.sRows[warp].store(sum, gRows + n, static_cast<int>(pitch), rows_left, columns);
-    } else {
-      store_shifted<kTileN>(sum, shared.sRows[warp], gRows + n, pitch, rows_left, columns);
+    float sum[kBlocks][4] = {};
+    multiply(sum, slots, steps, start_copies);
+    parities = slots.parities;
+    if (matrix.fits) {
+      Element* gRows = gOut + matrix.begin + (tile.row + 16 * warp) * pitch;
+      shared.bands[warp].store(sum, gRows + n, pitch, rows - 16 * warp, columns);
     }
+    shared.bands[warp].end_store();
   };
-  for (int n = begin; n < end; n += kTileN) {
-    if (kTileN > 64 && end - n <= 64) {
-      multiply_columns(std::integral_constant<int, 8>{}, n);
-    } else {
-      multiply_columns(std::integral_constant<int, kTileN / 8>{}, n);
+  // Tiles alike, of a multiple of 32 columns.
+  const int tiles = (end - begin + Config::kMaxColumns - 1) / Config::kMaxColumns;
+  const int width = copied_rows((end - begin + tiles - 1) / tiles);
+  for (int n = begin; n < end; n += width) {
+    const int columns = min(end - n, width);
+    if (n > begin) {
+      ptx::fence_proxy_async();
+      __syncthreads();  // the bands have been read, and written before copies replace them
+    }
+    if (width <= 64) {
+      multiply_columns(std::integral_constant<int, 8>{}, n, columns);
+    } else if (width <= 128) {
+      multiply_columns(std::integral_constant<int, 16>{}, n, columns);
+    } else if constexpr (Config::kMaxColumns > 128) {
+      if (width <= 192) {
+        multiply_columns(std::integral_constant<int, 24>{}, n, columns);
+      } else {
+        multiply_columns(std::integral_constant<int, Config::kMaxColumns / 8>{}, n, columns);
+      }
     }
   }
 }
@@ -258,15 +267,16 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
 template <typename Math>
 constexpr PathName kPath = PathName("cuda.jagged_jagged_bmm_jagged_out.wgmma.") + Math::kName;
 
-template <typename Math>
-cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
-  using Config = MatricesWgmmaConfig<Math>;
+template <typename Config>
+cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
   const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
-  const auto encode = [&](CUtensorMap& map, const void* data, int64_t count, int64_t stride) {
+  const auto encode = [&](RowBoxes& boxes, const void* data, int64_t count, int64_t stride) {
     // A tensor without rows is never copied from, but its map must be valid.
-    return encode_tensor_map(
-        map, {count > 0 ? data : params.out, params.type, count, 1, params.inner, stride, 0}, 64,
-        Config::kStepK);
+    const TensorMapSource source{
+        count > 0 ? data : params.out, params.type, count, 1, params.inner, stride, 0};
+    const cudaError_t error = encode_tensor_map(boxes.rows_64, source, 64, Config::kStepK);
+    if (error != cudaSuccess) return error;
+    return encode_tensor_map(boxes.rows_32, source, 32, Config::kStepK);
   };
   MatricesWgmmaParams launch_params;
   launch_params.product = params;
@@ -276,11 +286,27 @@ cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
     error = encode(launch_params.y, params.y, columns.total, params.y_stride);
   }
   if (error != cudaSuccess) return error;
-  const ColumnSplit split = split_columns(columns.total, Config::kTileN, launch_params.row_tiles);
+  const ColumnSplit split = split_columns(columns.total, kColumnPart, launch_params.row_tiles);
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
       launch_params, {ctas, split.parts}, Config::kThreads, sizeof(MatricesWgmmaStorage<Config>),
-      stream, kPath<Math>);
+      stream, kPath<typename Config::Math>);
+}
+
+template <typename Math>
+cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+  using Deep = MatricesWgmmaConfig<Math, false, true>;
+  if (params.inner > Deep::kRoundedSteps * Deep::kStepK) {
+    return launch_config<Deep>(params, stream);
+  }
+  // Which tile is a matter of time alone: the sums are the same.
+  const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
+  constexpr int64_t kFewColumns = 48;  // on average: short sequences gain from more CTAs
+  constexpr int64_t kFewTiles = 1024;
+  const bool is_wide = columns.total > kFewColumns * columns.num_seqs &&
+                       num_tiles(rows.total, rows.num_seqs, Deep::kTileM) >= kFewTiles;
+  return is_wide ? launch_config<MatricesWgmmaConfig<Math, true>>(params, stream)
+                 : launch_config<MatricesWgmmaConfig<Math, false>>(params, stream);
 }
 
 }  // namespace

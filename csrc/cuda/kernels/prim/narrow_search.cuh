@@ -1,0 +1,49 @@
+// find_tile of prim/jagged.cuh in 32-bit arithmetic, for tensors of fewer than 2^30 rows and grids of
+// fewer than 2^31 tiles.
+#pragma once
+
+#include "cuda/kernels/prim/jagged.cuh"
+
+#include <cstdint>
+
+namespace jagged_cuda {
+
+#ifdef __CUDACC__
+
+// The tile with index `tile`, out of num_tiles(); all 32 lanes of a warp together.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile) {
+  const uint32_t lane = threadIdx.x % 32, total = static_cast<uint32_t>(offsets.total),
+                 segments = static_cast<uint32_t>(offsets.num_seqs) + 2;
+  // The first row of segment `index`, which lies within (0, segments).
+  const auto bound_of = [&](uint32_t index) -> uint32_t {
+    return static_cast<uint32_t>(clamped_offset(offsets, index - 1));
+  };
+  // The first tile of `low` is not behind `tile`, that of `high` is; begin and end are their bounds.
+  uint32_t low = 0, high = segments, begin = 0, end = total;
+  while (high - low > 1) {
+    const uint32_t step = (high - low + 32) / 33, probe = low + step * (lane + 1);
+    const bool exists = probe < high;
+    const uint32_t bound = exists ? bound_of(probe) : total;
+    // The lanes before the first that has not passed: with wrong offsets others may follow.
+    const unsigned stopped = ~__ballot_sync(0xffffffffu, exists && bound / kTile + probe <= tile);
+    const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
+    const uint32_t first = __shfl_sync(0xffffffffu, bound, passed - 1),
+                   last = __shfl_sync(0xffffffffu, bound, passed);
+    low += step * passed;
+    if (passed > 0) begin = first;
+    if (low + step < high) {
+      high = low + step;
+      end = last;
+    }
+  }
+  const bool inside = low >= 1 && low + 1 < segments;
+  const uint32_t len = end > begin ? end - begin : 0;
+  return {inside ? static_cast<int64_t>(low) - 1 : -1,
+          {static_cast<int64_t>(begin), static_cast<int64_t>(len)},
+          static_cast<int64_t>((tile - (begin / kTile + low)) * kTile)};
+}
+
+#endif  // __CUDACC__
+
+}  // namespace jagged_cuda
