@@ -70,7 +70,7 @@ struct LongBackwardConfig {
   static constexpr int kWarpgroups = 2;
   static constexpr int kTileN = 128;
   // S and dP of a step take together 64 registers at 128 dims, 128 at 64.
-  static constexpr int kStep = kDim == 64 ? 128 : 64;
+  static constexpr int kStep = kDim == 64 ? kLongNarrowStep : kLongStep;
   static constexpr int kStages = kDim == 64 ? 2 : 3;  // as many as there is room for
   static constexpr int kScoreStages = 2;
   // Chunks of lse or delta that a lane loads ahead of their use, two pairs of queries each.
@@ -97,44 +97,63 @@ struct LongBackwardParams {
 
 template <typename Config>
 struct LongWorkspace {
-  static constexpr int kChunk = kLongGroupRows * 64;  // floats that a warp holds of dQ
-  static constexpr int kChunks = Config::kDim / 64;   // of one group of rows and head
+  static constexpr int kChunk = 16 * 64;                     // floats that a warp holds of dQ,
+  static constexpr int kPart = 4 * kChunk;                   // a warpgroup,
+  static constexpr int kSums = Config::kWarpgroups * kPart;  // and all of one step and head
+  static_assert(kSums == Config::kStep * Config::kDim);
 
-  // lse and delta of kStep queries of one head, one after the other, of the tile that holds row
-  // `row` of a sequence that begins at `begin`; in the order of statistics_place().
+  // The step, in the workspaces, that holds row `row` of a sequence that begins at row `begin`, and
+  // head.
+  __device__ __forceinline__ static int64_t step(const AttentionBackwardParams& params,
+                                                 int64_t begin, int row, int head) {
+    return (long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep) * params.heads +
+           head;
+  }
+
+  // lse and delta of its queries, one after the other, in the order of statistics_place().
   __device__ __forceinline__ static float* statistics(const AttentionBackwardParams& params,
-                                                      int64_t begin, int row, int head) {
-    const int64_t tile = long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep;
-    return params.long_statistics + (tile * params.heads + head) * (2 * Config::kStep);
+                                                      int64_t step) {
+    return params.long_statistics + step * (2 * Config::kStep);
   }
   // The pairs of queries that a lane has as columns of two blocks of scores, side by side.
   __device__ __forceinline__ static int statistics_place(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
   }
+  // A warpgroup's part of its dQ.
   __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
-                                                  int64_t begin, int row, int head) {
-    const int64_t group = long_unit<kLongMinRows, kLongGroupRows>(begin) + row / kLongGroupRows;
-    return params.long_grad_q + (group * params.heads + head) * (kChunks * kChunk);
+                                                  int64_t step, int warpgroup) {
+    return params.long_grad_q + step * kSums + warpgroup * kPart;
+  }
+  __device__ __forceinline__ static int* ticket(const AttentionBackwardParams& params, int64_t step,
+                                                int warpgroup) {
+    return params.long_tickets + step * Config::kWarpgroups + warpgroup;
   }
 };
 
-// --- what comes before and after: tiles of kPreparedRows queries of one head
+// Which tiles of keys see some of the queries of the step at row `row`: exactly those in whose
+// StepRange it is.
+template <int kTileN, int kStep>
+struct TileRange {
+  int first;
+  int last;  // first if there are none
+
+  __device__ __forceinline__ TileRange(const WindowOf<int>& window, int row, int num_keys) {
+    const int first_key = window.first_column(row),
+              last_key = window.last_column(row, kStep, num_keys);
+    first = first_key / kTileN;
+    last = last_key > first_key ? (last_key + kTileN - 1) / kTileN : first;
+  }
+};
+
+__device__ __forceinline__ WindowOf<int> keys_window(const AttentionParams& params, int num_queries,
+                                                     int num_keys) {
+  return {num_keys - num_queries, window_rows32(params.window_left),
+          window_rows32(params.window_right)};
+}
+
+// --- what comes before: tiles of kPreparedRows queries of one head
 
 constexpr int kPreparedRows = 128, kPrepareThreads = 256;
-
-// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th; at
-// once done where there are none.
-template <typename Visit>
-__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
-  ptx::griddepcontrol_wait();
-  if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
-  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
-  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
-    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
-      visit(tile);
-  }
-}
 
 template <typename Config>
 __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
@@ -157,14 +176,20 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
     grad_out[i] =
         ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
   }
-  const int groups = (rows + kLongGroupRows - 1) / kLongGroupRows;
-  constexpr int kGroupFloats = Workspace::kChunks * Workspace::kChunk;
-  for (int index = threadIdx.x; index < groups * (kGroupFloats / 4); index += kPrepareThreads) {
-    const int group = index / (kGroupFloats / 4), place = index % (kGroupFloats / 4);
-    ptx::st_global_16(
-        Workspace::grad_q(params, tile.rows.begin, first_row + group * kLongGroupRows, head) +
-            place * 4,
-        make_uint4(0, 0, 0, 0));
+  // Queries that no key sees are in no step.
+  const int num_keys = keys_of(params, tile.seq, num_queries);
+  const WindowOf<int> window = keys_window(params, num_queries, num_keys);
+#pragma unroll 1
+  for (int first = 0; first < rows; first += Config::kStep) {
+    const TileRange<Config::kTileN, Config::kStep> tiles(window, first_row + first, num_keys);
+    if (tiles.first < tiles.last) continue;
+    const int last = min(rows, first + Config::kStep);
+    for (int row = first + own_row; row < last; row += kRowStep) {
+      if (chunk * 8 < params.dim_qk)
+        ptx::st_global_16(
+            row_of<Element>(params.grad_q, tile.rows.begin + first_row + row, head) + chunk * 8,
+            make_uint4(0, 0, 0, 0));
+    }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -187,7 +212,8 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
       if (params.grad_lse != nullptr)
         delta -= static_cast<const float*>(params.grad_lse)[statistic];
     }
-    float* statistics = Workspace::statistics(params, tile.rows.begin, first_row + row, head) +
+    float* statistics = Workspace::statistics(params, Workspace::step(params, tile.rows.begin,
+                                                                      first_row + row, head)) +
                         Workspace::statistics_place(row % Config::kStep);
     statistics[0] = lse_log2;
     statistics[Config::kStep] = delta;
@@ -195,47 +221,22 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
 }
 
 template <typename Config>
-__device__ __forceinline__ void finish_tile(const AttentionBackwardParams& params,
-                                            const JaggedTile& tile) {
-  using Element = typename Config::Element;
-  using Workspace = LongWorkspace<Config>;
-  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
-  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
-  constexpr int kUnits = kPreparedRows / kLongGroupRows * Workspace::kChunks;
-#pragma unroll
-  for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
-    const int row = unit / Workspace::kChunks * kLongGroupRows, column = unit % Workspace::kChunks;
-    if (row >= rows) continue;
-    const float* source = Workspace::grad_q(params, tile.rows.begin, first_row + row, head) +
-                          column * Workspace::kChunk + lane * 4;
-    Accumulator<1, 8> dq;
-#pragma unroll
-    for (int block = 0; block < 8; ++block) {
-      const float4 sums = __ldcs(reinterpret_cast<const float4*>(source + block * 128));
-      dq[0][block][0] = sums.x;
-      dq[0][block][1] = sums.y;
-      dq[0][block][2] = sums.z;
-      dq[0][block][3] = sums.w;
-    }
-    store_quads(dq, scales,
-                row_of<Element>(params.grad_q, tile.rows.begin + first_row + row + lane / 4, head) +
-                    column * 64,
-                params.grad_q.row_stride, rows - row - lane / 4, params.dim_qk - column * 64, lane);
-  }
-}
-
-template <typename Config>
 __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     const __grid_constant__ AttentionBackwardParams params) {
-  for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
-}
-
-template <typename Config>
-__global__ __launch_bounds__(kPrepareThreads) void finish_long(
-    const __grid_constant__ AttentionBackwardParams params) {
-  for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
+  ptx::griddepcontrol_wait();
+  if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
+  // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
+  const int64_t tickets = long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
+  for (int64_t index =
+           (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
+       index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
+    params.long_tickets[index] = 0;
+  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
+    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
+      prepare_tile<Config>(params, tile);
+  }
 }
 
 // --- the kernel
@@ -253,10 +254,18 @@ struct KeyItem {
 };
 
 // Queries [query, query + kStep) of one head.
-struct alignas(16) LongStep {
-  float* grad_q;  // the sums of its first row
+struct alignas(8) LongStep {
   int query;
   int next;  // flags of the next step: nothing waits for them when it begins
+};
+
+// Where a warpgroup leaves its part of a step's dQ that is complete. Rows are 0 where other tiles of
+// keys still add to it.
+struct alignas(16) CompleteStep {
+  int query_row;  // in q
+  int rows;
+  int head;
+  int adds;  // whether what other tiles have added is in shared memory
 };
 
 // What decides how a step runs, in one word.
@@ -276,8 +285,7 @@ __device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& p
       .transposed();
 }
 
-// Steps of an item: for each head of the group all queries, from some of the first on, so that the
-// CTAs at work do not all add to the same sums.
+// Steps of an item: for each head of the group all queries that see one of its keys.
 template <int kStep>
 struct StepRange {
   int first;
@@ -290,6 +298,13 @@ struct StepRange {
   }
 };
 
+// Whether a sequence's tiles of keys are taken from the last to the first: where late keys are seen by
+// more queries, they come first.
+__device__ __forceinline__ bool keys_fall(const AttentionParams& params) {
+  return params.window_left < AttentionParams::kUnbounded &&
+         params.window_right >= AttentionParams::kUnbounded;
+}
+
 // Which queries a step takes, and its flags; `member` is a head's place in its group, and a step
 // behind the last of one head is the first of the next.
 template <typename Config>
@@ -298,17 +313,12 @@ class StepOrder {
   __device__ __forceinline__ StepOrder(const AttentionParams& attention, const KeyItem& item)
       : window_(queries_window(attention, item)),
         range_(item, window_),
-        heads_(attention.heads / attention.kv_heads) {
-    const bool rotates = attention.window_left >= AttentionParams::kUnbounded &&
-                         attention.window_right >= AttentionParams::kUnbounded;
-    if (rotates && range_.count > 0)
-      start_ = static_cast<int>(static_cast<int64_t>(item.key) * range_.count / item.num_keys);
-  }
+        heads_(attention.heads / attention.kv_heads),
+        rises_(keys_fall(attention)) {}
 
   __device__ __forceinline__ int count() const { return range_.count; }
   __device__ __forceinline__ int query(int index) const {
-    const int turned = start_ + index;
-    return range_.first + (turned < range_.count ? turned : turned - range_.count) * Config::kStep;
+    return range_.first + (rises_ ? index : range_.count - 1 - index) * Config::kStep;
   }
   __device__ __forceinline__ int flags(const KeyItem& item, int member, int index) const {
     if (index == range_.count) {
@@ -330,7 +340,7 @@ class StepOrder {
   WindowOf<int> window_;
   StepRange<Config::kStep> range_;
   int heads_;
-  int start_ = 0;
+  bool rises_;
 };
 
 template <typename Config>
@@ -343,19 +353,21 @@ struct LongBackwardStorage {
   KeyRows sK, sV;
   QueryRows sQ[Config::kStages], sGradOut[Config::kStages];
   ScoreRows sGradScores[Config::kScoreStages];
-  float sGradQ[Config::kWarpgroups * 4][kLongGroupRows * 64];  // a chunk of each warp
-  float sStatistics[Config::kStages][2][Config::kStep];        // lse and delta
+  float sGradQ[Config::kWarpgroups * 4][LongWorkspace<Config>::kChunk];  // a chunk of each warp
+  float sStatistics[Config::kStages][2][Config::kStep];                  // lse and delta
+  CompleteStep complete[Config::kWarpgroups];
   LongStep steps[Config::kStages];
   KeyItem item[kItems];
   Ring<kItems> items;
   Ring<Config::kStages> ring;
-  uint64_t keys_full, keys_empty;
+  uint64_t keys_full, keys_empty, wanted;
+  uint64_t sums_full[Config::kWarpgroups], sums_ready[Config::kWarpgroups];
   uint64_t scores_full[Config::kScoreStages], scores_empty[Config::kScoreStages];
 };
 static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64>>) <= 227 * 1024);
 static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128>>) <= 227 * 1024);
 
-// Takes items from the plan, one ahead; one warp.
+// Takes items from the plan; one warp.
 template <typename Config>
 __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
                                               LongBackwardStorage<Config>& shared) {
@@ -370,13 +382,13 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     __syncwarp();
     place.advance();
   };
-  // Where late keys are seen by more queries, they come first.
-  const bool descending = attention.window_left < AttentionParams::kUnbounded &&
-                          attention.window_right >= AttentionParams::kUnbounded;
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
   PlannedSequence sequence;
   int64_t index;
-  while (items.next(sequence, index)) {
+  int wanted_parity = 1;
+  for (;;) {
+    ptx::mbarrier_wait(shared.wanted, wanted_parity);
+    if (!items.next(sequence, index)) break;
     const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
                             ? RowRange{sequence.begin, sequence.num_queries}
                             : sequence_rows(attention.kv_offsets, sequence.seq);
@@ -384,19 +396,21 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
     // Wrong offsets make a plan whose numbers overflow.
     if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.kv_heads) continue;
-    const int tile = static_cast<int>(index % tiles);
+    // Heads fastest, so that the tiles of one head begin one behind the other.
+    const int tile = static_cast<int>(index / attention.kv_heads);
     KeyItem item;
-    item.key = (descending ? tiles - 1 - tile : tile) * Config::kTileN;
+    item.key = (keys_fall(attention) ? tiles - 1 - tile : tile) * Config::kTileN;
     item.query_begin = sequence.begin;
     item.key_begin = static_cast<int>(kv.begin) + item.key;
     item.keys = min(Config::kTileN, num_keys - item.key);
     item.num_queries = sequence.num_queries;
     item.num_keys = num_keys;
-    item.kv_head = static_cast<int>(index / tiles);
+    item.kv_head = static_cast<int>(index % attention.kv_heads);
     item.is_end = false;
     const StepOrder<Config> order(attention, item);
     item.first_step = order.count() > 0 ? order.flags(item, 0, 0) : 0;
     publish(item);
+    wanted_parity ^= 1;
   }
   KeyItem end = {};
   end.is_end = true;
@@ -409,6 +423,7 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
                                            LongBackwardStorage<Config>& shared) {
   using Storage = LongBackwardStorage<Config>;
   using Workspace = LongWorkspace<Config>;
+  constexpr int kStepsAhead = 3;
   const AttentionBackwardParams& attention = params.attention;
   const int group = attention.heads / attention.kv_heads;
   RingPosition<Storage::kItems> place;
@@ -420,14 +435,19 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
     shared.items.release(place.advance());
     if (item.is_end) return;
     const StepOrder<Config> order(attention, item);
+    int steps_left = group * order.count();
+    if (steps_left == 0) ptx::mbarrier_arrive(shared.wanted);
     for (int member = 0; member < group; ++member) {
       const int head = item.kv_head * group + member;
       for (int i = 0; i < order.count(); ++i) {
         const int query = order.query(i);
+        // The next item is taken as late as it can be: until then others may take it.
+        if (steps_left == kStepsAhead || (steps_left < kStepsAhead && member == 0 && i == 0))
+          ptx::mbarrier_arrive(shared.wanted);
+        --steps_left;
         shared.ring.acquire(slot);
         const int stage = slot.advance();
-        shared.steps[stage] = {Workspace::grad_q(attention, item.query_begin, query, head), query,
-                               order.flags(item, member, i + 1)};
+        shared.steps[stage] = {query, order.flags(item, member, i + 1)};
         uint64_t& full = shared.ring.full[stage];
         ptx::mbarrier_arrive_expect_tx(
             full, 2 * sizeof(shared.sQ[0].data) + sizeof(shared.sStatistics[0]));
@@ -441,11 +461,84 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
           copy_expected_tile(shared.sV, params.v, item.key_begin, item.kv_head, shared.keys_full);
         }
         copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
-        ptx::cp_async_bulk(shared.sStatistics[stage],
-                           Workspace::statistics(attention, item.query_begin, query, head),
-                           sizeof(shared.sStatistics[0]), full);
+        ptx::cp_async_bulk(
+            shared.sStatistics[stage],
+            Workspace::statistics(attention,
+                                  Workspace::step(attention, item.query_begin, query, head)),
+            sizeof(shared.sStatistics[0]), full);
       }
     }
+  }
+}
+
+// Adds what a warpgroup computes of dQ to its sums, in the order of the tiles of keys; one thread.
+template <typename Config>
+__device__ __forceinline__ void send_sums(const LongBackwardParams& params,
+                                          LongBackwardStorage<Config>& shared, int warpgroup) {
+  using Storage = LongBackwardStorage<Config>;
+  using Workspace = LongWorkspace<Config>;
+  constexpr int kBytes = Workspace::kPart * 4;
+  const AttentionBackwardParams& attention = params.attention;
+  const int group = attention.heads / attention.kv_heads;
+  float* staged = shared.sGradQ[warpgroup * 4];
+  RingPosition<Storage::kItems> place;
+  int parity = 0;
+  int* sent = nullptr;  // the ticket of sums that are on their way
+  const auto finish = [&] {
+    if (sent == nullptr) return;
+    ptx::cp_async_bulk_wait();
+    ptx::fence_proxy_async();
+    ptx::red_release_gpu_add(sent, 1);
+    sent = nullptr;
+  };
+  for (;;) {
+    shared.items.wait(place);
+    const KeyItem item = shared.item[place.stage];
+    if (item.is_end) break;
+    const StepOrder<Config> order(attention, item);
+    const WindowOf<int> window = keys_window(attention, item.num_queries, item.num_keys);
+    for (int member = 0; member < group; ++member) {
+      const int head = item.kv_head * group + member;
+      for (int i = 0; i < order.count(); ++i) {
+        const int query = order.query(i), tile = item.key / Config::kTileN;
+        const TileRange<Config::kTileN, Config::kStep> tiles(window, query, item.num_keys);
+        const bool falls = keys_fall(attention);
+        const int before = falls ? tiles.last - 1 - tile : tile - tiles.first;
+        const bool is_last = before == tiles.last - tiles.first - 1;
+        const int64_t step = Workspace::step(attention, item.query_begin, query, head);
+        float* sums = Workspace::grad_q(attention, step, warpgroup);
+        int* ticket = Workspace::ticket(attention, step, warpgroup);
+        shared.complete[warpgroup] = {item.query_begin + query,
+                                      is_last ? min(item.num_queries - query, Config::kStep) : 0,
+                                      head, before > 0};
+        if (!is_last) ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
+        finish();
+        if (before > 0) {
+          while (ptx::ld_acquire_gpu(ticket) < before) {
+          }
+          ptx::fence_proxy_async();
+        }
+        if (is_last && before > 0) {
+          ptx::mbarrier_arrive_expect_tx(shared.sums_ready[warpgroup], kBytes);
+          ptx::cp_async_bulk(staged, sums, kBytes, shared.sums_ready[warpgroup]);
+        } else if (is_last) {
+          ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
+        }
+        ptx::mbarrier_wait(shared.sums_full[warpgroup], parity);
+        parity ^= 1;
+        if (is_last) continue;
+        if (before > 0) {
+          ptx::cp_reduce_async_bulk_add(sums, staged, kBytes);
+        } else {
+          ptx::cp_async_bulk_store(sums, staged, kBytes);
+        }
+        ptx::cp_async_bulk_commit();
+        sent = ticket;
+        ptx::cp_async_bulk_wait_read();
+      }
+    }
+    finish();
+    shared.items.release(place.advance());
   }
 }
 
@@ -471,8 +564,6 @@ struct LongBackwardConsumer {
   };
   // A step whose dQ is still to be computed and added.
   struct LateStep {
-    float* grad_q;
-    int rows;
     int score_stage;
     int score_parity;
   };
@@ -487,7 +578,8 @@ struct LongBackwardConsumer {
   int keys_parity = 0, stage = 0;
   StepFlags flags = {0};
   LongStep step;
-  float* sums = nullptr;  // of the dQ in shared memory, null if there is none
+  int sums_parity = 0;
+  bool is_staged = false;  // dQ is in shared memory, and not yet sent
   Columns lse, delta;
   Accumulator<1, kOutBlocks> dk, dv;
 
@@ -560,7 +652,7 @@ struct LongBackwardConsumer {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.scores_full[scores.stage]);
     if constexpr (Config::kSendsLate) send_grad_q();
-    const LateStep late = {step.grad_q, flags.rows(), scores.stage, scores.parity};
+    const LateStep late = {scores.stage, scores.parity};
     scores.advance();
     return late;
   }
@@ -583,34 +675,48 @@ struct LongBackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // dQ to shared memory, for send_grad_q().
+  // dQ to shared memory, for send_grad_q(); or, if it is complete with what is there, to memory.
   __device__ __forceinline__ void stage_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
-    constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
     ptx::fence_operands(dq[0]);
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
-      ptx::cp_async_bulk_wait_read();
+    if (lane == 0) ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
+    ptx::mbarrier_wait(shared.sums_ready[warpgroup], sums_parity);
+    sums_parity ^= 1;
+    is_staged = true;
+    float* staged = shared.sGradQ[warpgroup * 4 + warp] + lane * 4;
+    const int rows = shared.complete[warpgroup].rows;
+    if (rows > 0) {
+      complete_grad_q(dq, staged, rows);
+      return;
     }
-    __syncwarp();
-    float* staged = shared.sGradQ[warpgroup * 4 + warp];
 #pragma unroll
-    for (int block = 0; block < 8; ++block)
-      ptx::st_shared_16(staged + block * 128 + lane * 4, dq[0][block]);
-    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
-    sums = row < late.rows ? late.grad_q +
-                                 static_cast<int64_t>(row / kLongGroupRows) * attention.heads *
-                                     (kChunks * kChunk) +
-                                 (Config::kDim == 128 ? warpgroup * kChunk : 0)
-                           : nullptr;
+    for (int block = 0; block < 8; ++block) ptx::st_shared_16(staged + block * 128, dq[0][block]);
   }
-  // Adds dQ to its sums; behind a fence and a barrier of the warp.
-  __device__ __forceinline__ void send_grad_q() {
-    if (lane == 0 && sums != nullptr) {
-      ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
-                                    LongWorkspace<Config>::kChunk * 4);
-      ptx::cp_async_bulk_commit();
+  __device__ __forceinline__ void complete_grad_q(Accumulator<1, 8>& dq, const float* staged,
+                                                  int rows) {
+    const CompleteStep& complete = shared.complete[warpgroup];
+    if (complete.adds != 0) {
+#pragma unroll
+      for (int block = 0; block < 8; ++block) {
+        const float4 sums = *reinterpret_cast<const float4*>(staged + block * 128);
+        dq[0][block][0] += sums.x;
+        dq[0][block][1] += sums.y;
+        dq[0][block][2] += sums.z;
+        dq[0][block][3] += sums.w;
+      }
     }
-    sums = nullptr;
+    const float scale = static_cast<float>(attention.scale), scales[2] = {scale, scale};
+    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16 + lane / 4,
+              column = Config::kDim == 128 ? warpgroup * 64 : 0;
+    store_quads(
+        dq, scales,
+        row_of<Element>(attention.grad_q, int64_t{complete.query_row} + row, complete.head) +
+            column,
+        attention.grad_q.row_stride, rows - row, attention.dim_qk - column, lane);
+  }
+  // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
+  __device__ __forceinline__ void send_grad_q() {
+    if (lane == 0 && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
+    is_staged = false;
   }
   __device__ __forceinline__ void send_grad_q_now() {
     ptx::fence_proxy_async();
@@ -643,11 +749,9 @@ struct LongBackwardConsumer {
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
     ptx::wgmma_commit_group();
-    const int4 words = *reinterpret_cast<const int4*>(&shared.steps[stage]);
-    step.grad_q = reinterpret_cast<float*>(static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
-                                           static_cast<uint64_t>(words.y) << 32);
-    step.query = words.z;
-    step.next = words.w;
+    const int2 words = *reinterpret_cast<const int2*>(&shared.steps[stage]);
+    step.query = words.x;
+    step.next = words.y;
     load_first_chunks(lse, 0);
   }
   // dP^T = V dO^T
@@ -803,7 +907,6 @@ struct LongBackwardConsumer {
       store_item(item);
       if (lane == 0) shared.items.release(stage);
     }
-    if (lane == 0) ptx::cp_async_bulk_wait();
   }
 };
 
@@ -818,10 +921,15 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     ptx::prefetch_tensormap(params.grad_out);
-    shared.items.init(kConsumerWarps + 1);
+    shared.items.init(kConsumerWarps + 1 + Config::kWarpgroups);
     shared.ring.init(kConsumerWarps);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
+    ptx::mbarrier_init(shared.wanted, 1);
+    for (int i = 0; i < Config::kWarpgroups; ++i) {
+      ptx::mbarrier_init(shared.sums_full[i], 4);
+      ptx::mbarrier_init(shared.sums_ready[i], 1);
+    }
     for (int i = 0; i < Config::kScoreStages; ++i) {
       ptx::mbarrier_init(shared.scores_full[i], kConsumerWarps);
       ptx::mbarrier_init(shared.scores_empty[i], kConsumerWarps);
@@ -836,6 +944,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
     if (threadIdx.x == 32) copy_steps<Config>(params, shared);
+    if (threadIdx.x == 64 || threadIdx.x == 96)
+      send_sums<Config>(params, shared, static_cast<int>(threadIdx.x) / 32 - 2);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
@@ -874,11 +984,9 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(keys, attention.kv_offsets.num_seqs, Config::kTileN) * attention.kv_heads;
-  error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                  Config::kThreads, sizeof(Storage), stream,
-                                                  Config::kName);
-  if (error != cudaSuccess) return error;
-  return launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+  return launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
+                                                 Config::kThreads, sizeof(Storage), stream,
+                                                 Config::kName);
 }
 
 template <typename Element>

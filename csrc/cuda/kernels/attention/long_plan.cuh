@@ -94,11 +94,13 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   constexpr bool kOfKeys = std::is_same_v<Params, AttentionBackwardParams>;
   __shared__ int counts[kPlanBins];
   __shared__ int warp_tiles[32];
+  __shared__ unsigned long long all_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t num_seqs = attention.q_offsets.num_seqs;
   LongPlan& plan = *static_cast<LongPlan*>(attention.long_plan);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < kPlanBins) counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) all_tiles = 0;
   __syncthreads();
 
   const auto bin_of = [&](int64_t seq) {
@@ -146,6 +148,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
       const int rows =
           kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries) : sequence.num_queries;
       tiles = (rows + kTile - 1) / kTile;
+      if (kOfKeys) atomicAdd(&all_tiles, static_cast<unsigned long long>(tiles));
     }
     int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
@@ -179,6 +182,10 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     }
     plan.num_tiles = tiles_before;
     plan.next_item = 0;
+    // Wrong offsets make more tiles than there can be, and first tiles that overflow. Items that wait
+    // for others (long_backward.cuh) could then wait for some that nobody takes.
+    if (kOfKeys && all_tiles > attention.kv_offsets.total / kTile + num_seqs)
+      plan.num_sequences = plan.num_tiles = 0;
   }
   // So that this kernel does not end before that which it runs beside.
   ptx::griddepcontrol_wait();
