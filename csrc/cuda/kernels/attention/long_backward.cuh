@@ -2,10 +2,9 @@
 // 16-bit elements. With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and
 // dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
-// Three kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
-//     prepare_long     lse and delta of all queries, zeros for the sums of dQ
-//     long_backward    the five products; dK and dV leave it, dQ is added to sums in f32
-//     finish_long      the sums, rounded, to dQ
+// Two kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
+//     prepare_long     lse and delta of all queries; tickets are 0; dQ of queries that see nothing
+//     long_backward    the five products; dK, dV and dQ, summed in f32
 //
 // long_backward, grid: one CTA per SM, which takes items (tile of keys, kv head) until there are no
 // more. A CTA has a warpgroup of producers and two that compute 64 keys each. They work on S^T and
@@ -15,12 +14,12 @@
 //     for each item:           for each item:                   for each item:
 //       take it, publish it      K, V                             for each step:
 //                                for each step (head of             dS^T to shared memory
-//                                the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
-//                                  Q, dO, lse, delta                start dQ = dS K of the step before
-//                                                                   start S^T = K Q^T of the next step
-//                                                                   dQ to shared memory, add to sums
-//                                                                   start dP^T = V dO^T of the next step
-//                                                                   P^T = exp2(...)
+//     a sender (one thread)      the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
+//     for each warpgroup           Q, dO, lse, delta                start dQ = dS K of the step before
+//     for each step:                                                start S^T = K Q^T of the next step
+//       wait for its turn                                           dQ to shared memory
+//       add dQ to its sums                                          start dP^T = V dO^T of the next step
+//       let the next tile                                           P^T = exp2(...)
 //                                                                   dS^T = P^T * (dP^T - delta)
 //                                                                 store dK, dV
 //
@@ -32,22 +31,32 @@
 // what it writes there is waited for as late as registers allow: while the tensor cores read their
 // operands, both take hundreds of cycles.
 //
-// The sums of dQ lie in memory as the accumulators do in registers, in chunks of 16 queries and 64
-// columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
-// arrival, so dQ may differ in its last bits from run to run; dK and dV do not.
+// The sums of dQ lie in memory as the accumulators do in registers, a warpgroup's part of a step in
+// one piece, which is added by one instruction (cp.reduce.async.bulk). Tiles of keys add in order: the
+// part's ticket counts those that have. The first tile stores in place of adding, so nothing is
+// cleared; for the last one what the others have added comes to shared memory, so that the warpgroup
+// adds its own in registers and writes dQ. The bits are the same at every run.
+//
+// A tile waits only for those that were taken before it, so some tile can always go on. It seldom
+// waits: tiles are taken in the order in which they add, heads fastest, and walk over the queries the
+// other way, so that the tile before is ahead.
 //
 // Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
-// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which the sums of dQ leave.
+// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves.
 //
 // Barriers:           arrives                              waits
-//     items.full      scheduler                            copier, computing warps
-//     items.empty     copier, computing warps              scheduler
+//     items.full      scheduler                            copier, senders, computing warps
+//     items.empty     copier, senders, computing warps     scheduler
+//     wanted          copier, near the end of an item      scheduler, before it takes one
 //     keys_full       copier, with the bytes of K, V       computing warps
 //     keys_empty      computing warps, after an item       copier
 //     ring.full       copier, with the bytes of a step     computing warps
 //     ring.empty      computing warps, after its products  copier
 //     scores_full     both warpgroups, dS is written       the same, before dQ
 //     scores_empty    both warpgroups, dQ is computed      the same, before they write dS
+//     sums_ready[w]   sender w: room for dQ, or the sum    warpgroup w
+//                     of the other tiles is there
+//     sums_full[w]    warpgroup w, dQ is there or done     sender w
 //     kZeroed + w     warpgroup w                          the same, after it has written zeros
 //
 // A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0
@@ -502,8 +511,8 @@ __device__ __forceinline__ void send_sums(const LongBackwardParams& params,
       for (int i = 0; i < order.count(); ++i) {
         const int query = order.query(i), tile = item.key / Config::kTileN;
         const TileRange<Config::kTileN, Config::kStep> tiles(window, query, item.num_keys);
-        const bool falls = keys_fall(attention);
-        const int before = falls ? tiles.last - 1 - tile : tile - tiles.first;
+        // How many tiles add to this step before this one.
+        const int before = keys_fall(attention) ? tiles.last - 1 - tile : tile - tiles.first;
         const bool is_last = before == tiles.last - tiles.first - 1;
         const int64_t step = Workspace::step(attention, item.query_begin, query, head);
         float* sums = Workspace::grad_q(attention, step, warpgroup);
