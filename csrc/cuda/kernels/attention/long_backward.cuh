@@ -393,20 +393,15 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
   };
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
   PlannedSequence sequence;
-  int64_t index;
-  int wanted_parity = 1;
+  int tile, head, wanted_parity = 1;
   for (;;) {
     ptx::mbarrier_wait(shared.wanted, wanted_parity);
-    if (!items.next(sequence, index)) break;
+    if (!items.next_apart(sequence, tile, head)) break;
     const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
                             ? RowRange{sequence.begin, sequence.num_queries}
                             : sequence_rows(attention.kv_offsets, sequence.seq);
     const int num_keys = static_cast<int>(kv.len);
     const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
-    // Wrong offsets make a plan whose numbers overflow.
-    if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.kv_heads) continue;
-    // Heads fastest, so that the tiles of one head begin one behind the other.
-    const int tile = static_cast<int>(index / attention.kv_heads);
     KeyItem item;
     item.key = (keys_fall(attention) ? tiles - 1 - tile : tile) * Config::kTileN;
     item.query_begin = sequence.begin;
@@ -414,7 +409,7 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     item.keys = min(Config::kTileN, num_keys - item.key);
     item.num_queries = sequence.num_queries;
     item.num_keys = num_keys;
-    item.kv_head = static_cast<int>(index % attention.kv_heads);
+    item.kv_head = head;
     item.is_end = false;
     const StepOrder<Config> order(attention, item);
     item.first_step = order.count() > 0 ? order.flags(item, 0, 0) : 0;
