@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
         allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
     long_grad_q =
         allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
-    tickets = allocate(op, q, {long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
+    tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
     params.long_statistics = long_statistics.mutable_data_ptr<float>();
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
     params.long_tickets = tickets.mutable_data_ptr<int>();

@@ -121,7 +121,7 @@ struct AttentionBackwardParams : AttentionParams {
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
-  int* long_tickets;       // [long_tickets]
+  int* long_tickets;       // [num_long_tickets]
 };
 
 // What each tile of 64 queries sees (attention/visible.cuh).
@@ -174,7 +174,7 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, bool is_nar
   return long_steps(queries, is_narrow) * heads * kLongNarrowStep * kLongStep;
 }
 // and of each half of these, how many tiles of keys are in it.
-constexpr int64_t long_tickets(int64_t queries, int64_t heads, bool is_narrow) {
+constexpr int64_t num_long_tickets(int64_t queries, int64_t heads, bool is_narrow) {
   return long_steps(queries, is_narrow) * heads * 2;
 }
 

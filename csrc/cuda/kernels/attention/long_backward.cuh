@@ -235,7 +235,8 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
   ptx::griddepcontrol_wait();
   if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
   // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
-  const int64_t tickets = long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
+  const int64_t tickets =
+      num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
   for (int64_t index =
            (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
        index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
