@@ -85,9 +85,6 @@ struct LongBackwardConfig {
   // Chunks of lse or delta that a lane loads ahead of their use, two pairs of queries each.
   // At 64 dims there are no registers for that.
   static constexpr int kStatisticsAhead = kDim == 128 ? 2 : 0;
-  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there are
-  // no registers for that.
-  static constexpr bool kSendsLate = kDim == 128;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
@@ -656,7 +653,7 @@ struct LongBackwardConsumer {
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.scores_full[scores.stage]);
-    if constexpr (Config::kSendsLate) send_grad_q();
+    send_grad_q();
     const LateStep late = {scores.stage, scores.parity};
     scores.advance();
     return late;
@@ -719,6 +716,7 @@ struct LongBackwardConsumer {
         attention.grad_q.row_stride, rows - row, attention.dim_qk - column, lane);
   }
   // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
+  // The fence is that of the next dS, which saves waiting for another.
   __device__ __forceinline__ void send_grad_q() {
     if (lane == 0 && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
     is_staged = false;
@@ -856,7 +854,6 @@ struct LongBackwardConsumer {
         start_scores(s);
         ptx::wgmma_wait_group<1>();
         stage_grad_q(dq, late);
-        if constexpr (!Config::kSendsLate) send_grad_q_now();
         late = own;
         start_grad_probs(dp);
         finish_step(s, dp, p, ds, item);
@@ -864,9 +861,8 @@ struct LongBackwardConsumer {
       Accumulator<1, 8> dq;
       start_grad_q(dq, late);
       ptx::wgmma_wait_group<0>();
-      if constexpr (Config::kSendsLate) send_grad_q_now();
+      send_grad_q_now();
       stage_grad_q(dq, late);
-      if constexpr (!Config::kSendsLate) send_grad_q_now();
     }
     late = start_sums(p, ds);
     Accumulator<1, 8> dq;
