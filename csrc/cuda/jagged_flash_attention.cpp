@@ -120,10 +120,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
         allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
     long_grad_q =
         allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
-    tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
+    if (deterministic) {
+      tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
+      params.long_tickets = tickets.mutable_data_ptr<int>();
+    }
     params.long_statistics = long_statistics.mutable_data_ptr<float>();
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
-    params.long_tickets = tickets.mutable_data_ptr<int>();
   }
   const auto tile_bounds = allocate_tile_bounds(op, params, q);
   check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));

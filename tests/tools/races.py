@@ -44,6 +44,8 @@ class OtherWork:
 def hunt(given: Draw, runs: int, ops: Any = None) -> str | None:
     """Run a draw so many times; return the name of a result that differed, or None."""
     first = run_draw(given, ops).found
+    if given.op == "jagged_flash_attention" and not given.deterministic:
+        first.pop("grad_q", None)  # long sequences add to it in the order of arrival
     on_gpu = torch.device(given.device).type == "cuda"
     work = OtherWork(given.device) if on_gpu else None
     differs = {name: _bits(values).ne(_bits(values)).any() for name, values in first.items()}

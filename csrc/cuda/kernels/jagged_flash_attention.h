@@ -121,7 +121,7 @@ struct AttentionBackwardParams : AttentionParams {
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
-  int* long_tickets;       // [num_long_tickets]
+  int* long_tickets;       // [num_long_tickets]: sums in order; null: in any
 };
 
 // What each tile of 64 queries sees (attention/visible.cuh).

@@ -72,10 +72,12 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_>
+// kOrdered: tiles of keys add to dQ in order.
+template <typename Element_, int kDim_, bool kOrdered_>
 struct LongBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V, dO in shared memory
+  static constexpr bool kOrdered = kOrdered_;
   static constexpr int kWarpgroups = 2;
   static constexpr int kTileN = 128;
   // S and dP of a step take together 64 registers at 128 dims, 128 at 64.
@@ -87,7 +89,12 @@ struct LongBackwardConfig {
   static constexpr int kStatisticsAhead = kDim == 128 ? 2 : 0;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
+  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there are
+  // registers for that only where others send.
+  static constexpr bool kSendsLate = kOrdered || kDim == 128;
+  static constexpr PathName kName = PathName(kOrdered ? "cuda.attention.backward.long_ordered.d"
+                                                      : "cuda.attention.backward.long.d") +
+                                    kDim;
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -161,6 +168,20 @@ __device__ __forceinline__ WindowOf<int> keys_window(const AttentionParams& para
 
 constexpr int kPreparedRows = 128, kPrepareThreads = 256;
 
+// Zeros for the sums of a tile of kPreparedRows queries.
+template <typename Config>
+__device__ __forceinline__ void clear_sums(const AttentionBackwardParams& params,
+                                           const JaggedTile& tile, int rows, int head) {
+  using Workspace = LongWorkspace<Config>;
+  const int steps = (rows + Config::kStep - 1) / Config::kStep;
+  for (int index = threadIdx.x; index < steps * (Workspace::kSums / 4); index += kPrepareThreads) {
+    const int row = static_cast<int>(tile.row) + index / (Workspace::kSums / 4) * Config::kStep;
+    float* sums = Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, row, head),
+                                    /*warpgroup=*/0);
+    ptx::st_global_16(sums + index % (Workspace::kSums / 4) * 4, make_uint4(0, 0, 0, 0));
+  }
+}
+
 template <typename Config>
 __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
                                              const JaggedTile& tile) {
@@ -182,19 +203,22 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
     grad_out[i] =
         ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
   }
-  // Queries that no key sees are in no step.
-  const int num_keys = keys_of(params, tile.seq, num_queries);
-  const WindowOf<int> window = keys_window(params, num_queries, num_keys);
+  if constexpr (!Config::kOrdered) clear_sums<Config>(params, tile, rows, head);
+  if constexpr (Config::kOrdered) {
+    // Queries that no key sees are in no step.
+    const int num_keys = keys_of(params, tile.seq, num_queries);
+    const WindowOf<int> window = keys_window(params, num_queries, num_keys);
 #pragma unroll 1
-  for (int first = 0; first < rows; first += Config::kStep) {
-    const TileRange<Config::kTileN, Config::kStep> tiles(window, first_row + first, num_keys);
-    if (tiles.first < tiles.last) continue;
-    const int last = min(rows, first + Config::kStep);
-    for (int row = first + own_row; row < last; row += kRowStep) {
-      if (chunk * 8 < params.dim_qk)
-        ptx::st_global_16(
-            row_of<Element>(params.grad_q, tile.rows.begin + first_row + row, head) + chunk * 8,
-            make_uint4(0, 0, 0, 0));
+    for (int first = 0; first < rows; first += Config::kStep) {
+      const TileRange<Config::kTileN, Config::kStep> tiles(window, first_row + first, num_keys);
+      if (tiles.first < tiles.last) continue;
+      const int last = min(rows, first + Config::kStep);
+      for (int row = first + own_row; row < last; row += kRowStep) {
+        if (chunk * 8 < params.dim_qk)
+          ptx::st_global_16(
+              row_of<Element>(params.grad_q, tile.rows.begin + first_row + row, head) + chunk * 8,
+              make_uint4(0, 0, 0, 0));
+      }
     }
   }
 #pragma unroll
@@ -226,24 +250,80 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
   }
 }
 
+// The sums, rounded, to dQ.
 template <typename Config>
-__global__ __launch_bounds__(kPrepareThreads) void prepare_long(
-    const __grid_constant__ AttentionBackwardParams params) {
-  ptx::griddepcontrol_wait();
-  if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
-  // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
-  const int64_t tickets =
-      num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
-  for (int64_t index =
-           (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
-       index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
-    params.long_tickets[index] = 0;
+__device__ __forceinline__ void finish_tile(const AttentionBackwardParams& params,
+                                            const JaggedTile& tile) {
+  using Element = typename Config::Element;
+  using Workspace = LongWorkspace<Config>;
+  constexpr int kChunks = Config::kDim / 64, kUnits = kPreparedRows / 16 * kChunks;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
+#pragma unroll
+  for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
+    const int row = unit / kChunks * 16, column = unit % kChunks;
+    if (row >= rows) continue;
+    // At 128 dims a warpgroup has half of the columns, at 64 half of the queries.
+    const int chunk = column * 4 + row % Config::kStep / 16;
+    const float* source =
+        Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, first_row + row, head),
+                          0) +
+        chunk * Workspace::kChunk + lane * 4;
+    Accumulator<1, 8> dq;
+#pragma unroll
+    for (int block = 0; block < 8; ++block) {
+      const float4 sums = __ldcs(reinterpret_cast<const float4*>(source + block * 128));
+      dq[0][block][0] = sums.x;
+      dq[0][block][1] = sums.y;
+      dq[0][block][2] = sums.z;
+      dq[0][block][3] = sums.w;
+    }
+    store_quads(dq, scales,
+                row_of<Element>(params.grad_q, tile.rows.begin + first_row + row + lane / 4, head) +
+                    column * 64,
+                params.grad_q.row_stride, rows - row - lane / 4, params.dim_qk - column * 64, lane);
+  }
+}
+
+// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th.
+template <typename Visit>
+__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
   const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
     const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
     if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
-      prepare_tile<Config>(params, tile);
+      visit(tile);
   }
+}
+__device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params) {
+  return __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) > 0;
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void prepare_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_wait();
+  if (!plans_any(params)) return;
+  if constexpr (Config::kOrdered) {
+    // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
+    const int64_t tickets =
+        num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
+    for (int64_t index =
+             (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
+         index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
+      params.long_tickets[index] = 0;
+  }
+  for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void finish_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_wait();
+  if (!plans_any(params)) return;
+  for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
 }
 
 // --- the kernel
@@ -261,7 +341,8 @@ struct KeyItem {
 };
 
 // Queries [query, query + kStep) of one head.
-struct alignas(8) LongStep {
+struct alignas(16) LongStep {
+  float* grad_q;  // its sums
   int query;
   int next;  // flags of the next step: nothing waits for them when it begins
 };
@@ -292,7 +373,8 @@ __device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& p
       .transposed();
 }
 
-// Steps of an item: for each head of the group all queries that see one of its keys.
+// Steps of an item: for each head of the group all queries that see one of its keys. Without an order
+// from some of the first on, so that the CTAs at work do not all add to the same sums.
 template <int kStep>
 struct StepRange {
   int first;
@@ -321,11 +403,19 @@ class StepOrder {
       : window_(queries_window(attention, item)),
         range_(item, window_),
         heads_(attention.heads / attention.kv_heads),
-        rises_(keys_fall(attention)) {}
+        rises_(!Config::kOrdered || keys_fall(attention)) {
+    const bool rotates = !Config::kOrdered &&
+                         attention.window_left >= AttentionParams::kUnbounded &&
+                         attention.window_right >= AttentionParams::kUnbounded;
+    if (rotates && range_.count > 0)
+      start_ = static_cast<int>(static_cast<int64_t>(item.key) * range_.count / item.num_keys);
+  }
 
   __device__ __forceinline__ int count() const { return range_.count; }
   __device__ __forceinline__ int query(int index) const {
-    return range_.first + (rises_ ? index : range_.count - 1 - index) * Config::kStep;
+    const int turned = start_ + index;
+    const int step = turned < range_.count ? turned : turned - range_.count;
+    return range_.first + (rises_ ? step : range_.count - 1 - step) * Config::kStep;
   }
   __device__ __forceinline__ int flags(const KeyItem& item, int member, int index) const {
     if (index == range_.count) {
@@ -348,6 +438,7 @@ class StepOrder {
   StepRange<Config::kStep> range_;
   int heads_;
   bool rises_;
+  int start_ = 0;
 };
 
 template <typename Config>
@@ -371,8 +462,8 @@ struct LongBackwardStorage {
   uint64_t sums_full[Config::kWarpgroups], sums_ready[Config::kWarpgroups];
   uint64_t scores_full[Config::kScoreStages], scores_empty[Config::kScoreStages];
 };
-static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64>>) <= 227 * 1024);
-static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128>>) <= 227 * 1024);
+static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64, true>>) <= 227 * 1024);
+static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128, true>>) <= 227 * 1024);
 
 // Takes items from the plan; one warp.
 template <typename Config>
@@ -391,15 +482,24 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
   };
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
   PlannedSequence sequence;
-  int tile, head, wanted_parity = 1;
+  int64_t index = 0;
+  int tile = 0, head = 0, wanted_parity = 1;
   for (;;) {
-    ptx::mbarrier_wait(shared.wanted, wanted_parity);
-    if (!items.next_apart(sequence, tile, head)) break;
+    if constexpr (Config::kOrdered) {
+      ptx::mbarrier_wait(shared.wanted, wanted_parity);
+      if (!items.next_apart(sequence, tile, head)) break;
+    } else {
+      if (!items.next(sequence, index)) break;
+    }
     const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
                             ? RowRange{sequence.begin, sequence.num_queries}
                             : sequence_rows(attention.kv_offsets, sequence.seq);
     const int num_keys = static_cast<int>(kv.len);
     const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
+    if constexpr (!Config::kOrdered) {
+      tile = static_cast<int>(index % tiles);
+      head = static_cast<int>(index / tiles);
+    }
     KeyItem item;
     item.key = (keys_fall(attention) ? tiles - 1 - tile : tile) * Config::kTileN;
     item.query_begin = sequence.begin;
@@ -438,18 +538,21 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
     if (item.is_end) return;
     const StepOrder<Config> order(attention, item);
     int steps_left = group * order.count();
-    if (steps_left == 0) ptx::mbarrier_arrive(shared.wanted);
+    if (Config::kOrdered && steps_left == 0) ptx::mbarrier_arrive(shared.wanted);
     for (int member = 0; member < group; ++member) {
       const int head = item.kv_head * group + member;
       for (int i = 0; i < order.count(); ++i) {
         const int query = order.query(i);
         // The next item is taken as late as it can be: until then others may take it.
-        if (steps_left == kStepsAhead || (steps_left < kStepsAhead && member == 0 && i == 0))
+        if (Config::kOrdered &&
+            (steps_left == kStepsAhead || (steps_left < kStepsAhead && member == 0 && i == 0)))
           ptx::mbarrier_arrive(shared.wanted);
         --steps_left;
+        const int64_t step = Workspace::step(attention, item.query_begin, query, head);
         shared.ring.acquire(slot);
         const int stage = slot.advance();
-        shared.steps[stage] = {query, order.flags(item, member, i + 1)};
+        shared.steps[stage] = {Workspace::grad_q(attention, step, 0), query,
+                               order.flags(item, member, i + 1)};
         uint64_t& full = shared.ring.full[stage];
         ptx::mbarrier_arrive_expect_tx(
             full, 2 * sizeof(shared.sQ[0].data) + sizeof(shared.sStatistics[0]));
@@ -463,11 +566,8 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
           copy_expected_tile(shared.sV, params.v, item.key_begin, item.kv_head, shared.keys_full);
         }
         copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
-        ptx::cp_async_bulk(
-            shared.sStatistics[stage],
-            Workspace::statistics(attention,
-                                  Workspace::step(attention, item.query_begin, query, head)),
-            sizeof(shared.sStatistics[0]), full);
+        ptx::cp_async_bulk(shared.sStatistics[stage], Workspace::statistics(attention, step),
+                           sizeof(shared.sStatistics[0]), full);
       }
     }
   }
@@ -566,6 +666,8 @@ struct LongBackwardConsumer {
   };
   // A step whose dQ is still to be computed and added.
   struct LateStep {
+    float* grad_q;
+    int rows;
     int score_stage;
     int score_parity;
   };
@@ -582,6 +684,7 @@ struct LongBackwardConsumer {
   LongStep step;
   int sums_parity = 0;
   bool is_staged = false;  // dQ is in shared memory, and not yet sent
+  float* sums = nullptr;   // where it goes without an order; may be null
   Columns lse, delta;
   Accumulator<1, kOutBlocks> dk, dv;
 
@@ -653,8 +756,8 @@ struct LongBackwardConsumer {
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.scores_full[scores.stage]);
-    send_grad_q();
-    const LateStep late = {scores.stage, scores.parity};
+    if constexpr (Config::kSendsLate) send_grad_q();
+    const LateStep late = {step.grad_q, flags.rows(), scores.stage, scores.parity};
     scores.advance();
     return late;
   }
@@ -681,21 +784,37 @@ struct LongBackwardConsumer {
   __device__ __forceinline__ void stage_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
     ptx::fence_operands(dq[0]);
     if (lane == 0) ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
-    ptx::mbarrier_wait(shared.sums_ready[warpgroup], sums_parity);
-    sums_parity ^= 1;
-    is_staged = true;
     float* staged = shared.sGradQ[warpgroup * 4 + warp] + lane * 4;
-    const int rows = shared.complete[warpgroup].rows;
-    if (rows > 0) {
-      complete_grad_q(dq, staged, rows);
-      return;
+    is_staged = true;
+    if constexpr (Config::kOrdered) {
+      if (completes_grad_q(dq, staged)) return;
+    } else {
+      if (lane == 0) ptx::cp_async_bulk_wait_read();
+      __syncwarp();
+      const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16;
+      sums = row < late.rows ? late.grad_q + (warpgroup * 4 + warp) * LongWorkspace<Config>::kChunk
+                             : nullptr;
     }
 #pragma unroll
     for (int block = 0; block < 8; ++block) ptx::st_shared_16(staged + block * 128, dq[0][block]);
   }
+  // Waits until there is room for dQ; or, where it is complete with what is there, writes it.
+  __device__ __forceinline__ bool completes_grad_q(Accumulator<1, 8>& dq, const float* staged) {
+    ptx::mbarrier_wait(shared.sums_ready[warpgroup], sums_parity);
+    sums_parity ^= 1;
+    // The lane that reads is the one that arrives, as racecheck follows it.
+    int4 words = {};
+    if (lane == 0) words = *reinterpret_cast<const int4*>(&shared.complete[warpgroup]);
+    if (__shfl_sync(0xffffffffu, words.y, 0) > 0) {
+      complete_grad_q(dq, staged,
+                      {__shfl_sync(0xffffffffu, words.x, 0), __shfl_sync(0xffffffffu, words.y, 0),
+                       __shfl_sync(0xffffffffu, words.z, 0), __shfl_sync(0xffffffffu, words.w, 0)});
+      return true;
+    }
+    return false;
+  }
   __device__ __forceinline__ void complete_grad_q(Accumulator<1, 8>& dq, const float* staged,
-                                                  int rows) {
-    const CompleteStep& complete = shared.complete[warpgroup];
+                                                  const CompleteStep& complete) {
     if (complete.adds != 0) {
 #pragma unroll
       for (int block = 0; block < 8; ++block) {
@@ -713,13 +832,20 @@ struct LongBackwardConsumer {
         dq, scales,
         row_of<Element>(attention.grad_q, int64_t{complete.query_row} + row, complete.head) +
             column,
-        attention.grad_q.row_stride, rows - row, attention.dim_qk - column, lane);
+        attention.grad_q.row_stride, complete.rows - row, attention.dim_qk - column, lane);
   }
   // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
   // The fence is that of the next dS, which saves waiting for another.
   __device__ __forceinline__ void send_grad_q() {
-    if (lane == 0 && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
+    if (Config::kOrdered && lane == 0 && is_staged)
+      ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
+    if (!Config::kOrdered && lane == 0 && sums != nullptr) {
+      ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
+                                    LongWorkspace<Config>::kChunk * 4);
+      ptx::cp_async_bulk_commit();
+    }
     is_staged = false;
+    sums = nullptr;
   }
   __device__ __forceinline__ void send_grad_q_now() {
     ptx::fence_proxy_async();
@@ -752,9 +878,11 @@ struct LongBackwardConsumer {
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
     ptx::wgmma_commit_group();
-    const int2 words = *reinterpret_cast<const int2*>(&shared.steps[stage]);
-    step.query = words.x;
-    step.next = words.y;
+    const int4 words = *reinterpret_cast<const int4*>(&shared.steps[stage]);
+    step.grad_q = reinterpret_cast<float*>(static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
+                                           static_cast<uint64_t>(words.y) << 32);
+    step.query = words.z;
+    step.next = words.w;
     load_first_chunks(lse, 0);
   }
   // dP^T = V dO^T
@@ -854,6 +982,7 @@ struct LongBackwardConsumer {
         start_scores(s);
         ptx::wgmma_wait_group<1>();
         stage_grad_q(dq, late);
+        if constexpr (!Config::kSendsLate) send_grad_q_now();
         late = own;
         start_grad_probs(dp);
         finish_step(s, dp, p, ds, item);
@@ -861,8 +990,9 @@ struct LongBackwardConsumer {
       Accumulator<1, 8> dq;
       start_grad_q(dq, late);
       ptx::wgmma_wait_group<0>();
-      send_grad_q_now();
+      if constexpr (Config::kSendsLate) send_grad_q_now();
       stage_grad_q(dq, late);
+      if constexpr (!Config::kSendsLate) send_grad_q_now();
     }
     late = start_sums(p, ds);
     Accumulator<1, 8> dq;
@@ -908,6 +1038,7 @@ struct LongBackwardConsumer {
       store_item(item);
       if (lane == 0) shared.items.release(stage);
     }
+    if (!Config::kOrdered && lane == 0) ptx::cp_async_bulk_wait();
   }
 };
 
@@ -922,7 +1053,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     ptx::prefetch_tensormap(params.grad_out);
-    shared.items.init(kConsumerWarps + 1 + Config::kWarpgroups);
+    shared.items.init(kConsumerWarps + 1 + (Config::kOrdered ? Config::kWarpgroups : 0));
     shared.ring.init(kConsumerWarps);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
@@ -945,7 +1076,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
     if (threadIdx.x == 32) copy_steps<Config>(params, shared);
-    if (threadIdx.x == 64 || threadIdx.x == 96)
+    if (Config::kOrdered && (threadIdx.x == 64 || threadIdx.x == 96))
       send_sums<Config>(params, shared, static_cast<int>(threadIdx.x) / 32 - 2);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -985,16 +1116,24 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(keys, attention.kv_offsets.num_seqs, Config::kTileN) * attention.kv_heads;
-  return launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                 Config::kThreads, sizeof(Storage), stream,
-                                                 Config::kName);
+  error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
+                                                  Config::kThreads, sizeof(Storage), stream,
+                                                  Config::kName);
+  if (error != cudaSuccess || Config::kOrdered) return error;
+  return launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+}
+
+template <typename Element, int kDim>
+cudaError_t launch_long_backward_of(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return params.long_tickets != nullptr
+             ? launch_long_backward<LongBackwardConfig<Element, kDim, true>>(params, stream)
+             : launch_long_backward<LongBackwardConfig<Element, kDim, false>>(params, stream);
 }
 
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return dim_bucket(params) == 64
-             ? launch_long_backward<LongBackwardConfig<Element, 64>>(params, stream)
-             : launch_long_backward<LongBackwardConfig<Element, 128>>(params, stream);
+  return dim_bucket(params) == 64 ? launch_long_backward_of<Element, 64>(params, stream)
+                                  : launch_long_backward_of<Element, 128>(params, stream);
 }
 
 }  // namespace jagged_cuda::attention
