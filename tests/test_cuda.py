@@ -809,7 +809,7 @@ def test_long_among_shorter_sequences_backward(
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (700, 30), (300, -1)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_backward_gives_the_same_bits(dim: int, window_size: tuple[int, int]) -> None:
-    """In deterministic mode tiles of keys add to dq in one order, whatever CTAs take them and when."""
+    """In deterministic mode tiles of keys add to dq in order, whatever CTAs take them and when."""
     case = CASES["jagged_flash_attention"]
     # The first has more tiles of keys than an H100 has CTAs of this kernel.
     layout = Layout((18000, 4096, 2000, 300, 1025))
