@@ -792,8 +792,10 @@ struct LongBackwardConsumer {
       if (lane == 0) ptx::cp_async_bulk_wait_read();
       __syncwarp();
       const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16;
-      sums = row < late.rows ? late.grad_q + (warpgroup * 4 + warp) * LongWorkspace<Config>::kChunk
-                             : nullptr;
+      sums = row < late.rows
+                 ? late.grad_q + row / 16 * LongWorkspace<Config>::kChunk +
+                       (Config::kDim == 128 ? warpgroup * LongWorkspace<Config>::kPart : 0)
+                 : nullptr;
     }
 #pragma unroll
     for (int block = 0; block < 8; ++block) ptx::st_shared_16(staged + block * 128, dq[0][block]);
