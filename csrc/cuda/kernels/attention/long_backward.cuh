@@ -2,9 +2,10 @@
 // 16-bit elements. With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and
 // dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
-// Two kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
-//     prepare_long     lse and delta of all queries; tickets are 0; dQ of queries that see nothing
-//     long_backward    the five products; dK, dV and dQ, summed in f32
+// Kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
+//     prepare_long     lse and delta of all queries; zeros for the sums of dQ, or for the tickets
+//     long_backward    the five products; dK and dV leave it, dQ is added to sums in f32
+//     finish_long      the sums, rounded, to dQ; not where tiles of keys add in order
 //
 // long_backward, grid: one CTA per SM, which takes items (tile of keys, kv head) until there are no
 // more. A CTA has a warpgroup of producers and two that compute 64 keys each. They work on S^T and
@@ -14,10 +15,10 @@
 //     for each item:           for each item:                   for each item:
 //       take it, publish it      K, V                             for each step:
 //                                for each step (head of             dS^T to shared memory
-//     a sender (one thread)      the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
-//     for each warpgroup           Q, dO, lse, delta                start dQ = dS K of the step before
-//     for each step:                                                start S^T = K Q^T of the next step
-//       wait for its turn                                           dQ to shared memory
+//     in order: a sender         the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
+//     (a thread) for each          Q, dO, lse, delta                start dQ = dS K of the step before
+//     warpgroup, each step:                                         start S^T = K Q^T of the next step
+//       wait for its turn                                           dQ to shared memory, add to sums
 //       add dQ to its sums                                          start dP^T = V dO^T of the next step
 //       let the next tile                                           P^T = exp2(...)
 //                                                                   dS^T = P^T * (dP^T - delta)
@@ -31,15 +32,16 @@
 // what it writes there is waited for as late as registers allow: while the tensor cores read their
 // operands, both take hundreds of cycles.
 //
-// The sums of dQ lie in memory as the accumulators do in registers, a warpgroup's part of a step in
-// one piece, which is added by one instruction (cp.reduce.async.bulk). Tiles of keys add in order: the
+// The sums of dQ lie in memory as the accumulators do in registers, in chunks of 16 queries and 64
+// columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
+// arrival, so dQ may differ in its last bits from run to run; dK and dV do not.
+//
+// kOrdered: a sender adds a warpgroup's part of a step in one piece. Tiles of keys add in order: the
 // part's ticket counts those that have. The first tile stores in place of adding, so nothing is
 // cleared; for the last one what the others have added comes to shared memory, so that the warpgroup
-// adds its own in registers and writes dQ. The bits are the same at every run.
-//
-// A tile waits only for those that were taken before it, so some tile can always go on. It seldom
-// waits: tiles are taken in the order in which they add, heads fastest, and walk over the queries the
-// other way, so that the tile before is ahead.
+// adds its own in registers and writes dQ. The bits are the same at every run. A tile waits only for
+// those that were taken before it, so some tile can always go on. Tiles are taken in the order in which
+// they add, heads fastest, and walk over the queries the other way, so that the tile before is ahead.
 //
 // Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
 // stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves.
@@ -47,7 +49,7 @@
 // Barriers:           arrives                              waits
 //     items.full      scheduler                            copier, senders, computing warps
 //     items.empty     copier, senders, computing warps     scheduler
-//     wanted          copier, near the end of an item      scheduler, before it takes one
+//     wanted          copier, near the end of an item      scheduler, before it takes one in order
 //     keys_full       copier, with the bytes of K, V       computing warps
 //     keys_empty      computing warps, after an item       copier
 //     ring.full       copier, with the bytes of a step     computing warps
