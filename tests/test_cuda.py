@@ -605,16 +605,17 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
         forward = "wgmma.d32" if dim == 32 else f"long.d{dim}"
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
-    step = "" if dim == 128 else ".step64"
-    in_fixed_order = f"wgmma.d{dim}{step}" if wgmma else f"mma_sync.d{dim}.rows128"
-    backward = f"long.d{dim}" if wgmma and dim > 32 else in_fixed_order
+    backward = f"mma_sync.d{dim}.rows128"
+    if wgmma:
+        backward = "wgmma.d32.step64" if dim == 32 else f"long.d{dim}"
     assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
     torch.use_deterministic_algorithms(True)
     try:
         judge(case, spec, dtype, CUDA)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert last_kernel("cuda") == f"cuda.attention.backward.{in_fixed_order}"
+    in_order = backward.replace("long", "long_ordered")
+    assert last_kernel("cuda") == f"cuda.attention.backward.{in_order}"
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -815,25 +816,52 @@ LONG_BACKWARD_KEYS = Layout((300, 129, 3, 1200, 64, 0, 7, 1), base=2, tail=66)
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
 @pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96), (64, 128)])
+@pytest.mark.parametrize("in_order", [False, True], ids=["", "in_order"])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_long_among_shorter_sequences_backward(
-    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+    dtype: torch.dtype, in_order: bool, dims: tuple[int, int], heads: tuple[int, int], cross: bool
 ) -> None:
     case = CASES["jagged_flash_attention"]
     windows = ((100, 30), (-1, 9), (3, 0))  # with the last, items of two or three steps
     for options in ({}, {"causal": True}, *({"window_size": window} for window in windows)):
         spec = spec_of(LONG_BACKWARD, dims=dims, heads=heads, **options)
         spec = dataclasses.replace(spec, kv_layout=LONG_BACKWARD_KEYS if cross else None)
-        judge(case, spec, dtype, CUDA)
+        torch.use_deterministic_algorithms(in_order)
+        try:
+            judge(case, spec, dtype, CUDA)
+        finally:
+            torch.use_deterministic_algorithms(False)
         if HOPPER:
+            name = "long_ordered" if in_order else "long"
             bucket = 64 if max(dims) <= 64 else 128
-            assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
+            assert last_kernel("cuda") == f"cuda.attention.backward.{name}.d{bucket}"
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (700, 30), (300, -1)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_backward_gives_the_same_bits(dim: int, window_size: tuple[int, int]) -> None:
+    """In deterministic mode tiles of keys add to dq in order, whatever CTAs take them and when."""
+    case = CASES["jagged_flash_attention"]
+    # The first has more tiles of keys than an H100 has CTAs of this kernel.
+    layout = Layout((18000, 4096, 2000, 300, 1025))
+    spec = spec_of(layout, dims=(dim, dim), heads=(2, 1), window_size=window_size)
+    sample = case.sample(spec, torch.bfloat16, CUDA)
+    given = cotangents_of(case, sample)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run(case, sample, calls(case), given)
+        if HOPPER:
+            assert last_kernel("cuda") == f"cuda.attention.backward.long_ordered.d{dim}"
+        for _ in range(99):
+            assert_same_bits(run(case, sample, calls(case), given), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
-    """The sums of dq alone depend on the order in which CTAs add."""
+    """Else the sums of dq alone depend on the order in which CTAs add."""
     case = CASES["jagged_flash_attention"]
     spec = spec_of(Layout((4096, 2000, 1025)), dims=(dim, dim), heads=(4, 2), causal=causal)
     sample = case.sample(spec, torch.bfloat16, CUDA)
@@ -845,6 +873,33 @@ def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
     for other in others:
         del other["grad_q"]
         assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_backward_does_not_depend_on_neighbours(dim: int) -> None:
+    """Nor on the places that a sequence's sums have in the workspace."""
+    layout = Layout((1100, 40, 2500, 1024, 4000), base=5, tail=7)
+    torch.manual_seed(0)
+    size = (layout.total, 2, dim)
+    q, k, v, grad_out = (torch.randn(size, device=CUDA, dtype=torch.bfloat16) for _ in range(4))
+
+    def gradients(rows: slice, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor[rows].clone().requires_grad_() for tensor in (q, k, v)]
+        offsets = torch.tensor(lengths, device=CUDA)
+        torch.use_deterministic_algorithms(True)
+        try:
+            out = jagged_cuda.jagged_flash_attention(*leaves, offsets, causal=True)
+            return torch.autograd.grad(out, leaves, grad_out[rows])
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    ends = layout.offsets().tolist()
+    among_others = gradients(slice(None), ends)
+    for begin, end in itertools.pairwise(ends):
+        if end - begin >= 1024:
+            alone = gradients(slice(begin, end), [0, end - begin])
+            for found, wanted in zip(among_others, alone, strict=True):
+                assert torch.equal(found[begin:end], wanted), (begin, end)
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (400, 30)])

@@ -162,10 +162,14 @@ def test_ranges_cost_nothing_where_all_rows_see_a_step(
     assert _spills(loop) == 0
 
 
+@pytest.mark.parametrize("in_order", [0, 1], ids=["", "in_order"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_products_of_the_long_backward_are_not_serialised(library: Path, dim: int) -> None:
+def test_products_of_the_long_backward_are_not_serialised(
+    library: Path, dim: int, in_order: int
+) -> None:
     """Where ptxas cannot follow the registers of a product it waits for each one by itself."""
-    name = _name("long_backward", "LongBackwardConfig", "LongBackwardParams", f"{BF16}Li{dim}")
+    config = f"{BF16}Li{dim}ELb{in_order}"
+    name = _name("long_backward", "LongBackwardConfig", "LongBackwardParams", config)
     code = _instructions(library, name)
     loop = max(_loops(code), key=lambda loop: _products(loop) / len(loop))
     products, waits = _products(loop), len(_places(loop, "WARPGROUP.DEPBAR"))

@@ -110,16 +110,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   params.grad_q = view_heads(grad_q);
   params.grad_k = view_heads(grad_k);
   params.grad_v = view_heads(grad_v);
-  Tensor long_plan, long_statistics, long_grad_q;
+  Tensor long_plan, long_statistics, long_grad_q, tickets;
   if (is_wide(params)) {
     if (takes_long_backward(params)) long_plan = allocate_long_plan(op, params, q, /*plans=*/2);
-  } else if (!deterministic && takes_long_backward(params)) {
+  } else if (takes_long_backward(params)) {
     long_plan = allocate_long_plan(op, params, q);
-    const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+    const bool is_narrow = params.dim_qk <= 64 && params.dim_v <= 64;
     long_statistics =
-        allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H)}, ScalarType::Float);
-    long_grad_q = allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, dim <= 64 ? 64 : 128)},
-                           ScalarType::Float);
+        allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
+    long_grad_q =
+        allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
+    if (deterministic) {
+      tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
+      params.long_tickets = tickets.mutable_data_ptr<int>();
+    }
     params.long_statistics = long_statistics.mutable_data_ptr<float>();
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }

@@ -88,11 +88,11 @@ def jagged_flash_attention(
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
         without key_ranges, where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add
-        to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)`` a
-        slower kernel makes that deterministic, too. No double backward. q, k and v are read in
-        place if their last dimension is contiguous (slices of a fused projection included),
-        fastest if rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs
-        one copy of that operand.
+        to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)``
+        they add in order, which costs some time. No double backward. q, k and v are read in place
+        if their last dimension is contiguous (slices of a fused projection included), fastest if
+        rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
+        that operand.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the

@@ -121,6 +121,7 @@ struct AttentionBackwardParams : AttentionParams {
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
+  int* long_tickets;       // [num_long_tickets]: sums in order; null: in any
 };
 
 // What each tile of 64 queries sees (attention/visible.cuh).
@@ -156,18 +157,28 @@ template <int kMinRows, int kUnit>
 constexpr int64_t long_unit(int64_t begin) {
   return begin * (kMinRows + kUnit) / (int64_t{kMinRows} * kUnit);
 }
-constexpr int kLongMinRows = kLongBackwardRows + 1, kLongGroupRows = 16, kLongTileRows = 128;
-// For each tile of queries, of at most kLongTileRows, and head lse and delta.
-constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads) {
-  return (long_unit<kLongMinRows, kLongTileRows>(queries) + 2) * heads * 2 * kLongTileRows;
+constexpr int kLongMinRows = kLongBackwardRows + 1;
+// Queries of a step, at head dims up to 64 and up to 128.
+constexpr int kLongNarrowStep = 128, kLongStep = 64;
+constexpr int64_t long_steps(int64_t queries, bool is_narrow) {
+  return (is_narrow ? long_unit<kLongMinRows, kLongNarrowStep>(queries)
+                    : long_unit<kLongMinRows, kLongStep>(queries)) +
+         2;
 }
-// For each group of queries and head the sums of dq.
-constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim) {
-  return (long_unit<kLongMinRows, kLongGroupRows>(queries) + 2) * heads * kLongGroupRows * dim;
+// For each step and head lse and delta,
+constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads, bool is_narrow) {
+  return long_steps(queries, is_narrow) * heads * 2 * (is_narrow ? kLongNarrowStep : kLongStep);
+}
+// the sums of dq,
+constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, bool is_narrow) {
+  return long_steps(queries, is_narrow) * heads * kLongNarrowStep * kLongStep;
+}
+// and of each half of these, how many tiles of keys are in it.
+constexpr int64_t num_long_tickets(int64_t queries, int64_t heads, bool is_narrow) {
+  return long_steps(queries, is_narrow) * heads * 2;
 }
 
-// Whether the backward kernel for long sequences takes these operands, if it gets its workspace and,
-// but for wide heads, sums in any order are allowed.
+// Whether the backward kernel for long sequences takes these operands, if it gets its workspace.
 bool takes_long_backward(const AttentionBackwardParams& params);
 
 // Whether the forward kernel for long sequences takes these operands with ranges of keys, used

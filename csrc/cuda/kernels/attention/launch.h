@@ -55,8 +55,8 @@ cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stre
 // ranged_forward.cuh).
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
-// The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. dq
-// differs from run to run by the order of its sums.
+// The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. Without
+// long_tickets dq differs from run to run by the order of its sums.
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
 

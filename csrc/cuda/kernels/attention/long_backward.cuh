@@ -2,10 +2,10 @@
 // 16-bit elements. With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and
 // dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
-// Three kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
-//     prepare_long     lse and delta of all queries, zeros for the sums of dQ
+// Kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
+//     prepare_long     lse and delta of all queries; zeros for the sums of dQ, or for the tickets
 //     long_backward    the five products; dK and dV leave it, dQ is added to sums in f32
-//     finish_long      the sums, rounded, to dQ
+//     finish_long      the sums, rounded, to dQ; not where tiles of keys add in order
 //
 // long_backward, grid: one CTA per SM, which takes items (tile of keys, kv head) until there are no
 // more. A CTA has a warpgroup of producers and two that compute 64 keys each. They work on S^T and
@@ -15,12 +15,12 @@
 //     for each item:           for each item:                   for each item:
 //       take it, publish it      K, V                             for each step:
 //                                for each step (head of             dS^T to shared memory
-//                                the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
-//                                  Q, dO, lse, delta                start dQ = dS K of the step before
-//                                                                   start S^T = K Q^T of the next step
-//                                                                   dQ to shared memory, add to sums
-//                                                                   start dP^T = V dO^T of the next step
-//                                                                   P^T = exp2(...)
+//     in order: a sender         the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
+//     (a thread) for each          Q, dO, lse, delta                start dQ = dS K of the step before
+//     warpgroup, each step:                                         start S^T = K Q^T of the next step
+//       wait for its turn                                           dQ to shared memory, add to sums
+//       add dQ to its sums                                          start dP^T = V dO^T of the next step
+//       let the next tile                                           P^T = exp2(...)
 //                                                                   dS^T = P^T * (dP^T - delta)
 //                                                                 store dK, dV
 //
@@ -36,18 +36,29 @@
 // columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
 // arrival, so dQ may differ in its last bits from run to run; dK and dV do not.
 //
+// kOrdered: a sender adds a warpgroup's part of a step in one piece. Tiles of keys add in order: the
+// part's ticket counts those that have. The first tile stores in place of adding, so nothing is
+// cleared; for the last one what the others have added comes to shared memory, so that the warpgroup
+// adds its own in registers and writes dQ. The bits are the same at every run. A tile waits only for
+// those that were taken before it, so some tile can always go on. Tiles are taken in the order in which
+// they add, heads fastest, and walk over the queries the other way, so that the tile before is ahead.
+//
 // Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
-// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which the sums of dQ leave.
+// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves.
 //
 // Barriers:           arrives                              waits
-//     items.full      scheduler                            copier, computing warps
-//     items.empty     copier, computing warps              scheduler
+//     items.full      scheduler                            copier, senders, computing warps
+//     items.empty     copier, senders, computing warps     scheduler
+//     wanted          copier, near the end of an item      scheduler, before it takes one in order
 //     keys_full       copier, with the bytes of K, V       computing warps
 //     keys_empty      computing warps, after an item       copier
 //     ring.full       copier, with the bytes of a step     computing warps
 //     ring.empty      computing warps, after its products  copier
 //     scores_full     both warpgroups, dS is written       the same, before dQ
 //     scores_empty    both warpgroups, dQ is computed      the same, before they write dS
+//     sums_ready[w]   sender w: room for dQ, or the sum    warpgroup w
+//                     of the other tiles is there
+//     sums_full[w]    warpgroup w, dQ is there or done     sender w
 //     kZeroed + w     warpgroup w                          the same, after it has written zeros
 //
 // A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0
@@ -63,25 +74,29 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_>
+// kOrdered: tiles of keys add to dQ in order.
+template <typename Element_, int kDim_, bool kOrdered_>
 struct LongBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V, dO in shared memory
+  static constexpr bool kOrdered = kOrdered_;
   static constexpr int kWarpgroups = 2;
   static constexpr int kTileN = 128;
   // S and dP of a step take together 64 registers at 128 dims, 128 at 64.
-  static constexpr int kStep = kDim == 64 ? 128 : 64;
+  static constexpr int kStep = kDim == 64 ? kLongNarrowStep : kLongStep;
   static constexpr int kStages = kDim == 64 ? 2 : 3;  // as many as there is room for
   static constexpr int kScoreStages = 2;
   // Chunks of lse or delta that a lane loads ahead of their use, two pairs of queries each.
   // At 64 dims there are no registers for that.
   static constexpr int kStatisticsAhead = kDim == 128 ? 2 : 0;
-  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there are
-  // no registers for that.
-  static constexpr bool kSendsLate = kDim == 128;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr PathName kName = PathName("cuda.attention.backward.long.d") + kDim;
+  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there are
+  // registers for that only where others send.
+  static constexpr bool kSendsLate = kOrdered || kDim == 128;
+  static constexpr PathName kName = PathName(kOrdered ? "cuda.attention.backward.long_ordered.d"
+                                                      : "cuda.attention.backward.long.d") +
+                                    kDim;
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -97,42 +112,75 @@ struct LongBackwardParams {
 
 template <typename Config>
 struct LongWorkspace {
-  static constexpr int kChunk = kLongGroupRows * 64;  // floats that a warp holds of dQ
-  static constexpr int kChunks = Config::kDim / 64;   // of one group of rows and head
+  static constexpr int kChunk = 16 * 64;                     // floats that a warp holds of dQ,
+  static constexpr int kPart = 4 * kChunk;                   // a warpgroup,
+  static constexpr int kSums = Config::kWarpgroups * kPart;  // and all of one step and head
+  static_assert(kSums == Config::kStep * Config::kDim);
 
-  // lse and delta of kStep queries of one head, one after the other, of the tile that holds row
-  // `row` of a sequence that begins at `begin`; in the order of statistics_place().
+  // The step, in the workspaces, that holds row `row` of a sequence that begins at row `begin`, and
+  // head.
+  __device__ __forceinline__ static int64_t step(const AttentionBackwardParams& params,
+                                                 int64_t begin, int row, int head) {
+    return (long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep) * params.heads +
+           head;
+  }
+
+  // lse and delta of its queries, one after the other, in the order of statistics_place().
   __device__ __forceinline__ static float* statistics(const AttentionBackwardParams& params,
-                                                      int64_t begin, int row, int head) {
-    const int64_t tile = long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep;
-    return params.long_statistics + (tile * params.heads + head) * (2 * Config::kStep);
+                                                      int64_t step) {
+    return params.long_statistics + step * (2 * Config::kStep);
   }
   // The pairs of queries that a lane has as columns of two blocks of scores, side by side.
   __device__ __forceinline__ static int statistics_place(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
   }
+  // A warpgroup's part of its dQ.
   __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
-                                                  int64_t begin, int row, int head) {
-    const int64_t group = long_unit<kLongMinRows, kLongGroupRows>(begin) + row / kLongGroupRows;
-    return params.long_grad_q + (group * params.heads + head) * (kChunks * kChunk);
+                                                  int64_t step, int warpgroup) {
+    return params.long_grad_q + step * kSums + warpgroup * kPart;
+  }
+  __device__ __forceinline__ static int* ticket(const AttentionBackwardParams& params, int64_t step,
+                                                int warpgroup) {
+    return params.long_tickets + step * Config::kWarpgroups + warpgroup;
   }
 };
 
-// --- what comes before and after: tiles of kPreparedRows queries of one head
+// Which tiles of keys see some of the queries of the step at row `row`: exactly those in whose
+// StepRange it is.
+template <int kTileN, int kStep>
+struct TileRange {
+  int first;
+  int last;  // first if there are none
+
+  __device__ __forceinline__ TileRange(const WindowOf<int>& window, int row, int num_keys) {
+    const int first_key = window.first_column(row),
+              last_key = window.last_column(row, kStep, num_keys);
+    first = first_key / kTileN;
+    last = last_key > first_key ? (last_key + kTileN - 1) / kTileN : first;
+  }
+};
+
+__device__ __forceinline__ WindowOf<int> keys_window(const AttentionParams& params, int num_queries,
+                                                     int num_keys) {
+  return {num_keys - num_queries, window_rows32(params.window_left),
+          window_rows32(params.window_right)};
+}
+
+// --- what comes before: tiles of kPreparedRows queries of one head
 
 constexpr int kPreparedRows = 128, kPrepareThreads = 256;
 
-// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th; at
-// once done where there are none.
-template <typename Visit>
-__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
-  ptx::griddepcontrol_wait();
-  if (__ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) == 0) return;
-  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
-  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
-    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
-      visit(tile);
+// Zeros for the sums of a tile of kPreparedRows queries.
+template <typename Config>
+__device__ __forceinline__ void clear_sums(const AttentionBackwardParams& params,
+                                           const JaggedTile& tile, int rows, int head) {
+  using Workspace = LongWorkspace<Config>;
+  const int steps = (rows + Config::kStep - 1) / Config::kStep;
+  for (int index = threadIdx.x; index < steps * (Workspace::kSums / 4); index += kPrepareThreads) {
+    const int row = static_cast<int>(tile.row) + index / (Workspace::kSums / 4) * Config::kStep;
+    float* sums = Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, row, head),
+                                    /*warpgroup=*/0);
+    ptx::st_global_16(sums + index % (Workspace::kSums / 4) * 4, make_uint4(0, 0, 0, 0));
   }
 }
 
@@ -157,14 +205,23 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
     grad_out[i] =
         ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
   }
-  const int groups = (rows + kLongGroupRows - 1) / kLongGroupRows;
-  constexpr int kGroupFloats = Workspace::kChunks * Workspace::kChunk;
-  for (int index = threadIdx.x; index < groups * (kGroupFloats / 4); index += kPrepareThreads) {
-    const int group = index / (kGroupFloats / 4), place = index % (kGroupFloats / 4);
-    ptx::st_global_16(
-        Workspace::grad_q(params, tile.rows.begin, first_row + group * kLongGroupRows, head) +
-            place * 4,
-        make_uint4(0, 0, 0, 0));
+  if constexpr (!Config::kOrdered) clear_sums<Config>(params, tile, rows, head);
+  if constexpr (Config::kOrdered) {
+    // Queries that no key sees are in no step.
+    const int num_keys = keys_of(params, tile.seq, num_queries);
+    const WindowOf<int> window = keys_window(params, num_queries, num_keys);
+#pragma unroll 1
+    for (int first = 0; first < rows; first += Config::kStep) {
+      const TileRange<Config::kTileN, Config::kStep> tiles(window, first_row + first, num_keys);
+      if (tiles.first < tiles.last) continue;
+      const int last = min(rows, first + Config::kStep);
+      for (int row = first + own_row; row < last; row += kRowStep) {
+        if (chunk * 8 < params.dim_qk)
+          ptx::st_global_16(
+              row_of<Element>(params.grad_q, tile.rows.begin + first_row + row, head) + chunk * 8,
+              make_uint4(0, 0, 0, 0));
+      }
+    }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -187,29 +244,35 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
       if (params.grad_lse != nullptr)
         delta -= static_cast<const float*>(params.grad_lse)[statistic];
     }
-    float* statistics = Workspace::statistics(params, tile.rows.begin, first_row + row, head) +
+    float* statistics = Workspace::statistics(params, Workspace::step(params, tile.rows.begin,
+                                                                      first_row + row, head)) +
                         Workspace::statistics_place(row % Config::kStep);
     statistics[0] = lse_log2;
     statistics[Config::kStep] = delta;
   }
 }
 
+// The sums, rounded, to dQ.
 template <typename Config>
 __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& params,
                                             const JaggedTile& tile) {
   using Element = typename Config::Element;
   using Workspace = LongWorkspace<Config>;
+  constexpr int kChunks = Config::kDim / 64, kUnits = kPreparedRows / 16 * kChunks;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
   const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
-  constexpr int kUnits = kPreparedRows / kLongGroupRows * Workspace::kChunks;
 #pragma unroll
   for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
-    const int row = unit / Workspace::kChunks * kLongGroupRows, column = unit % Workspace::kChunks;
+    const int row = unit / kChunks * 16, column = unit % kChunks;
     if (row >= rows) continue;
-    const float* source = Workspace::grad_q(params, tile.rows.begin, first_row + row, head) +
-                          column * Workspace::kChunk + lane * 4;
+    // At 128 dims a warpgroup has half of the columns, at 64 half of the queries.
+    const int chunk = column * 4 + row % Config::kStep / 16;
+    const float* source =
+        Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, first_row + row, head),
+                          0) +
+        chunk * Workspace::kChunk + lane * 4;
     Accumulator<1, 8> dq;
 #pragma unroll
     for (int block = 0; block < 8; ++block) {
@@ -226,15 +289,42 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
   }
 }
 
+// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th.
+template <typename Visit>
+__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
+  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
+    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
+      visit(tile);
+  }
+}
+__device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params) {
+  return __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) > 0;
+}
+
 template <typename Config>
 __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_wait();
+  if (!plans_any(params)) return;
+  if constexpr (Config::kOrdered) {
+    // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
+    const int64_t tickets =
+        num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
+    for (int64_t index =
+             (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
+         index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
+      params.long_tickets[index] = 0;
+  }
   for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
 }
 
 template <typename Config>
 __global__ __launch_bounds__(kPrepareThreads) void finish_long(
     const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_wait();
+  if (!plans_any(params)) return;
   for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
 }
 
@@ -254,9 +344,18 @@ struct KeyItem {
 
 // Queries [query, query + kStep) of one head.
 struct alignas(16) LongStep {
-  float* grad_q;  // the sums of its first row
+  float* grad_q;  // its sums
   int query;
   int next;  // flags of the next step: nothing waits for them when it begins
+};
+
+// Where a warpgroup leaves its part of a step's dQ that is complete. Rows are 0 where other tiles of
+// keys still add to it.
+struct alignas(16) CompleteStep {
+  int query_row;  // in q
+  int rows;
+  int head;
+  int adds;  // whether what other tiles have added is in shared memory
 };
 
 // What decides how a step runs, in one word.
@@ -276,8 +375,8 @@ __device__ __forceinline__ WindowOf<int> queries_window(const AttentionParams& p
       .transposed();
 }
 
-// Steps of an item: for each head of the group all queries, from some of the first on, so that the
-// CTAs at work do not all add to the same sums.
+// Steps of an item: for each head of the group all queries that see one of its keys. Without an order
+// from some of the first on, so that the CTAs at work do not all add to the same sums.
 template <int kStep>
 struct StepRange {
   int first;
@@ -290,6 +389,13 @@ struct StepRange {
   }
 };
 
+// Whether a sequence's tiles of keys are taken from the last to the first: where late keys are seen by
+// more queries, they come first.
+__device__ __forceinline__ bool keys_fall(const AttentionParams& params) {
+  return params.window_left < AttentionParams::kUnbounded &&
+         params.window_right >= AttentionParams::kUnbounded;
+}
+
 // Which queries a step takes, and its flags; `member` is a head's place in its group, and a step
 // behind the last of one head is the first of the next.
 template <typename Config>
@@ -298,8 +404,10 @@ class StepOrder {
   __device__ __forceinline__ StepOrder(const AttentionParams& attention, const KeyItem& item)
       : window_(queries_window(attention, item)),
         range_(item, window_),
-        heads_(attention.heads / attention.kv_heads) {
-    const bool rotates = attention.window_left >= AttentionParams::kUnbounded &&
+        heads_(attention.heads / attention.kv_heads),
+        rises_(!Config::kOrdered || keys_fall(attention)) {
+    const bool rotates = !Config::kOrdered &&
+                         attention.window_left >= AttentionParams::kUnbounded &&
                          attention.window_right >= AttentionParams::kUnbounded;
     if (rotates && range_.count > 0)
       start_ = static_cast<int>(static_cast<int64_t>(item.key) * range_.count / item.num_keys);
@@ -308,7 +416,8 @@ class StepOrder {
   __device__ __forceinline__ int count() const { return range_.count; }
   __device__ __forceinline__ int query(int index) const {
     const int turned = start_ + index;
-    return range_.first + (turned < range_.count ? turned : turned - range_.count) * Config::kStep;
+    const int step = turned < range_.count ? turned : turned - range_.count;
+    return range_.first + (rises_ ? step : range_.count - 1 - step) * Config::kStep;
   }
   __device__ __forceinline__ int flags(const KeyItem& item, int member, int index) const {
     if (index == range_.count) {
@@ -330,6 +439,7 @@ class StepOrder {
   WindowOf<int> window_;
   StepRange<Config::kStep> range_;
   int heads_;
+  bool rises_;
   int start_ = 0;
 };
 
@@ -343,19 +453,21 @@ struct LongBackwardStorage {
   KeyRows sK, sV;
   QueryRows sQ[Config::kStages], sGradOut[Config::kStages];
   ScoreRows sGradScores[Config::kScoreStages];
-  float sGradQ[Config::kWarpgroups * 4][kLongGroupRows * 64];  // a chunk of each warp
-  float sStatistics[Config::kStages][2][Config::kStep];        // lse and delta
+  float sGradQ[Config::kWarpgroups * 4][LongWorkspace<Config>::kChunk];  // a chunk of each warp
+  float sStatistics[Config::kStages][2][Config::kStep];                  // lse and delta
+  CompleteStep complete[Config::kWarpgroups];
   LongStep steps[Config::kStages];
   KeyItem item[kItems];
   Ring<kItems> items;
   Ring<Config::kStages> ring;
-  uint64_t keys_full, keys_empty;
+  uint64_t keys_full, keys_empty, wanted;
+  uint64_t sums_full[Config::kWarpgroups], sums_ready[Config::kWarpgroups];
   uint64_t scores_full[Config::kScoreStages], scores_empty[Config::kScoreStages];
 };
-static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64>>) <= 227 * 1024);
-static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128>>) <= 227 * 1024);
+static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64, true>>) <= 227 * 1024);
+static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128, true>>) <= 227 * 1024);
 
-// Takes items from the plan, one ahead; one warp.
+// Takes items from the plan; one warp.
 template <typename Config>
 __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
                                               LongBackwardStorage<Config>& shared) {
@@ -370,33 +482,39 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardParams& params,
     __syncwarp();
     place.advance();
   };
-  // Where late keys are seen by more queries, they come first.
-  const bool descending = attention.window_left < AttentionParams::kUnbounded &&
-                          attention.window_right >= AttentionParams::kUnbounded;
   PlannedItems items(static_cast<LongPlan*>(attention.long_plan), attention.kv_heads);
   PlannedSequence sequence;
-  int64_t index;
-  while (items.next(sequence, index)) {
+  int64_t index = 0;
+  int tile = 0, head = 0, wanted_parity = 1;
+  for (;;) {
+    if constexpr (Config::kOrdered) {
+      ptx::mbarrier_wait(shared.wanted, wanted_parity);
+      if (!items.next_apart(sequence, tile, head)) break;
+    } else {
+      if (!items.next(sequence, index)) break;
+    }
     const RowRange kv = attention.kv_offsets.data == attention.q_offsets.data
                             ? RowRange{sequence.begin, sequence.num_queries}
                             : sequence_rows(attention.kv_offsets, sequence.seq);
     const int num_keys = static_cast<int>(kv.len);
     const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
-    // Wrong offsets make a plan whose numbers overflow.
-    if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.kv_heads) continue;
-    const int tile = static_cast<int>(index % tiles);
+    if constexpr (!Config::kOrdered) {
+      tile = static_cast<int>(index % tiles);
+      head = static_cast<int>(index / tiles);
+    }
     KeyItem item;
-    item.key = (descending ? tiles - 1 - tile : tile) * Config::kTileN;
+    item.key = (keys_fall(attention) ? tiles - 1 - tile : tile) * Config::kTileN;
     item.query_begin = sequence.begin;
     item.key_begin = static_cast<int>(kv.begin) + item.key;
     item.keys = min(Config::kTileN, num_keys - item.key);
     item.num_queries = sequence.num_queries;
     item.num_keys = num_keys;
-    item.kv_head = static_cast<int>(index / tiles);
+    item.kv_head = head;
     item.is_end = false;
     const StepOrder<Config> order(attention, item);
     item.first_step = order.count() > 0 ? order.flags(item, 0, 0) : 0;
     publish(item);
+    wanted_parity ^= 1;
   }
   KeyItem end = {};
   end.is_end = true;
@@ -409,6 +527,7 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
                                            LongBackwardStorage<Config>& shared) {
   using Storage = LongBackwardStorage<Config>;
   using Workspace = LongWorkspace<Config>;
+  constexpr int kStepsAhead = 3;
   const AttentionBackwardParams& attention = params.attention;
   const int group = attention.heads / attention.kv_heads;
   RingPosition<Storage::kItems> place;
@@ -420,13 +539,21 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
     shared.items.release(place.advance());
     if (item.is_end) return;
     const StepOrder<Config> order(attention, item);
+    int steps_left = group * order.count();
+    if (Config::kOrdered && steps_left == 0) ptx::mbarrier_arrive(shared.wanted);
     for (int member = 0; member < group; ++member) {
       const int head = item.kv_head * group + member;
       for (int i = 0; i < order.count(); ++i) {
         const int query = order.query(i);
+        // The next item is taken as late as it can be: until then others may take it.
+        if (Config::kOrdered &&
+            (steps_left == kStepsAhead || (steps_left < kStepsAhead && member == 0 && i == 0)))
+          ptx::mbarrier_arrive(shared.wanted);
+        --steps_left;
+        const int64_t step = Workspace::step(attention, item.query_begin, query, head);
         shared.ring.acquire(slot);
         const int stage = slot.advance();
-        shared.steps[stage] = {Workspace::grad_q(attention, item.query_begin, query, head), query,
+        shared.steps[stage] = {Workspace::grad_q(attention, step, 0), query,
                                order.flags(item, member, i + 1)};
         uint64_t& full = shared.ring.full[stage];
         ptx::mbarrier_arrive_expect_tx(
@@ -441,11 +568,81 @@ __device__ __forceinline__ void copy_steps(const LongBackwardParams& params,
           copy_expected_tile(shared.sV, params.v, item.key_begin, item.kv_head, shared.keys_full);
         }
         copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
-        ptx::cp_async_bulk(shared.sStatistics[stage],
-                           Workspace::statistics(attention, item.query_begin, query, head),
+        ptx::cp_async_bulk(shared.sStatistics[stage], Workspace::statistics(attention, step),
                            sizeof(shared.sStatistics[0]), full);
       }
     }
+  }
+}
+
+// Adds what a warpgroup computes of dQ to its sums, in the order of the tiles of keys; one thread.
+template <typename Config>
+__device__ __forceinline__ void send_sums(const LongBackwardParams& params,
+                                          LongBackwardStorage<Config>& shared, int warpgroup) {
+  using Storage = LongBackwardStorage<Config>;
+  using Workspace = LongWorkspace<Config>;
+  constexpr int kBytes = Workspace::kPart * 4;
+  const AttentionBackwardParams& attention = params.attention;
+  const int group = attention.heads / attention.kv_heads;
+  float* staged = shared.sGradQ[warpgroup * 4];
+  RingPosition<Storage::kItems> place;
+  int parity = 0;
+  int* sent = nullptr;  // the ticket of sums that are on their way
+  const auto finish = [&] {
+    if (sent == nullptr) return;
+    ptx::cp_async_bulk_wait();
+    ptx::fence_proxy_async();
+    ptx::red_release_gpu_add(sent, 1);
+    sent = nullptr;
+  };
+  for (;;) {
+    shared.items.wait(place);
+    const KeyItem item = shared.item[place.stage];
+    if (item.is_end) break;
+    const StepOrder<Config> order(attention, item);
+    const WindowOf<int> window = keys_window(attention, item.num_queries, item.num_keys);
+    for (int member = 0; member < group; ++member) {
+      const int head = item.kv_head * group + member;
+      for (int i = 0; i < order.count(); ++i) {
+        const int query = order.query(i), tile = item.key / Config::kTileN;
+        const TileRange<Config::kTileN, Config::kStep> tiles(window, query, item.num_keys);
+        // How many tiles add to this step before this one.
+        const int before = keys_fall(attention) ? tiles.last - 1 - tile : tile - tiles.first;
+        const bool is_last = before == tiles.last - tiles.first - 1;
+        const int64_t step = Workspace::step(attention, item.query_begin, query, head);
+        float* sums = Workspace::grad_q(attention, step, warpgroup);
+        int* ticket = Workspace::ticket(attention, step, warpgroup);
+        shared.complete[warpgroup] = {item.query_begin + query,
+                                      is_last ? min(item.num_queries - query, Config::kStep) : 0,
+                                      head, before > 0};
+        if (!is_last) ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
+        finish();
+        if (before > 0) {
+          while (ptx::ld_acquire_gpu(ticket) < before) {
+          }
+          ptx::fence_proxy_async();
+        }
+        if (is_last && before > 0) {
+          ptx::mbarrier_arrive_expect_tx(shared.sums_ready[warpgroup], kBytes);
+          ptx::cp_async_bulk(staged, sums, kBytes, shared.sums_ready[warpgroup]);
+        } else if (is_last) {
+          ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
+        }
+        ptx::mbarrier_wait(shared.sums_full[warpgroup], parity);
+        parity ^= 1;
+        if (is_last) continue;
+        if (before > 0) {
+          ptx::cp_reduce_async_bulk_add(sums, staged, kBytes);
+        } else {
+          ptx::cp_async_bulk_store(sums, staged, kBytes);
+        }
+        ptx::cp_async_bulk_commit();
+        sent = ticket;
+        ptx::cp_async_bulk_wait_read();
+      }
+    }
+    finish();
+    shared.items.release(place.advance());
   }
 }
 
@@ -487,7 +684,9 @@ struct LongBackwardConsumer {
   int keys_parity = 0, stage = 0;
   StepFlags flags = {0};
   LongStep step;
-  float* sums = nullptr;  // of the dQ in shared memory, null if there is none
+  int sums_parity = 0;
+  bool is_staged = false;  // dQ is in shared memory, and not yet sent
+  float* sums = nullptr;   // where it goes without an order; may be null
   Columns lse, delta;
   Accumulator<1, kOutBlocks> dk, dv;
 
@@ -583,33 +782,73 @@ struct LongBackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // dQ to shared memory, for send_grad_q().
+  // dQ to shared memory, for send_grad_q(); or, if it is complete with what is there, to memory.
   __device__ __forceinline__ void stage_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
-    constexpr int kChunk = LongWorkspace<Config>::kChunk, kChunks = LongWorkspace<Config>::kChunks;
     ptx::fence_operands(dq[0]);
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
-      ptx::cp_async_bulk_wait_read();
+    if (lane == 0) ptx::mbarrier_arrive(shared.scores_empty[late.score_stage]);
+    float* staged = shared.sGradQ[warpgroup * 4 + warp] + lane * 4;
+    is_staged = true;
+    if constexpr (Config::kOrdered) {
+      if (completes_grad_q(dq, staged)) return;
+    } else {
+      if (lane == 0) ptx::cp_async_bulk_wait_read();
+      __syncwarp();
+      const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16;
+      sums = row < late.rows
+                 ? late.grad_q + row / 16 * LongWorkspace<Config>::kChunk +
+                       (Config::kDim == 128 ? warpgroup * LongWorkspace<Config>::kPart : 0)
+                 : nullptr;
     }
-    __syncwarp();
-    float* staged = shared.sGradQ[warpgroup * 4 + warp];
 #pragma unroll
-    for (int block = 0; block < 8; ++block)
-      ptx::st_shared_16(staged + block * 128 + lane * 4, dq[0][block]);
-    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * kLongGroupRows;
-    sums = row < late.rows ? late.grad_q +
-                                 static_cast<int64_t>(row / kLongGroupRows) * attention.heads *
-                                     (kChunks * kChunk) +
-                                 (Config::kDim == 128 ? warpgroup * kChunk : 0)
-                           : nullptr;
+    for (int block = 0; block < 8; ++block) ptx::st_shared_16(staged + block * 128, dq[0][block]);
   }
-  // Adds dQ to its sums; behind a fence and a barrier of the warp.
+  // Waits until there is room for dQ; or, where it is complete with what is there, writes it.
+  __device__ __forceinline__ bool completes_grad_q(Accumulator<1, 8>& dq, const float* staged) {
+    ptx::mbarrier_wait(shared.sums_ready[warpgroup], sums_parity);
+    sums_parity ^= 1;
+    // The lane that reads is the one that arrives, as racecheck follows it.
+    int4 words = {};
+    if (lane == 0) words = *reinterpret_cast<const int4*>(&shared.complete[warpgroup]);
+    if (__shfl_sync(0xffffffffu, words.y, 0) > 0) {
+      complete_grad_q(dq, staged,
+                      {__shfl_sync(0xffffffffu, words.x, 0), __shfl_sync(0xffffffffu, words.y, 0),
+                       __shfl_sync(0xffffffffu, words.z, 0), __shfl_sync(0xffffffffu, words.w, 0)});
+      return true;
+    }
+    return false;
+  }
+  __device__ __forceinline__ void complete_grad_q(Accumulator<1, 8>& dq, const float* staged,
+                                                  const CompleteStep& complete) {
+    if (complete.adds != 0) {
+#pragma unroll
+      for (int block = 0; block < 8; ++block) {
+        const float4 sums = *reinterpret_cast<const float4*>(staged + block * 128);
+        dq[0][block][0] += sums.x;
+        dq[0][block][1] += sums.y;
+        dq[0][block][2] += sums.z;
+        dq[0][block][3] += sums.w;
+      }
+    }
+    const float scale = static_cast<float>(attention.scale), scales[2] = {scale, scale};
+    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16 + lane / 4,
+              column = Config::kDim == 128 ? warpgroup * 64 : 0;
+    store_quads(
+        dq, scales,
+        row_of<Element>(attention.grad_q, int64_t{complete.query_row} + row, complete.head) +
+            column,
+        attention.grad_q.row_stride, complete.rows - row, attention.dim_qk - column, lane);
+  }
+  // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
+  // The fence is that of the next dS, which saves waiting for another.
   __device__ __forceinline__ void send_grad_q() {
-    if (lane == 0 && sums != nullptr) {
+    if (Config::kOrdered && lane == 0 && is_staged)
+      ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
+    if (!Config::kOrdered && lane == 0 && sums != nullptr) {
       ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
                                     LongWorkspace<Config>::kChunk * 4);
       ptx::cp_async_bulk_commit();
     }
+    is_staged = false;
     sums = nullptr;
   }
   __device__ __forceinline__ void send_grad_q_now() {
@@ -803,7 +1042,7 @@ struct LongBackwardConsumer {
       store_item(item);
       if (lane == 0) shared.items.release(stage);
     }
-    if (lane == 0) ptx::cp_async_bulk_wait();
+    if (!Config::kOrdered && lane == 0) ptx::cp_async_bulk_wait();
   }
 };
 
@@ -818,10 +1057,15 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     ptx::prefetch_tensormap(params.grad_out);
-    shared.items.init(kConsumerWarps + 1);
+    shared.items.init(kConsumerWarps + 1 + (Config::kOrdered ? Config::kWarpgroups : 0));
     shared.ring.init(kConsumerWarps);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
+    ptx::mbarrier_init(shared.wanted, 1);
+    for (int i = 0; i < Config::kWarpgroups; ++i) {
+      ptx::mbarrier_init(shared.sums_full[i], 4);
+      ptx::mbarrier_init(shared.sums_ready[i], 1);
+    }
     for (int i = 0; i < Config::kScoreStages; ++i) {
       ptx::mbarrier_init(shared.scores_full[i], kConsumerWarps);
       ptx::mbarrier_init(shared.scores_empty[i], kConsumerWarps);
@@ -836,6 +1080,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
     if (threadIdx.x == 32) copy_steps<Config>(params, shared);
+    if (Config::kOrdered && (threadIdx.x == 64 || threadIdx.x == 96))
+      send_sums<Config>(params, shared, static_cast<int>(threadIdx.x) / 32 - 2);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
@@ -877,15 +1123,21 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
                                                   Config::kThreads, sizeof(Storage), stream,
                                                   Config::kName);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || Config::kOrdered) return error;
   return launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+}
+
+template <typename Element, int kDim>
+cudaError_t launch_long_backward_of(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return params.long_tickets != nullptr
+             ? launch_long_backward<LongBackwardConfig<Element, kDim, true>>(params, stream)
+             : launch_long_backward<LongBackwardConfig<Element, kDim, false>>(params, stream);
 }
 
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return dim_bucket(params) == 64
-             ? launch_long_backward<LongBackwardConfig<Element, 64>>(params, stream)
-             : launch_long_backward<LongBackwardConfig<Element, 128>>(params, stream);
+  return dim_bucket(params) == 64 ? launch_long_backward_of<Element, 64>(params, stream)
+                                  : launch_long_backward_of<Element, 128>(params, stream);
 }
 
 }  // namespace jagged_cuda::attention

@@ -94,11 +94,13 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   constexpr bool kOfKeys = std::is_same_v<Params, AttentionBackwardParams>;
   __shared__ int counts[kPlanBins];
   __shared__ int warp_tiles[32];
+  __shared__ unsigned long long all_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t num_seqs = attention.q_offsets.num_seqs;
   LongPlan& plan = *static_cast<LongPlan*>(attention.long_plan);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < kPlanBins) counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) all_tiles = 0;
   __syncthreads();
 
   const auto bin_of = [&](int64_t seq) {
@@ -146,6 +148,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
       const int rows =
           kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries) : sequence.num_queries;
       tiles = (rows + kTile - 1) / kTile;
+      if (kOfKeys) atomicAdd(&all_tiles, static_cast<unsigned long long>(tiles));
     }
     int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
@@ -179,6 +182,10 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     }
     plan.num_tiles = tiles_before;
     plan.next_item = 0;
+    // Wrong offsets make more tiles than there can be, and first tiles that overflow. Items that wait
+    // for others (long_backward.cuh) would then wait for some that nobody takes.
+    if (kOfKeys && all_tiles > attention.kv_offsets.total / kTile + num_seqs)
+      plan.num_sequences = plan.num_tiles = 0;
   }
   // So that this kernel does not end before that which it runs beside.
   ptx::griddepcontrol_wait();
@@ -223,7 +230,8 @@ class PlannedItems {
       : plan_(plan),
         heads_(heads),
         num_sequences_(__ldcg(&plan->num_sequences)),
-        num_items_(static_cast<int64_t>(__ldcg(&plan->num_tiles)) * heads) {}
+        num_tiles_(__ldcg(&plan->num_tiles)),
+        num_items_(static_cast<int64_t>(num_tiles_) * heads) {}
 
   // The plan of another kernel, or where params.plans_itself this warp's own. Items are tiles of
   // kTile queries, or keys.
@@ -256,6 +264,44 @@ class PlannedItems {
     const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_->sequences[rank_]));
     sequence = {found.x, found.y, found.z, found.w};
     item_in_sequence = item - static_cast<int64_t>(found.x) * heads_;
+    return true;
+  }
+  // The same in another order, in which tiles of one sequence and head lie at least kApart items apart
+  // where there are so many: heads fastest, then sequences that lie together in the plan, then tiles,
+  // from the first to the last.
+  __device__ __forceinline__ bool next_apart(PlannedSequence& sequence, int& tile, int& head) {
+    constexpr int kApart = 8;
+    constexpr unsigned kAll = 0xffffffffu;
+    int64_t item;
+    if (!next(sequence, item)) return false;
+    const int together = heads_ < kApart ? kApart / heads_ : 1, first = rank_ / together * together;
+    const int lane = threadIdx.x % 32, own = first + lane;
+    PlannedSequence mine = {};
+    int tiles = 0;
+    if (lane < together && own < num_sequences_) {
+      const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_->sequences[own]));
+      mine = {found.x, found.y, found.z, found.w};
+      tiles =
+          (own + 1 < num_sequences_ ? __ldcg(&plan_->sequences[own + 1].first_tile) : num_tiles_) -
+          found.x;
+    }
+    const int before = sequence.first_tile - __shfl_sync(kAll, mine.first_tile, 0);
+    const int place = before + static_cast<int>(item / heads_);  // among their tiles
+    head = static_cast<int>(item % heads_);
+    int low = 0, high = __reduce_max_sync(kAll, tiles);
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (__reduce_add_sync(kAll, min(tiles, middle)) <= place) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    tile = low;
+    const int turn = place - __reduce_add_sync(kAll, min(tiles, low));
+    const unsigned have = __ballot_sync(kAll, tiles > low);
+    const bool is_it = tiles > low && __popc(have & ((1u << lane) - 1)) == turn;
+    sequence = shuffled(mine, __ffs(static_cast<int>(__ballot_sync(kAll, is_it))) - 1);
     return true;
   }
 
@@ -357,6 +403,7 @@ class PlannedItems {
   LongPlan* plan_;  // null: own_ is a lane's part of the plan
   const int heads_;
   int num_sequences_;
+  int num_tiles_ = 0;
   int64_t num_items_;
   int rank_ = 0;
   unsigned round_ = 0;

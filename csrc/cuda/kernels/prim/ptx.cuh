@@ -50,6 +50,18 @@ __device__ __forceinline__ void st_global_16(void* global, uint4 value) {
                : "memory");
 }
 
+// ld.acquire.gpu.global.s32
+__device__ __forceinline__ int ld_acquire_gpu(const int* global) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(value) : "l"(global) : "memory");
+  return value;
+}
+
+// red.release.gpu.global.add.s32
+__device__ __forceinline__ void red_release_gpu_add(int* global, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(global), "r"(value) : "memory");
+}
+
 // st.shared.b32
 __device__ __forceinline__ void st_shared_4(SharedAddress shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared.value), "r"(value) : "memory");

@@ -100,6 +100,12 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, const vo
       "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
 
+// cp.async.bulk: `bytes` in one piece to global memory; part of this thread's bulk group.
+__device__ __forceinline__ void cp_async_bulk_store(void* global, const void* shared, int bytes) {
+  JAGGED_CUDA_TMA("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global),
+                  "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+
 // cp.async.bulk.commit_group
 __device__ __forceinline__ void cp_async_bulk_commit() {
   JAGGED_CUDA_TMA("cp.async.bulk.commit_group;\n" :: : "memory");
