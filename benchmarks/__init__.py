@@ -11,6 +11,6 @@ session.py    one run: its timer, its options, what it has measured; floors and 
 report.py     environment, JSON and tables
 results.py    reads a results file
 plot.py table.py stamp.py    figures, README's tables and the commit of a results file
-table1.py grid.py attention.py unseen.py rows.py norm.py hstu.py sweep.py host.py modules.py
-build.py      the commands; attention.py has three
+table1.py grid.py attention.py unseen.py mixed.py rows.py norm.py hstu.py sweep.py host.py
+modules.py build.py    the commands; attention.py has three
 """

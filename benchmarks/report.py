@@ -33,6 +33,7 @@ TITLES = {
     "figure2": "Figure 2 of the paper: forward and backward together",
     "target": "Target attention: items against histories",
     "unseen": "Self-attention on shapes that nobody tuned for",
+    "mixed": "Self-attention on a batch of all kinds of sequences, and on its parts",
     "rows": "Moving rows",
     "norm": "A normed row times another one, with dropout",
     "hstu": "Attention of rankers: masks of HSTU, SiLU, biases",

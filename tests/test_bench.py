@@ -22,6 +22,7 @@ from benchmarks import (
     grid,
     hstu,
     implementations,
+    mixed,
     modules,
     norm,
     peers,
@@ -246,6 +247,29 @@ def test_unseen_shapes_are_summed_up(tmp_path: Path) -> None:
     assert values["geometric_mean"] == 2 and values["shapes"] == 2
     assert (values["lowest"], values["lowest_case"]) == (1, "b")
     assert (values["below_1"], values["refused_by_peer"]) == (0, 1)
+
+
+def test_a_mixed_batch_is_the_sum_of_its_parts() -> None:
+    found = mixed.draw()
+    together = sorted(found.pop(mixed.MIXED))
+    assert list(found) == list(mixed.PARTS)
+    assert together == sorted(n for lengths in found.values() for n in lengths)
+    assert found["giant"] == (16384,) and together[0] == 1
+
+
+def test_mixed_batches_are_compared_with_their_parts(tmp_path: Path) -> None:
+    found = run(tmp_path, "mixed", "--cases", "d64")
+    assert len(found["rows"]) == len(mixed.PASSES) * (1 + len(mixed.PARTS))
+    assert len(found["mixed"]) == len(mixed.PASSES) * 2
+
+    session = Session(CpuTimer(1), Options())
+    for part, us in ((mixed.MIXED, 12.0), ("giant", 1.0), ("long", 2.0), ("short", 3.0)):
+        session.rows.append(Row("mixed", f"d64.{part}", "forward", "bf16", {}, seed=0))
+        session.rows[-1].results = {OURS: {"median_us": us}}
+    assert mixed.summary(session.rows) == {}  # a part is missing
+    session.rows.append(Row("mixed", "d64.tiny", "forward", "bf16", {}, seed=0))
+    session.rows[-1].results = {OURS: {"median_us": 4.0}}
+    assert mixed.summary(session.rows) == {f"d64 forward {OURS}": 1.2}
 
 
 @pytest.mark.parametrize("percent", sweep.PERCENTS)

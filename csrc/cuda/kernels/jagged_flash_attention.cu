@@ -71,14 +71,16 @@ bool has_few_tiles(const AttentionParams& params) {
 // Whether a forward pass has so few tiles and heads of sequences that one kernel may hold the CTAs of
 // two, and whether there is such a kernel.
 bool takes_few(const AttentionParams& params) {
-  constexpr int64_t kFewCtas = 264, kWarpsPerCta = 5;
   const int bucket = attention::dim_bucket(params);
-  const int64_t seqs = params.q_offsets.num_seqs;
-  return (bucket == 32 || bucket == 128) && takes_wgmma(params) && !all_tiny(params) &&
+  const int64_t seqs = params.q_offsets.num_seqs, most = bucket == 64 ? 1056 : 264;
+  // Short sequences alone: those of many keys for few queries have a kernel of their own.
+  const bool is_taken = bucket == 32 || bucket == 128 ||
+                        (bucket == 64 && params.q_offsets.data == params.kv_offsets.data);
+  return is_taken && takes_wgmma(params) && !all_tiny(params) &&
          (num_tiles(params.q_offsets.total, seqs, 64) +
-          seqs * (tiny_limit(params) / 16) / kWarpsPerCta + 1) *
+          seqs * (tiny_limit(params) / 16) / (bucket == 64 ? 4 : 5) + 1) *
                  params.heads <=
-             kFewCtas;
+             most;
 }
 
 // Whether the kernel for short sequences takes these operands, which the wgmma kernels take, too.
@@ -122,6 +124,26 @@ cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
   return launch_longer(params);
 }
 
+// The forward kernels on wgmma, each for sequences of its own lengths. Wide heads have but one.
+template <typename Element>
+cudaError_t launch_on_wgmma(AttentionParams params, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (!is_wide(params)) {
+    if (takes_short(params)) {
+      error = attention::launch_forward_short<Element>(params, stream);
+      if (error != cudaSuccess || all_short(params)) return error;
+      params.short_apart = true;
+    }
+    // In self-attention nothing lies between short and long sequences.
+    const bool any_between = !params.short_apart || params.long_plan == nullptr ||
+                             params.q_offsets.data != params.kv_offsets.data;
+    if (any_between) error = attention::launch_forward_wgmma<Element>(params, stream);
+  }
+  const bool any_long = params.long_plan != nullptr && !params.long_first;
+  return error == cudaSuccess && any_long ? attention::launch_forward_long<Element>(params, stream)
+                                          : error;
+}
+
 }  // namespace
 
 bool takes_ranged_forward(const AttentionParams& params) {
@@ -152,47 +174,38 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
       return attention::launch_forward_fma<Element>(params, stream);
     } else {
       if (is_general(params)) return attention::launch_forward_general<Element>(params, stream);
-      const auto launch_longer = [&](AttentionParams longer) {
-        if (takes_wgmma(longer) && !is_wide(longer)) {
-          if (!takes_long(longer)) longer.long_plan = nullptr;
-          // The plan is made while other kernels run.
-          cudaError_t error = longer.long_plan != nullptr
-                                  ? attention::launch_forward_plan<Element>(longer, stream)
-                                  : cudaSuccess;
-          if (error == cudaSuccess && takes_short(longer)) {
-            error = attention::launch_forward_short<Element>(longer, stream);
-            if (error == cudaSuccess && all_short(longer)) return error;
-            longer.short_apart = error == cudaSuccess;
-          }
-          // In self-attention nothing lies between short and long sequences.
-          const bool any_between = !longer.short_apart || longer.long_plan == nullptr ||
-                                   longer.q_offsets.data != longer.kv_offsets.data;
-          if (error == cudaSuccess && any_between)
-            error = attention::launch_forward_wgmma<Element>(longer, stream);
-          if (error == cudaSuccess && longer.long_plan != nullptr)
-            error = attention::launch_forward_long<Element>(longer, stream);
-          if (error != cudaErrorNotSupported) return error;
-        } else if (takes_wgmma(longer) && takes_long(longer)) {
-          cudaError_t error = attention::launch_forward_plan<Element>(longer, stream);
-          if (error == cudaSuccess) error = attention::launch_forward_long<Element>(longer, stream);
+      const auto launch_longer = [&](const AttentionParams& longer) {
+        if (takes_wgmma(longer) && (!is_wide(longer) || longer.long_plan != nullptr)) {
+          const cudaError_t error = launch_on_wgmma<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
-        longer.long_plan = nullptr;
-        return attention::launch_forward_mma_sync<Element>(longer, stream);
+        AttentionParams all = longer;
+        all.long_plan = nullptr;
+        return attention::launch_forward_mma_sync<Element>(all, stream);
       };
       const bool has_tiny = takes_tiny(params, params.out);
-      if (has_tiny && takes_few(params)) {
-        AttentionParams few = params;
-        few.split_by_length = true;
-        if (!takes_long(few)) few.long_plan = nullptr;
-        cudaError_t error = attention::launch_forward_few<Element>(few, stream);
-        if (error == cudaSuccess && few.long_plan != nullptr) {
-          error = attention::launch_forward_plan<Element>(few, stream);
-          if (error == cudaSuccess) error = attention::launch_forward_long<Element>(few, stream);
+      AttentionParams planned = params;
+      planned.split_by_length = has_tiny;
+      if (!takes_wgmma(params) || !takes_long(params) || (has_tiny && all_tiny(params)))
+        planned.long_plan = nullptr;
+      if (planned.long_plan != nullptr) {
+        cudaError_t error = attention::launch_forward_plan<Element>(planned, stream);
+        if (error == cudaSuccess && planned.long_first)
+          error = attention::launch_forward_long<Element>(planned, stream);
+        if (error == cudaErrorNotSupported) {
+          planned.long_plan = nullptr;
+          planned.long_first = false;
+        } else if (error != cudaSuccess) {
+          return error;
         }
+      }
+      if (has_tiny && takes_few(params)) {
+        cudaError_t error = attention::launch_forward_few<Element>(planned, stream);
+        if (error == cudaSuccess && planned.long_plan != nullptr && !planned.long_first)
+          error = attention::launch_forward_long<Element>(planned, stream);
         if (error != cudaErrorNotSupported) return error;
       }
-      return launch_by_length(params, has_tiny, stream, launch_longer,
+      return launch_by_length(planned, has_tiny, stream, launch_longer,
                               has_wide_rows(params) ? attention::launch_forward_tiny_wide<Element>
                                                     : attention::launch_forward_tiny<Element>);
     }

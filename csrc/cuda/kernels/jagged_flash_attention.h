@@ -37,7 +37,7 @@ template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
   if (params.silu || is_general(params)) return kTinyRows;
-  return params.dim_qk > 64 || params.dim_v > 64 ? 128 : 256;
+  return params.dim_qk > 64 || params.dim_v > 64 ? 192 : 256;
 }
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
@@ -90,6 +90,8 @@ struct AttentionParams {
   void* long_plan;
   // True where each CTA of that kernel finds out for itself what is in the plan, which nobody writes.
   bool plans_itself;
+  // True where it comes before the kernels for other lengths, since most rows are likely its own.
+  bool long_first;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };

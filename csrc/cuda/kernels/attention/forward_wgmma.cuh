@@ -338,13 +338,11 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     params.heads_per_cta = heads_per_cta(attention, grid.x);
     grid = looped_grid(attention, attention.q_offsets, Config::kTileM,
                        attention.heads / params.heads_per_cta);
-    // The plan of the long sequences comes first.
-    const bool is_behind =
-        attention.split_by_length || (attention.long_plan != nullptr && !attention.plans_itself);
+    const bool is_behind = attention.split_by_length || is_behind_long(attention);
     const auto launch_kernel = [&](auto looped) {
       return launch_behind<forward_wgmma<Config, looped.value != 0>>(
           is_behind, params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream,
-          Config::kName);
+          path_behind_long(attention, Config::kName));
     };
     return attention.longer_in_slabs ? launch_kernel(Constant<1>{}) : launch_kernel(Constant<0>{});
   });

@@ -69,6 +69,16 @@ cudaError_t launch_behind(bool is_behind, const Params& params, const Grid& grid
                    : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
 }
 
+// Whether the kernel for long sequences, or what writes its plan, comes before those for others.
+inline bool is_behind_long(const AttentionParams& params) {
+  return params.long_plan != nullptr && (!params.plans_itself || params.long_first);
+}
+
+// The path of a kernel that may run behind that for long sequences, which is then the call's.
+inline const char* path_behind_long(const AttentionParams& params, const char* path) {
+  return params.long_first ? nullptr : path;
+}
+
 // Launches the first kernel for longer sequences, maybe behind that for tiny ones.
 template <auto kKernel, typename Params>
 cudaError_t launch_longer(const AttentionParams& attention, const Params& params, const Grid& grid,

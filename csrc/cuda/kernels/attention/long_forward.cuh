@@ -309,8 +309,10 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
     RowRange kv = planned_keys(attention, sequence);
     if (kGeneral && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
     WorkItem item = {};
-    const int fastest = descending ? attention.heads : tiles;
-    const int slow = static_cast<int>(index / fastest), fast = static_cast<int>(index % fastest);
+    // No memory holds the result of a sequence of 2^32 items; a division of 64 bits is long code.
+    const unsigned fastest = descending ? attention.heads : tiles,
+                   place = static_cast<unsigned>(index);
+    const int slow = static_cast<int>(place / fastest), fast = static_cast<int>(place % fastest);
     // With ranges the first may see most of all.
     const int later = kGeneral ? (slow == 0 ? 0 : tiles - slow) : tiles - 1 - slow;
     item.tile.row = (descending ? later : fast) * kTileM;
@@ -739,8 +741,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
   __syncthreads();
   // The same in all lanes, as the compiler then sees.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
-  // Of the kernel for short sequences, which fills SMs that have no more items.
-  if constexpr (Config::Mask::kPrepared) ptx::griddepcontrol_launch_dependents();
+  // Of the kernels for shorter sequences, which fill SMs that have no items, or no more.
+  ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if constexpr (Config::Mask::kPrepared) {
@@ -785,6 +787,10 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
   const Grid grid{items < num_sms ? items : num_sms};
+  if (attention.long_first) {
+    return launch<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage), stream,
+                                        Config::kName);
+  }
   if (attention.plans_itself) {
     return launch_planning<long_forward<Config>>(attention, params, grid, Config::kThreads,
                                                  sizeof(Storage), stream, Config::kName);
@@ -813,7 +819,13 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
   return for_long_forward<Element>(params, [&](auto config) {
     constexpr int kTileM = decltype(config)::kTileM;
     params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
-    return params.plans_itself ? cudaSuccess : launch_plan<kTileM, AttentionParams>(params, stream);
+    if (!params.plans_itself) {
+      return launch<plan_long<kTileM, AttentionParams>>(params, Grid{1}, kPlanThreads, 0, stream,
+                                                        nullptr);
+    }
+    const int64_t shorter = long_rows(params) > 0 ? long_rows(params) : 2 * tiny_limit(params);
+    params.long_first = params.q_offsets.total >= params.q_offsets.num_seqs * shorter;
+    return cudaSuccess;
   });
 }
 

@@ -328,17 +328,15 @@ class PlannedItems {
         its = of_keys ? planned_bin<true>(params, seq, rows.len)
                       : planned_bin<false>(params, seq, rows.len);
       }
-      unsigned found = __ballot_sync(0xffffffffu, its >= 0);
-#pragma unroll 1
-      for (; found != 0 && count < kOwnPlanSeqs; found &= found - 1) {
-        const int from = __ffs(static_cast<int>(found)) - 1;
-        const PlannedSequence next = shuffled(candidate, from);
-        const int next_bin = __shfl_sync(0xffffffffu, its, from);
-        if (lane == count++) {
-          mine = next;
-          bin = next_bin;
-        }
+      const unsigned found = __ballot_sync(0xffffffffu, its >= 0);
+      const int from = set_bit(found, lane - count), next_bin = __shfl_sync(0xffffffffu, its, from);
+      const PlannedSequence next = shuffled(candidate, from);
+      const int last = min(count + __popc(found), kOwnPlanSeqs);
+      if (lane >= count && lane < last) {
+        mine = next;
+        bin = next_bin;
       }
+      count = last;
     }
     if (lane >= count && lane < count + 2 && plans_outside(params)) {
       const bool before = lane == count;
@@ -352,18 +350,18 @@ class PlannedItems {
     if (of_keys && mine.seq >= 0) rows = keys_of(params, mine.seq, rows);
     int tiles = lane < num_sequences_ ? (rows + kTile - 1) / kTile : 0;
     num_items_ = static_cast<int64_t>(__reduce_add_sync(0xffffffffu, tiles)) * heads;
-    // Loops as they stand: so short a kernel waits for its instructions.
     if (num_items_ > gridDim.x) {
-      int rank = 0, source = 0;
+      // The lane whose bin is the lane-th of all in order, of equal ones that of the lowest lane.
+      unsigned left = __ballot_sync(0xffffffffu, lane < num_sequences_);
+      int place = lane;
 #pragma unroll 1
-      for (int other = 0; other < num_sequences_; ++other) {
-        const int its = __shfl_sync(0xffffffffu, bin, other);
-        if (its < bin || (its == bin && other < lane)) ++rank;
+      for (int bit = kPlanBins; bit > 0; bit /= 2) {
+        const unsigned ones = __ballot_sync(0xffffffffu, (bin & bit) != 0);
+        const int zeros = __popc(left & ~ones);
+        left &= place < zeros ? ~ones : ones;
+        if (place >= zeros) place -= zeros;
       }
-#pragma unroll 1
-      for (int other = 0; other < num_sequences_; ++other) {
-        if (__shfl_sync(0xffffffffu, rank, other) == lane) source = other;
-      }
+      const int source = set_bit(left, place);
       mine = shuffled(mine, source);
       tiles = __shfl_sync(0xffffffffu, tiles, source);
       if (lane >= num_sequences_) tiles = 0;
@@ -376,6 +374,21 @@ class PlannedItems {
     }
     own_ = mine;
     own_.first_tile = sum - tiles;
+  }
+
+  // The place of the index-th of `bits`, some place if there are fewer. A loop as it stands: so short a
+  // kernel waits for its instructions.
+  __device__ __forceinline__ static int set_bit(unsigned bits, int index) {
+    int place = 0;
+#pragma unroll 1
+    for (int width = 16; width > 0; width /= 2) {
+      const int below = __popc(bits >> place & ((1u << width) - 1));
+      if (index >= below) {
+        index -= below;
+        place += width;
+      }
+    }
+    return place;
   }
 
   __device__ __forceinline__ static PlannedSequence shuffled(const PlannedSequence& sequence,

@@ -42,6 +42,19 @@ struct ShortForwardParams {
   ShortMaps k;
   ShortMaps v;
   AttentionParams attention;
+
+  template <typename Element>
+  cudaError_t encode() {
+    const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
+    const cudaError_t errors[] = {
+        q.encode<Element>(attention, attention.q, queries, attention.heads, attention.dim_qk),
+        k.encode<Element>(attention, attention.k, keys, attention.kv_heads, attention.dim_qk),
+        v.encode<Element>(attention, attention.v, keys, attention.kv_heads, attention.dim_v)};
+    for (cudaError_t error : errors) {
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  }
 };
 
 template <typename Config>
@@ -95,16 +108,14 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   }
 }
 
-// 16 queries from `query` on, against all keys.
-template <typename Config>
-__device__ __forceinline__ void attend_short(const AttentionParams& params,
-                                             ShortUnits<typename Config::Storage>& units, int query,
-                                             int lane) {
+// 16 queries from `query` on, against all keys. Calls release() when all was read from the ring.
+template <typename Config, typename Release>
+__device__ __forceinline__ void attend_short(const AttentionParams& params, char* ring,
+                                             const ShortItem& item, int query, int lane,
+                                             Release release) {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Address = LaneAddress<Tile>;
-  char* ring = units.shared.ring;
-  const ShortItem& item = units.item();
   Tile& tile_q = *reinterpret_cast<Tile*>(ring + item.q);
   const auto k_rows = Address::by_columns(*reinterpret_cast<Tile*>(ring + item.k), 0, lane),
              v_rows = Address::by_rows(*reinterpret_cast<Tile*>(ring + item.v), 0, lane);
@@ -173,8 +184,7 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params,
     }
   }
   const auto output = ShortOutput::of<Element>(o[0], inverse_sum, stage, lane);
-  ptx::fence_proxy_async();  // before the next copy to the rows of Q
-  units.take_next();
+  release();
   output.store(out, lane % 8 * 8 < params.dim_v ? rows - lane / 8 : 0);
 }
 
@@ -198,7 +208,11 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
     ShortUnits<Storage> units{shared, lane, warp - 4};
     int unit;
     while (units.find(unit)) {
-      attend_short<Config>(params.attention, units, unit * Config::kUnitRows, lane);
+      attend_short<Config>(params.attention, shared.ring, units.item(), unit * Config::kUnitRows,
+                           lane, [&] {
+                             ptx::fence_proxy_async();  // before the next copy to the rows of Q
+                             units.take_next();
+                           });
     }
   }
 }
@@ -208,20 +222,16 @@ cudaError_t launch_forward_short(const AttentionParams& attention, cudaStream_t 
   using Config = ShortForwardConfig<Element>;
   ShortForwardParams params;
   params.attention = attention;
-  const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int device = 0, num_sms = 0;
   const cudaError_t errors[] = {
-      params.q.encode<Element>(attention, attention.q, queries, attention.heads, attention.dim_qk),
-      params.k.encode<Element>(attention, attention.k, keys, attention.kv_heads, attention.dim_qk),
-      params.v.encode<Element>(attention, attention.v, keys, attention.kv_heads, attention.dim_v),
-      cudaGetDevice(&device),
+      params.encode<Element>(), cudaGetDevice(&device),
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)};
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
   return launch_longer<forward_short<Config>>(attention, params, Grid{num_sms}, Config::kThreads,
                                               sizeof(typename Config::Storage), stream,
-                                              Config::kName);
+                                              path_behind_long(attention, Config::kName));
 }
 
 }  // namespace jagged_cuda::attention

@@ -313,6 +313,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     const unsigned cta = blockIdx.x - item_ctas;
     fill_outside(params.q_offsets, params.out.data, heads * params.dim_v / 2, 0.0f, cta);
     fill_outside(params.q_offsets, params.lse, heads, -INFINITY, cta);
+    if (cta == 0) ptx::griddepcontrol_wait();  // launch_behind
     return;
   }
   const TinyItem item(heads, Config::kWarps);
@@ -320,11 +321,19 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
   attend_tiny<Config>(params, item.seq, item.head, 0, kTinyRows / 16, threadIdx.x % 32);
 }
 
+template <auto kKernel, typename Config>
+cudaError_t launch_tiny_forward(const AttentionParams& params, cudaStream_t stream) {
+  const Grid grid{int64_t{TinyItem::ctas(params, params.heads, Config::kWarps)} +
+                  TinyItem::kFillCtas};
+  return launch_behind<kKernel>(is_behind_long(params), params, grid, Config::kThreads, 0, stream,
+                                path_behind_long(params, Config::kName));
+}
+
 template <typename Element>
 cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream) {
   return for_dim<64>(params, [&](auto dim) {
     using Config = TinyForwardConfig<Element, dim.value>;
-    return launch_tiny<forward_tiny<Config>, Config>(params, params.heads, 0, stream);
+    return launch_tiny_forward<forward_tiny<Config>, Config>(params, stream);
   });
 }
 

@@ -150,6 +150,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     const unsigned cta = blockIdx.x - item_ctas;
     fill_outside(params.q_offsets, params.out.data, heads * params.dim_v / 2, 0.0f, cta);
     fill_outside(params.q_offsets, params.lse, heads, -INFINITY, cta);
+    if (cta == 0) ptx::griddepcontrol_wait();  // launch_behind
     return;
   }
   const TinyItem item(heads, Config::kWarps);
@@ -161,7 +162,7 @@ template <typename Element>
 cudaError_t launch_forward_tiny_wide(const AttentionParams& params, cudaStream_t stream) {
   const auto launch_dim = [&](auto dim) {
     using Config = TinyWideForwardConfig<Element, dim.value>;
-    return launch_tiny<forward_tiny_wide<Config>, Config>(params, params.heads, 0, stream);
+    return launch_tiny_forward<forward_tiny_wide<Config>, Config>(params, stream);
   };
   return is_wide(params) ? launch_dim(Constant<256>{}) : launch_dim(Constant<128>{});
 }
