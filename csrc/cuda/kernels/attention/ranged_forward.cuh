@@ -98,7 +98,7 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
   using Bias = std::conditional_t<
-      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots>, NoBias>;
+      kBiased, StartingBias<Base::kTileM, Base::kTileN, kItems>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
