@@ -140,8 +140,7 @@ struct SoftmaxScore {
   // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
   // one, -inf, must stay so.
   __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
-      : scale(static_cast<float>(params.scale)),
-        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+      : scale(static_cast<float>(params.scale)), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
   __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
   // Before what is hidden is replaced.
@@ -191,9 +190,9 @@ struct SoftmaxScore {
       factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
         static_cast<float*>(params.lse)[(global_row + half * 8) * params.heads + head] =
-            sum == 0.0f ? -INFINITY
-                        : __fmaf_rn(softmax.reference[half], fabsf(scale),
-                                    ptx::lg2_approx(sum) * kLn2);
+            sum == 0.0f
+                ? -INFINITY
+                : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
       }
     }
   }
@@ -511,7 +510,7 @@ struct LongForwardConsumer {
     if constexpr (kBiased) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
     wgmma_rows_by_rows<kBiased>(s, shared.sQ[query_tile(item_stage)],
-                       Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
+                                Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
   // Masks of S, the scores of keys from `key` on, when their product is done.

@@ -97,8 +97,8 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
-  using Bias = std::conditional_t<
-      kBiased, StartingBias<Base::kTileM, Base::kTileN, kItems>, NoBias>;
+  using Bias =
+      std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, kItems>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };

@@ -32,7 +32,7 @@ struct StartingBias {
     template <int kThreads>
     __device__ __forceinline__ void init(const AttentionParams& params, int consumer_warps) {
       if (threadIdx.x == 0) ring.init(consumer_warps);
-      if (params.bias.time_table != nullptr) times.cells.template fill<kThreads>(params.bias);
+      if (params.bias.time_table != nullptr) times.template init<kThreads>(params);
     }
 
     // What the scores of this lane start from, of which `row` in the tile is its first row, in the

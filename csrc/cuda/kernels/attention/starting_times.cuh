@@ -16,6 +16,7 @@ namespace jagged_cuda::attention {
 // A bias over the scale, which is not 0. What is finite stays so.
 class BiasOverScale {
  public:
+  BiasOverScale() = default;
   __device__ __forceinline__ explicit BiasOverScale(const AttentionParams& params)
       : factor_(1.0f / static_cast<float>(params.scale)) {}
   __device__ __forceinline__ float operator()(float bias) const {
@@ -25,7 +26,7 @@ class BiasOverScale {
   }
 
  private:
-  const float factor_;
+  float factor_;
 };
 
 // How the scores between 16 rows and 16 keys find their values.
@@ -77,6 +78,7 @@ struct StartingTimes {
   static_assert(kTileN == 128);  // a lane has four keys
 
   TimeCells cells;
+  BiasOverScale over_scale;
   alignas(16) TimeGroup groups[kSteps][kRowGroups][kKeyGroups];
   alignas(16) int keys[kSteps][kTileN];
   alignas(16) int rows[kItems][kTileM];
@@ -84,6 +86,13 @@ struct StartingTimes {
   // Of one item, for the warp that writes.
   TimeSpan spans[kRowGroups];
   KeyInterval seen[kRowGroups];  // in it lie all keys that rows see
+
+  // By all threads, before others.
+  template <int kThreads>
+  __device__ __forceinline__ void init(const AttentionParams& params) {
+    if (threadIdx.x == 0) over_scale = BiasOverScale(params);
+    cells.template fill<kThreads>(params.bias);
+  }
 
   // One warp, before the steps of an item.
   __device__ __forceinline__ void begin_item(const AttentionParams& params, const QueryTile& tile,
@@ -110,8 +119,7 @@ struct StartingTimes {
       }
       seen[lane] = {hull.begin, hull.end};
     }
-    if (lane == 0)
-      table[stage] = head / (params.heads / bias.time_heads) * bias.time_buckets;
+    if (lane == 0) table[stage] = head / (params.heads / bias.time_heads) * bias.time_buckets;
     __syncwarp();
   }
 
@@ -120,17 +128,15 @@ struct StartingTimes {
                                         int stage, int step, int key) {
     const int lane = threadIdx.x % 32, group = lane % kKeyGroups;
     int4 relative;
-    const TimeSpan own =
-        spans_of_16(params.bias.kv_time + tile.key_begin, key + 4 * lane, tile.num_keys - 1,
-                    relative);
+    const TimeSpan own = spans_of_16(params.bias.kv_time + tile.key_begin, key + 4 * lane,
+                                     tile.num_keys - 1, relative);
     *reinterpret_cast<int4*>(&keys[step][4 * lane]) = relative;
     TimeSpan span;
     span.soonest = __shfl_sync(0xffffffffu, own.soonest, 4 * group);
     span.latest = __shfl_sync(0xffffffffu, own.latest, 4 * group);
     const int first_key = key + 16 * group;
 #pragma unroll 1
-    for (int row_group = lane / kKeyGroups; row_group < kRowGroups;
-         row_group += 32 / kKeyGroups) {
+    for (int row_group = lane / kKeyGroups; row_group < kRowGroups; row_group += 32 / kKeyGroups) {
       TimeGroup found{0.0f, 0.0f, 0, TimeKind::kOne};
       if (seen[row_group].begin < first_key + 16 && seen[row_group].end > first_key)
         found = between(params, stage, spans[row_group], span);
@@ -151,7 +157,7 @@ struct StartingTimes {
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group) {
       const TimeGroup found = own[group];
-      float(&scores)[2][4] = *reinterpret_cast<float(*)[2][4]>(&s[0][2 * group]);
+      float (&scores)[2][4] = *reinterpret_cast<float (*)[2][4]>(&s[0][2 * group]);
       if (found.kind == TimeKind::kOne) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) scores[i / 4][i % 4] = found.early;
@@ -161,8 +167,8 @@ struct StartingTimes {
       int times[2][2];
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
-        const int2 pair = *reinterpret_cast<const int2*>(
-            &keys[step][group * 16 + block * 8 + 2 * (lane % 4)]);
+        const int2 pair =
+            *reinterpret_cast<const int2*>(&keys[step][group * 16 + block * 8 + 2 * (lane % 4)]);
         times[block][0] = pair.x;
         times[block][1] = pair.y;
       }
@@ -190,11 +196,10 @@ struct StartingTimes {
       const int block = element / 4;
       if ((left >> (block / 2) & 1) == 0) continue;
       const int own_row = min(row + element % 4 / 2 * 8, tile.rows - 1),
-                own_key =
-                    min(key + block * 8 + 2 * (lane % 4) + element % 2, tile.num_keys - 1);
-      const int bucket = params.bias.time_bucket(
-          __ldg(params.bias.q_time + tile.global_row + own_row),
-          __ldg(params.bias.kv_time + tile.key_begin + own_key));
+                own_key = min(key + block * 8 + 2 * (lane % 4) + element % 2, tile.num_keys - 1);
+      const int bucket =
+          params.bias.time_bucket(__ldg(params.bias.q_time + tile.global_row + own_row),
+                                  __ldg(params.bias.kv_time + tile.key_begin + own_key));
       const float value = value_of(params, table[stage], bucket);
 #pragma unroll
       for (int e = 0; e < kBlocks * 4; ++e) {
@@ -204,15 +209,13 @@ struct StartingTimes {
   }
 
  private:
-  __device__ __forceinline__ static float value_of(const AttentionParams& params, int table,
-                                                   int bucket) {
-    return BiasOverScale(params)(
-        __ldg(static_cast<const float*>(params.bias.time_table) + table + bucket));
+  __device__ __forceinline__ float value_of(const AttentionParams& params, int table,
+                                            int bucket) const {
+    return over_scale(__ldg(static_cast<const float*>(params.bias.time_table) + table + bucket));
   }
   __device__ __forceinline__ int bucket(const AttentionParams& params, uint64_t away) const {
-    return away < TimeCells::kLimit
-               ? cells.bucket(params.bias, static_cast<uint32_t>(away))
-               : bucket_of(params.bias, away, 0, params.bias.time_buckets - 1);
+    return away < TimeCells::kLimit ? cells.bucket(params.bias, static_cast<uint32_t>(away))
+                                    : bucket_of(params.bias, away, 0, params.bias.time_buckets - 1);
   }
 
   __device__ __forceinline__ TimeGroup between(const AttentionParams& params, int stage,
@@ -256,7 +259,7 @@ struct StartingTimes {
                                                 const int (&shifted)[2]) const {
     const int mirrored = params.bias.symmetric ? -1 : 0;
     const float* values = static_cast<const float*>(params.bias.time_table) + table;
-    const BiasOverScale over_scale(params);
+    const BiasOverScale factor = over_scale;
     uint32_t marks = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -266,7 +269,7 @@ struct StartingTimes {
       marks |= cell.bucket;
       const int bucket =
           static_cast<int>(cell.bucket & ~TimeCells::kMany) + (away >= cell.boundary ? 1 : 0);
-      scores[i / 4][i % 4] = over_scale(__ldg(values + bucket));
+      scores[i / 4][i % 4] = factor(__ldg(values + bucket));
     }
     return (marks & TimeCells::kMany) == 0;
   }
