@@ -49,6 +49,8 @@
 //     q_empty[w]      warpgroup w, after its last S        copier (kOwnQueries)
 //     q_empty[stage]  computing warps, after their last S  copier (kQueryRing)
 //     ring.full       copier, with the bytes of a tile     computing warps
+//     bias.ring.full  the warp that writes biases          computing warps, before their S
+//     bias.ring.empty computing warps                      the warp that writes biases
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros
