@@ -208,17 +208,16 @@ BOUNDARIES: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", ["seconds", "milliseconds", "equal", "any order", "ends"])
 @pytest.mark.parametrize("of", list(BOUNDARIES))
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("dim", [32, 64])  # long sequences of 64 have another kernel on Hopper
 def test_any_times_find_their_buckets(
-    kind: str, of: str, symmetric: bool, dim: int, device: torch.device
+    kind: str, of: str, symmetric: bool, device: torch.device
 ) -> None:
     """Sorted or not, near or far apart, one bucket in a tile or hundreds: without scores, so that
     the bias alone is judged, and its gradient."""
-    lengths, heads = (330, 1, 0, 40), 2
+    lengths, heads = (130, 1, 0, 40), 2
     total, boundaries = sum(lengths), BOUNDARIES[of]()
     time = times_of(kind, total)
     table = drawn(heads, len(boundaries) + 1, device=device).requires_grad_()
-    v, grad = (drawn(total, heads, dim, device=device, seed=s).bfloat16() for s in (1, 2))
+    v, grad = (drawn(total, heads, 32, device=device, seed=s).bfloat16() for s in (1, 2))
     offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device)
     stamps = torch.tensor(time, device=device)
     bias = TimeBias(table, stamps, stamps, boundaries.to(device), symmetric)

@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, plain FMA for f32
-// and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time biases
+// always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/few_forward.h"
@@ -120,7 +120,8 @@ bool takes_ranged_forward(const AttentionParams& params) {
   // Biases are divided by the scale, in f32 (attention/starting_bias.cuh).
   constexpr double kLeastScale = 1e-9, kMostScale = 1e9;
   const double scale = params.scale < 0 ? -params.scale : params.scale;
-  return is_16_bit(params.type) && !is_wide(params) && takes_wgmma(params) && takes_long(params) &&
+  return is_16_bit(params.type) && params.bias.time_table == nullptr && !is_wide(params) &&
+         takes_wgmma(params) && takes_long(params) &&
          (!params.bias.any() || (scale >= kLeastScale && scale <= kMostScale));
 }
 

@@ -49,8 +49,7 @@
 //     q_empty[w]      warpgroup w, after its last S        copier (kOwnQueries)
 //     q_empty[stage]  computing warps, after their last S  copier (kQueryRing)
 //     ring.full       copier, with the bytes of a tile     computing warps
-//     bias.ring.full  the warp that writes biases          computing warps, before their S
-//     bias.ring.empty computing warps                      the warp that writes biases
+//                     and what brings biases
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros
@@ -489,23 +488,11 @@ struct LongForwardConsumer {
     }
   }
 
-  // What is added to the scores of the next step, of keys from `key` on, divided by their scale: their
+  // What is added to the scores of the next step, whose keys are there, divided by their scale: their
   // product starts from it.
-  __device__ __forceinline__ void begin_scores(const QueryTile& tile, int item_stage, int key) {
-    if constexpr (kBiased) {
-      shared.bias.ring.wait(bias_step);
-      const int step = bias_step.advance();
-      shared.bias.load(s, attention, tile, item_stage, step, row_of_thread(), key, lane);
-      __syncwarp();
-      if (lane == 0) shared.bias.ring.release(step);
-    }
-  }
-  __device__ __forceinline__ void skip_bias() {
-    if constexpr (kBiased) {
-      shared.bias.ring.wait(bias_step);
-      const int step = bias_step.advance();
-      if (lane == 0) shared.bias.ring.release(step);
-    }
+  __device__ __forceinline__ void begin_scores() {
+    if constexpr (kBiased)
+      shared.bias.load(s, attention, bias_step.advance(), row_of_thread(), lane);
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
@@ -564,7 +551,7 @@ struct LongForwardConsumer {
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {
     release_slot(wait_for_slot());
-    skip_bias();
+    if (kBiased) bias_step.advance();
     take_turn();
     pass_turn();
   }
@@ -579,7 +566,7 @@ struct LongForwardConsumer {
         pass_turn();
       }
       for (int i = 0; i < 2; ++i) release_slot(wait_for_slot());
-      skip_bias();
+      if (kBiased) bias_step.advance();
     }
   }
 
@@ -624,8 +611,8 @@ struct LongForwardConsumer {
       }
 
       wait_for_queries(stage);
-      begin_scores(item.tile, stage, mask.first());
       int score_slot = wait_for_slot();
+      begin_scores();
       if (pending) {
         take_turn();
         start_scores(stage, score_slot);
@@ -654,9 +641,9 @@ struct LongForwardConsumer {
       bool is_ready = shared.ring.test(slot);
       while (next < last) {
         key = next;
-        begin_scores(item.tile, stage, key);
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
+        begin_scores();
         take_turn();
         start_scores(stage, score_slot);
         value_slot = wait_for_slot();
@@ -726,15 +713,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps);
-    shared.ring.init(kConsumerWarps);
+    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kWarps);
     if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.q_empty)
       ptx::mbarrier_init(barrier, Config::kOwnQueries ? 4 : kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
-  if constexpr (Config::Bias::kWarps > 0)
-    shared.bias.template init<Config::kThreads>(params.attention, kConsumerWarps);
   __syncthreads();
   // The same in all lanes, as the compiler then sees.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -750,7 +735,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
     if constexpr (Config::Bias::kWarps > 0) {
-      if (threadIdx.x / 32 == 3) Config::Bias::template write<Config>(params.attention, shared);
+      if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

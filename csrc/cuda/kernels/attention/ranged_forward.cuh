@@ -1,4 +1,4 @@
-// The forward kernel for long sequences (long_forward.cuh) with ranges of keys, used parts or biases,
+// The forward kernel for long sequences (long_forward.cuh) with ranges of keys, used parts, kv_bias or position_bias,
 // and with silu in softmax's place.
 #pragma once
 
@@ -98,7 +98,7 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
   using Bias =
-      std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, kItems>, NoBias>;
+      std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
