@@ -171,7 +171,7 @@ constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, int64_t dim
 bool takes_long_backward(const AttentionBackwardParams& params);
 
 // Whether the forward kernel for long sequences takes these operands with ranges of keys, used
-// parts, kv_bias, position_bias or silu, if it gets its plan.
+// parts, kv_bias or silu, if it gets its plan.
 bool takes_ranged_forward(const AttentionParams& params);
 
 // Whether the wgmma backward kernels for ranges of keys, unused keys, kv_bias and silu take these

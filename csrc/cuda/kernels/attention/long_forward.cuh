@@ -409,6 +409,19 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   }
 }
 
+// s += a b^T, as wgmma_rows_by_rows.
+template <int kBlocks, typename ATile, typename BTile>
+__device__ __forceinline__ void add_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
+                                                 int a_row, const BTile& b) {
+  using Product = ptx::Wgmma<typename ATile::Element, false>;
+  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+#pragma unroll
+  for (int k = 0; k < ATile::kColumns; k += 16) {
+    Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
+                 true);
+  }
+}
+
 // A warpgroup that computes 64 rows of each item.
 template <typename Config>
 struct LongForwardConsumer {
@@ -496,10 +509,15 @@ struct LongForwardConsumer {
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
+    const auto& sOwn = shared.sQ[query_tile(item_stage)];
+    const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
     if constexpr (kBiased) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
-    wgmma_rows_by_rows<kBiased>(s, shared.sQ[query_tile(item_stage)],
-                                Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
+    if constexpr (kBiased) {
+      add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
+    } else {
+      wgmma_rows_by_rows(s, sOwn, row, shared.slots[stage]);
+    }
     ptx::wgmma_commit_group();
   }
   // Masks of S, the scores of keys from `key` on, when their product is done.

@@ -50,9 +50,9 @@ struct WarpgroupTile {
   static constexpr int row_step_bytes(int k) { return k * kRowBytes; }
 };
 
-// s = a b^T over the columns of both tiles, or s += a b^T if kAccumulate: 64 rows of a from `a_row`
-// on, the first kBlocks * 8 rows of b.
-template <bool kAccumulate = false, int kBlocks, typename ATile, typename BTile>
+// s = a b^T over the columns of both tiles: 64 rows of a from `a_row` on, the first kBlocks * 8
+// rows of b.
+template <int kBlocks, typename ATile, typename BTile>
 __device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
                                                    int a_row, const BTile& b) {
   using Product = ptx::Wgmma<typename ATile::Element, false>;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, c
 #pragma unroll
   for (int k = 0; k < ATile::kColumns; k += 16) {
     Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
-                 kAccumulate || k > 0);
+                 k > 0);
   }
 }
 
