@@ -193,20 +193,27 @@ def test_long_sequences_with_ranges(name: str, dims: tuple[int, int], cross: boo
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("tables", [False, "position", True])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["jagged_flash_attention_biased", "jagged_hstu_attention_biased"])
-def test_long_sequences_with_kv_bias(name: str, dim: int, cross: bool) -> None:
+def test_long_sequences_with_biases(name: str, dim: int, cross: bool, tables: bool | str) -> None:
+    """kv_bias, alone and with one table or both; times, and a scale of 0, which nothing is divided
+    by, are another kernel's."""
     case, kv_layout = EVERY[name], LONG_KEYS if cross else None
-    for i in range(4):
+    for i in range(5):
+        scale = (None, -0.3, 2.0, None, 0.0)[i]
         choices = {"dims": (dim, dim), "heads": (4, 2), "ranges": (None, "hstu")[i % 2]}
-        choices |= {"tables": False, "kv_lengths": i >= 2, "bias_heads": (1, True)[i % 2]}
+        choices |= {"tables": tables, "kv_lengths": i >= 2, "bias_heads": (1, True)[i % 2]}
         choices |= {"hidden": name.startswith("jagged_flash") and i % 2 == 1, "causal": i == 0}
+        choices |= {"scale": scale, "buckets": (5, 70)[i % 2], "first": (-2, 3)[i // 2 % 2]}
+        choices |= {"time": ("symmetric", "past")[i // 2 % 2]}
         spec = spec_of(LONG, seed=i, kv_layout=kv_layout, **choices)
-        judge(case, spec, torch.bfloat16, "cuda", backward=False)
+        judge(case, spec, (torch.bfloat16, torch.float16)[i // 2 % 2], "cuda", backward=False)
         found = last_kernel("cuda")
         kind = "silu" if "hstu" in name else "general"
-        path = f"long.d{dim}.{kind}.bias" if HOPPER else f"mma_sync.d{dim}.{kind}"
+        on_wgmma = HOPPER and scale != 0.0 and tables is not True
+        path = f"long.d{dim}.{kind}.bias" if on_wgmma else f"mma_sync.d{dim}.{kind}"
         assert found == f"cuda.attention.forward.{path}"
 
 

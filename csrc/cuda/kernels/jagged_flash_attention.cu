@@ -1,6 +1,6 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time or
-// position biases always mma.sync; mma.sync in TF32 for f32, but plain FMA with ranges of keys and the
-// like, and for f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time biases
+// always mma.sync; mma.sync in TF32 for f32, but plain FMA with ranges of keys and the like, and for
+// f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/few_forward.h"
@@ -147,8 +147,12 @@ cudaError_t launch_on_wgmma(AttentionParams params, cudaStream_t stream) {
 }  // namespace
 
 bool takes_ranged_forward(const AttentionParams& params) {
-  return is_16_bit(params.type) && !params.bias.has_tables() && !is_wide(params) &&
-         takes_wgmma(params) && takes_long(params);
+  // Biases are divided by the scale, in f32 (attention/starting_bias.cuh).
+  constexpr double kLeastScale = 1e-9, kMostScale = 1e9;
+  const double scale = params.scale < 0 ? -params.scale : params.scale;
+  return is_16_bit(params.type) && params.bias.time_table == nullptr && !is_wide(params) &&
+         takes_wgmma(params) && takes_long(params) &&
+         (!params.bias.any() || (scale >= kLeastScale && scale <= kMostScale));
 }
 
 bool takes_long_backward(const AttentionBackwardParams& params) {

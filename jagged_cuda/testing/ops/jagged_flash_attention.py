@@ -73,7 +73,7 @@ BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     "ranges": (None, None, "hstu", "scattered"),
     "kv_lengths": (False, True),
     "hidden": (False, False, True),
-    "tables": (True, False),  # or kv_bias alone
+    "tables": (True, False, "position"),  # or kv_bias alone, or that and this table
     # Heads of a bias, one for all (1) or one each (True); and R of a table, or None for no table.
     "bias_heads": (1, True),
     "time": ("symmetric", "past"),
@@ -144,8 +144,9 @@ def bias_options(
     time = _times(places), _times(key_places), _boundaries(spec, given.device)
     symmetric = spec.choices["time"] == "symmetric"
     options: dict[str, Any] = {"kv_bias": kv_bias}
-    if spec.choices["tables"]:
+    if spec.choices["tables"] is True:
         options["time_bias"] = jagged_cuda.TimeBias(time_table.t(), *time, symmetric)
+    if spec.choices["tables"]:
         options["position_bias"] = jagged_cuda.PositionBias(
             position_table.t(), spec.choices["first"]
         )
@@ -170,11 +171,12 @@ def padded_bias(spec: Spec, tensors: Tensors) -> Tensor | None:
     bias = bias.expand(-1, -1, spec.layout.max_len, -1)
     if not spec.choices["tables"]:
         return bias
-    then = pad(_times(_places(spec.kv, device)), spec.kv)
-    away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
-    away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)
-    bucket = torch.searchsorted(_boundaries(spec, device), away.contiguous(), right=True)
-    bias = bias + each_head(tensors["time_table"][bucket].permute(0, 3, 1, 2))
+    if spec.choices["tables"] is True:
+        then = pad(_times(_places(spec.kv, device)), spec.kv)
+        away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
+        away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)
+        bucket = torch.searchsorted(_boundaries(spec, device), away.contiguous(), right=True)
+        bias = bias + each_head(tensors["time_table"][bucket].permute(0, 3, 1, 2))
     len_q, len_k = (
         torch.tensor(lengths, dtype=torch.int64, device=device)[:, None, None]
         for lengths in (spec.layout.lengths, used_lengths(spec))

@@ -128,47 +128,29 @@ class WindowMask {
 struct NoBias {
   struct Shared {};
   static constexpr int kWarps = 0;  // of producers
+  static constexpr int kSteps = 1;  // of keys that are kept
 };
 
-// Calls change(score, bias) for each of a lane's scores, `bias` that of its key out of bias[].
-template <int kBlocks, typename Change>
-__device__ __forceinline__ void for_each_biased(Accumulator<1, kBlocks>& s, const float* bias,
-                                                int lane, Change change) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const float2 pair = *reinterpret_cast<const float2*>(bias + block * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) change(s[0][block][e], e % 2 == 0 ? pair.x : pair.y);
-  }
-}
-
 // Scores of a warp's 16 rows as softmax has them.
-template <bool kBiased>
 struct SoftmaxScore {
-  static constexpr float kHidden = -INFINITY, kBiasFactor = 1.0f;
+  static constexpr float kHidden = -INFINITY;
   const float scale, scale_log2;
   LazySoftmax softmax;
   float rescale[1][2], sums[2];
 
   // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
-  // one, -inf, must stay so. Of biased scores, scale is part already.
+  // one, -inf, must stay so.
   __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
-      : scale(static_cast<float>(params.scale)),
-        scale_log2(kBiased ? kLog2E : fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+      : scale(static_cast<float>(params.scale)), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
   __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
-  // Before what is hidden is replaced. `bias` of the keys, times kBiasFactor, where kBiased.
+  // Before what is hidden is replaced.
   template <int kBlocks>
-  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s, const float* bias,
-                                        int lane) const {
-    if constexpr (kBiased) {
-      for_each_biased(s, bias, lane,
-                      [&](float& score, float added) { score = __fmaf_rn(score, scale, added); });
-    } else if (scale < 0.0f) {
-      // The maximum of scale * S lies where -S is largest.
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s) const {
+    if (scale >= 0.0f) return;
+    // The maximum of scale * S lies where -S is largest.
 #pragma unroll
-      for (int e = 0; e < kBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
-    }
+    for (int e = 0; e < kBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
   }
   // Scores become the operand of the product with V, written after finish_output(). True where what
   // was summed so far is to be multiplied by `rescale`.
@@ -209,9 +191,9 @@ struct SoftmaxScore {
       factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
         static_cast<float*>(params.lse)[(global_row + half * 8) * params.heads + head] =
-            sum == 0.0f ? -INFINITY
-                        : __fmaf_rn(softmax.reference[half], kBiased ? 1.0f : fabsf(scale),
-                                    ptx::lg2_approx(sum) * kLn2);
+            sum == 0.0f
+                ? -INFINITY
+                : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
       }
     }
   }
@@ -238,7 +220,7 @@ struct LongForwardConfig {
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
   using Mask = WindowMask<kTileN>;
-  using Score = SoftmaxScore<false>;
+  using Score = SoftmaxScore;
   using Bias = NoBias;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
   static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
@@ -429,6 +411,19 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
   }
 }
 
+// s += a b^T, as wgmma_rows_by_rows.
+template <int kBlocks, typename ATile, typename BTile>
+__device__ __forceinline__ void add_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
+                                                 int a_row, const BTile& b) {
+  using Product = ptx::Wgmma<typename ATile::Element, false>;
+  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+#pragma unroll
+  for (int k = 0; k < ATile::kColumns; k += 16) {
+    Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
+                 true);
+  }
+}
+
 // A warpgroup that computes 64 rows of each item.
 template <typename Config>
 struct LongForwardConsumer {
@@ -443,6 +438,7 @@ struct LongForwardConsumer {
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
   static constexpr bool kBiased = Config::Bias::kWarps > 0;
+  static_assert(!(kBiased && Config::kKeepsReference));
 
   const AttentionParams& attention;
   Storage& shared;
@@ -451,6 +447,7 @@ struct LongForwardConsumer {
   RingPosition<Config::kSlots> slot;
   unsigned q_parities = 0;  // one bit per tile of Q
   int query_stage = 0;      // of kQueryRing
+  RingPosition<Config::Bias::kSteps> bias_step;
   typename Config::Score score;
   Accumulator<1, kScoreBlocks> s;
   Accumulator<1, kOutBlocks> o;
@@ -506,28 +503,29 @@ struct LongForwardConsumer {
     }
   }
 
-  // S = Q K^T
+  // What is added to the scores of the next step, whose keys are there, divided by their scale: their
+  // product starts from it.
+  __device__ __forceinline__ void begin_scores() {
+    if constexpr (kBiased)
+      shared.bias.load(s, attention, bias_step.advance(), row_of_thread(), lane);
+  }
+  // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
+    const auto& sOwn = shared.sQ[query_tile(item_stage)];
+    const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
+    if constexpr (kBiased) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sQ[query_tile(item_stage)],
-                       Config::kOwnQueries ? 0 : warpgroup * 64, shared.slots[stage]);
+    if constexpr (kBiased) {
+      add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
+    } else {
+      wgmma_rows_by_rows(s, sOwn, row, shared.slots[stage]);
+    }
     ptx::wgmma_commit_group();
   }
-  // Behind a product with keys; of biased scores the slot is still wanted.
-  __device__ __forceinline__ void release_scores(int score_slot) {
-    if (!kBiased) release_slot(score_slot);
-  }
-  // Biases and masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key,
-                                                int score_slot) {
+  // Masks of S, the scores of keys from `key` on, when their product is done.
+  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key) {
     ptx::fence_operands(s[0]);
-    if constexpr (kBiased) {
-      score.begin(s, shared.bias.keys[score_slot], lane);
-      __syncwarp();
-      release_slot(score_slot);
-    } else {
-      score.begin(s, nullptr, lane);
-    }
+    score.begin(s);
     mask.hide(
         s, Config::Score::kHidden, kind, key, warpgroup, [&] { return row_of_thread(); }, lane);
   }
@@ -573,6 +571,7 @@ struct LongForwardConsumer {
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {
     release_slot(wait_for_slot());
+    if (kBiased) bias_step.advance();
     take_turn();
     pass_turn();
   }
@@ -587,6 +586,7 @@ struct LongForwardConsumer {
         pass_turn();
       }
       for (int i = 0; i < 2; ++i) release_slot(wait_for_slot());
+      if (kBiased) bias_step.advance();
     }
   }
 
@@ -632,6 +632,7 @@ struct LongForwardConsumer {
 
       wait_for_queries(stage);
       int score_slot = wait_for_slot();
+      begin_scores();
       if (pending) {
         take_turn();
         start_scores(stage, score_slot);
@@ -648,13 +649,13 @@ struct LongForwardConsumer {
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s[0]);
       }
-      release_scores(score_slot);
+      release_slot(score_slot);
       // Behind the last step that this warpgroup computes.
       const int last = kEndsEarly ? mask.own_last(warpgroup) : mask.last();
       int key = mask.first(), next = mask.next(key);
       if (next >= last) release_queries();
       reset();
-      finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key, score_slot);
+      finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key);
       score.update(s, p, [] {});
       if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
       bool is_ready = shared.ring.test(slot);
@@ -662,6 +663,7 @@ struct LongForwardConsumer {
         key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
+        begin_scores();
         take_turn();
         start_scores(stage, score_slot);
         value_slot = wait_for_slot();
@@ -675,13 +677,13 @@ struct LongForwardConsumer {
           is_ready = shared.ring.test(slot);
         };
         if constexpr (Config::kKeepsReference) {
-          finish_scores(mask, kind, key, score_slot);
+          finish_scores(mask, kind, key);
           if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128,
                               score.try_keeping(s, p, finish_last))) {
             // S once more, from K, which is still there.
             start_scores(stage, score_slot);
             ptx::wgmma_wait_group<0>();
-            finish_scores(mask, kind, key, score_slot);
+            finish_scores(mask, kind, key);
             score.move(s, p);
             rescale_rows(o, score.rescale);
           } else {
@@ -690,9 +692,9 @@ struct LongForwardConsumer {
           release_slot(score_slot);
           if (next >= last) release_queries();
         } else {
-          release_scores(score_slot);
+          release_slot(score_slot);
           if (next >= last) release_queries();
-          finish_scores(mask, kind, key, score_slot);
+          finish_scores(mask, kind, key);
           if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
         }
       }

@@ -1,10 +1,11 @@
-// The forward kernel for long sequences (long_forward.cuh) with ranges of keys, used parts or kv_bias,
+// The forward kernel for long sequences (long_forward.cuh) with ranges of keys, used parts, kv_bias or position_bias,
 // and with silu in softmax's place.
 #pragma once
 
 #include "cuda/kernels/attention/long_forward.cuh"
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/attention/starting_bias.cuh"
 #include "cuda/kernels/prim/tanh.cuh"
 
 #include <type_traits>
@@ -46,79 +47,9 @@ class RangesMask {
   const Shared& keys_;
 };
 
-// kv_bias: that of a step's keys is kept beside the slot of K, which is full once both are there.
-template <int kTileN, int kSlots>
-struct KeyBias {
-  struct Shared {
-    alignas(16) float keys[kSlots][kTileN];
-  };
-  static constexpr int kWarps = 1;
-
-  // Follows the copies of copy_operands; one warp.
-  template <typename Config, typename Storage>
-  __device__ __forceinline__ static void copy(const AttentionParams& params, Storage& shared) {
-    constexpr int kLaneKeys = kTileN / 32;
-    static_assert(kTileN % 32 == 0);
-    const int lane = threadIdx.x % 32, columns = params.bias.kv_heads,
-              group = params.heads / columns;
-    RingPosition<Storage::kItems> place;
-    RingPosition<kSlots> slot;
-    const auto arrive = [&] {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.ring.full[slot.stage]);
-      slot.advance();
-    };
-    for (;;) {
-      shared.items.wait(place);
-      const WorkItem item = shared.item[place.stage];
-      const typename Config::Mask mask(params, item.tile, shared.keys[place.stage]);
-      // What is read of the mask lies in shared memory, so that it is released behind the last copy.
-      const int stage = place.advance();
-      const auto* g = static_cast<const float*>(params.bias.kv_bias) +
-                      item.tile.key_begin * columns + item.head / group;
-      float values[kLaneKeys];  // of the next step of K, on their way
-      const auto load = [&](int key) {
-#pragma unroll
-        for (int i = 0; i < kLaneKeys; ++i) {
-          const int own = key + i * 32 + lane;
-          values[i] = own < item.tile.num_keys ? __ldg(g + int64_t{own} * columns) : 0.0f;
-        }
-      };
-      const auto store = [&] {
-        shared.ring.acquire(slot);
-#pragma unroll
-        for (int i = 0; i < kLaneKeys; ++i) {
-          shared.bias.keys[slot.stage][i * 32 + lane] = values[i] * Config::Score::kBiasFactor;
-        }
-        arrive();
-      };
-      if (!item.is_end && mask.first() < mask.last()) {
-        load(mask.first());
-        store();
-        int next = mask.next(mask.first());
-        load(next);
-        for (int key = mask.first(); key < mask.last(); key = next) {
-          next = mask.next(key);
-          if (next < mask.last()) {
-            store();
-            load(mask.next(next));
-          }
-          shared.ring.acquire(slot);  // of V
-          arrive();
-        }
-      }
-      __syncwarp();
-      if (lane == 0) shared.items.release(stage);
-      if (item.is_end) return;
-    }
-  }
-};
-
 // Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.
-template <bool kBiased>
 struct SiluScore {
-  // Of biased scores, scale is part already; silu of this is 0, too.
-  static constexpr float kHidden = kBiased ? -1e30f : 0.0f, kBiasFactor = 0.5f;
+  static constexpr float kHidden = 0.0f;
   const float half_scale;
   float rescale[1][2];
 
@@ -127,14 +58,7 @@ struct SiluScore {
 
   __device__ __forceinline__ void reset() {}
   template <int kBlocks>
-  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>& s, const float* bias,
-                                        int lane) const {
-    if constexpr (kBiased) {
-      for_each_biased(s, bias, lane, [&](float& score, float added) {
-        score = __fmaf_rn(score, half_scale, added);
-      });
-    }
-  }
+  __device__ __forceinline__ void begin(Accumulator<1, kBlocks>&) const {}
   template <typename Probs, int kBlocks, typename FinishOutput>
   __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
                                          FinishOutput finish_output) {
@@ -146,7 +70,7 @@ struct SiluScore {
         float silu[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float score = s[0][block][2 * half + i], z = kBiased ? score : score * half_scale;
+          const float z = s[0][block][2 * half + i] * half_scale;
           silu[i] = __fmaf_rn(z, ptx::tanh_approx(z), z);
         }
         p.set(block, half, silu);
@@ -172,8 +96,9 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
-  using Score = std::conditional_t<kSilu, SiluScore<kBiased>, SoftmaxScore<kBiased>>;
-  using Bias = std::conditional_t<kBiased, KeyBias<Base::kTileN, Base::kSlots>, NoBias>;
+  using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
+  using Bias =
+      std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
@@ -192,7 +117,7 @@ cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t st
   const auto launch_silu = [&](auto biased) {
     return params.silu ? launch_dim(Constant<1>{}, biased) : launch_dim(Constant<0>{}, biased);
   };
-  return params.bias.kv_bias != nullptr ? launch_silu(Constant<1>{}) : launch_silu(Constant<0>{});
+  return params.bias.any() ? launch_silu(Constant<1>{}) : launch_silu(Constant<0>{});
 }
 
 }  // namespace jagged_cuda::attention
