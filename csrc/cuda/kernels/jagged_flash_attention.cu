@@ -128,7 +128,7 @@ bool takes_long_backward(const AttentionBackwardParams& params) {
 
 bool takes_ranged_backward(const AttentionBackwardParams& params) {
   return is_16_bit(params.type) && (params.silu || is_general(params)) &&
-         !params.bias.has_tables() && !is_wide(params) && takes_wgmma(params) &&
+         !is_wide(params) && takes_wgmma(params) &&
          copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 

@@ -37,8 +37,9 @@
 #pragma once
 
 #include "cuda/kernels/attention/backward_wgmma.cuh"
-#include "cuda/kernels/attention/bias.cuh"
+#include "cuda/kernels/attention/logit_bias.cuh"
 #include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/attention/table_gradients.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/visible.cuh"
 
@@ -46,12 +47,13 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, bool kSilu_, bool kKeyBias_>
+template <typename Element_, int kDim_, bool kSilu_, BiasKind kBias_>
 struct RangedBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr bool kSilu = kSilu_;
-  static constexpr bool kKeyBias = kKeyBias_;  // whether there is a kv_bias
+  static constexpr BiasKind kBias = kBias_;
+  static constexpr bool kBiased = kBias != BiasKind::kNone;
   // Else what is stored of silu is scaled and divided before it is rounded.
   static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
   // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
@@ -59,10 +61,12 @@ struct RangedBackwardConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;                     // queries or keys that a CTA owns
   static constexpr int kStep = 64;                     // keys or queries of an iteration
-  static constexpr int kDqCtas = kDim == 128 ? 2 : 4;  // per SM
-  static constexpr int kDkdvCtas = kDim == 128 || kKeyBias ? 2 : 3;
+  // CTAs per SM.
+  static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
+  static constexpr int kDkdvCtas = kDim == 128 || kBiased ? 2 : 3;
+  static constexpr int kTablesCtas = kDim == 128 ? 1 : 3;
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
-                                    (kSilu ? ".silu" : ".general") + (kKeyBias ? ".bias" : "");
+                                    (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -93,12 +97,19 @@ struct CopyBarriers {
 
 template <typename Config>
 struct RangedDqStorage : DqWgmmaStorage<Config> {
-  alignas(16) float sBias[2][Config::kKeyBias ? Config::kStep : 4];
+  LogitStep<Config::kBias> sBias[2];
   CopyBarriers barriers;
 };
 template <typename Config>
 struct RangedDkdvStorage : DkdvWgmmaStorage<Config> {
+  LogitStep<Config::kBias> sBias[2];
+  KeyOfLane<Config::kBias> keys[Config::kThreads];
   CopyBarriers barriers;
+};
+// With the gradients of tables; behind it their sums.
+template <typename Config>
+struct RangedTablesStorage : RangedDqStorage<Config> {
+  TableGradientStorage tables;
 };
 
 // Copies the same rows of two operands; one thread.
@@ -121,44 +132,34 @@ __device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
   }
 }
 
-// kv_bias of row `row` of k, as query head `head` reads it.
-__device__ __forceinline__ const float* key_bias(const AttentionParams& params, int64_t row,
-                                                 int head) {
-  const ScoreBias& bias = params.bias;
-  return static_cast<const float*>(bias.kv_bias) + row * bias.kv_heads +
-         head / (params.heads / bias.kv_heads);
-}
-
-// Scores become logits, scale * score + bias; columns are keys.
-template <int kBlocks>
-__device__ __forceinline__ void add_key_bias(Accumulator<1, kBlocks>& s, const float* sBias,
-                                             float scale, int lane) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const float2 bias = *reinterpret_cast<const float2*>(sBias + block * 8 + 2 * (lane % 4));
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      s[0][block][i] = __fmaf_rn(s[0][block][i], scale, i % 2 == 0 ? bias.x : bias.y);
-  }
-}
-
-// silu of a score, and its slope, in as few instructions as there can be.
+// silu of a logit, and its slope, in as few instructions as there can be.
 template <typename Config>
 struct SiluOf {
-  float value;  // silu(scale s); of bf16, which has the range of f32, less its factor `scale`
-  float slope;  // silu'(scale s), of f16 times `weight`
+  static constexpr float kLn2 = 0.6931471805599453f;
+  float value;  // silu(z); of bf16, which has the range of f32, less factor(scale)
+  float slope;  // silu'(z), of f16 times `weight`
+
+  // What `s` is multiplied by to be the logit z. With a bias s is -kLog2E z, else a score.
+  __device__ __forceinline__ static float factor(float scale) {
+    return Config::kBiased ? -kLn2 : scale;
+  }
 
   __device__ __forceinline__ SiluOf(float s, float scale, float weight) {
-    const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(s * (-scale * kLog2E)));
+    const float by = factor(scale), exponent = Config::kBiased ? s : s * (-scale * kLog2E);
+    const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(exponent));
     if constexpr (Config::kHasFloatRange) {
       value = s * gate;
-      slope = __fmaf_rn(value, __fmaf_rn(gate, -scale, scale), gate);
+      slope = __fmaf_rn(value, __fmaf_rn(gate, -by, by), gate);
     } else {
-      value = s * scale * gate;
+      value = s * by * gate;
       slope = __fmaf_rn(value, 1.0f - gate, gate) * weight;
     }
   }
 };
+
+// The unit in which biases are added: what the exponential of a score takes.
+template <typename Config>
+constexpr float kLogitUnit = Config::kSilu ? -kLog2E : kLog2E;
 
 constexpr int kBoundsThreads = 128;
 
@@ -180,19 +181,21 @@ __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
   if (threadIdx.x % 32 == 0) static_cast<TileBounds*>(params.tile_bounds)[index] = bounds;
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
-    const __grid_constant__ RangedBackwardParams kernel_params) {
+// One tile of queries. `place` and `own_parity` are where the barriers of the CTA stand.
+template <typename Config, typename Tables>
+__device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& kernel_params,
+                                                  RangedDqStorage<Config>& shared, JaggedTile tile,
+                                                  RingPosition<2>& place, int& own_parity,
+                                                  Tables* tables) {
   const AttentionBackwardParams& params = kernel_params.attention;
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
+  constexpr bool kTables = std::is_same_v<Tables, TableGradients>;
+  using Bias = LogitBias<Config::kBias, false>;
+  constexpr float kUnit = kLogitUnit<Config>;
 
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
-  JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   // Late queries, which often see more keys, come first, but for the first tile, which may hold
   // queries that see all.
@@ -207,7 +210,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
                           params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
-  shared.barriers.init();
   const bool copies = threadIdx.x == 0;
   if (copies) {
     copy_pair(shared.sQ, kernel_params.q, shared.sGradOut, kernel_params.grad_out, global_row, head,
@@ -227,14 +229,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
               kv_head, shared.barriers.full[stage]);
   };
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  Bias bias(params, tile.rows, kv, row, warp_row, kUnit);
+  bias.set_load_head(head);
+  KeyOfLane<BiasKind::kNone> no_keys;
+  bias.set_head(head, no_keys);
   const auto copy_bias = [&](int key, int stage) {
-    if constexpr (Config::kKeyBias) {
-      const int r = static_cast<int>(threadIdx.x);
-      if (r < kStep) {
-        const int own = min(key + r, num_keys - 1);
-        ptx::cp_async_4(&shared.sBias[stage][r], key_bias(params, kv.begin + own, head), 4);
-      }
+    if constexpr (Config::kBiased) {
+      bias.load(shared.sBias[stage], key);
       ptx::cp_async_commit();
+    }
+  };
+  const auto finish_bias = [&](int stage) {
+    if constexpr (Config::kBiased) {
+      ptx::cp_async_wait<0>();
+      bias.finish_load(shared.sBias[stage]);
     }
   };
   if (steps.any()) {
@@ -242,7 +251,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     copy_bias(steps.first, 0);
   }
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
   VisibleKeys visible[2];  // of the lane's two rows
@@ -254,19 +262,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     const bool valid = own_row < rows;
     const int some_row = valid ? own_row : rows - 1;
     visible[half] = VisibleKeys(params, window, global_row + some_row, row + some_row, num_keys);
+    if (kTables && !valid) visible[half] = {};
     if constexpr (!Config::kSilu) {
       const int64_t statistic = (global_row + own_row) * params.heads + head;
       out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
                           valid ? params.dim_v : 0, lane);
       lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
       // Of a row all of whose keys a bias hides: their P is 0 then.
-      if (Config::kKeyBias && lse_log2[half] == -INFINITY) lse_log2[half] = 0.0f;
+      if (Config::kBiased && lse_log2[half] == -INFINITY) lse_log2[half] = 0.0f;
       delta[half] = valid && params.grad_lse != nullptr
                         ? -static_cast<const float*>(params.grad_lse)[statistic]
                         : 0.0f;
     }
   }
-  ptx::mbarrier_wait(shared.barriers.own, 0);
+  ptx::mbarrier_wait(shared.barriers.own, own_parity);
+  own_parity ^= 1;
   if constexpr (!Config::kSilu) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -279,8 +289,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     }
   }
 
+  // What dS lacks.
+  const auto row_factor = [&](int half) {
+    const float factor = Config::kHasFloatRange ? weight : 1.0f;
+    if (!Config::kSilu || params.row_scale == nullptr) return factor;
+    const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
+    return factor * __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
+  };
+  const float table_factors[2] = {kTables ? row_factor(0) : 0.0f, kTables ? row_factor(1) : 0.0f};
   Accumulator<1, kOutBlocks> dq = {};
-  RingPosition<2> place;
   for (int key = steps.first; key < steps.last;) {
     const int next_key = steps.next(key), stage = place.stage;
     ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
@@ -289,8 +306,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       ptx::fence_proxy_async();
       if constexpr (Config::kOverlapsSteps) __syncthreads();
     }
-    // The step before is done with the other stage, and this one's bias has arrived.
-    if constexpr (Config::kKeyBias) ptx::cp_async_wait<0>();
+    finish_bias(stage);
+    // The step before is done with the other stage.
     if constexpr (!Config::kOverlapsSteps) __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
@@ -307,24 +324,25 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       if (copies) copy_keys(next_key, stage ^ 1);
       copy_bias(next_key, stage ^ 1);
     }
+    if constexpr (kTables) tables->merge();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
+    if constexpr (Config::kBiased) {
+      bias.scale_and_add(s, scale * kUnit, shared.sBias[stage], no_keys, key, lane);
+    }
     if constexpr (Config::kSilu) {
-      if constexpr (Config::kKeyBias) add_key_bias(s, shared.sBias[stage], scale, lane);
-      for_each_score(s, [&](float& score) {
-        score = SiluOf<Config>(score, Config::kKeyBias ? 1.0f : scale, weight).slope;
-      });
+      for_each_score(
+          s, [&](float& score) { score = SiluOf<Config>(score, scale, weight).slope; });
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
     } else {
-      if constexpr (Config::kKeyBias) add_key_bias(s, shared.sBias[stage], scale, lane);
-      const float factor = Config::kKeyBias ? kLog2E : scale_log2;
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) {
         float& score = s[0][i / 4][i % 4];
-        score = ptx::ex2_approx(score * factor - lse_log2[i % 4 / 2]);
+        const float z = Config::kBiased ? score : score * scale_log2;
+        score = ptx::ex2_approx(z - lse_log2[i % 4 / 2]);
       }
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
@@ -339,6 +357,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
     ptx::wgmma_commit_group();
+    if constexpr (kTables) {
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= table_factors[i % 4 / 2];
+      tables->add(bias, s, shared.sBias[stage], key, lane);
+    }
     if constexpr (!Config::kOverlapsSteps) {
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dq[0]);
@@ -352,17 +375,51 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   }
   // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
   __syncthreads();
-  const float row_factor = Config::kHasFloatRange ? scale * weight : scale;
-  float scales[1][2] = {{row_factor, row_factor}};
-  if (Config::kSilu && params.row_scale != nullptr) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
-      scales[0][half] *= __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
-    }
-  }
+  if constexpr (kTables) tables->merge();
+  const float scales[1][2] = {{row_factor(0) * scale, row_factor(1) * scale}};
   store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
+    const __grid_constant__ RangedBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  const JaggedTile tile = find_tile<Config::kRows>(params.attention.q_offsets, blockIdx.x);
+  if (tile.seq >= 0 && tile.row < tile.rows.len) shared.barriers.init();
+  RingPosition<2> place;
+  int own_parity = 0;
+  ranged_dq_of_tile<Config, void>(params, shared, tile, place, own_parity, nullptr);
+}
+
+// The same and the gradients of tables. Grid: x = table_ctas, y = heads.
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_dq_tables(
+    const __grid_constant__ RangedBackwardParams params) {
+  constexpr int kRows = Config::kRows, kThreads = Config::kThreads;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<RangedTablesStorage<Config>*>(wgmma_shared_bytes);
+  const ScoreBias& bias = params.attention.bias;
+  auto* sums = reinterpret_cast<float*>(&shared + 1);
+  const int num_sums = TableGradientStorage::kWarps * TableGradients::time_buckets(bias) +
+                       TableGradients::position_buckets(bias);
+  for (int i = threadIdx.x; i < num_sums; i += kThreads) sums[i] = 0.0f;
+  shared.barriers.init();
+  TableGradients tables(bias, shared.tables, sums);
+  RingPosition<2> place;
+  int own_parity = 0;
+  const OffsetsView& offsets = params.attention.q_offsets;
+  const int64_t tiles = offsets.total / kRows + offsets.num_seqs + 2;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    ranged_dq_of_tile<Config, TableGradients>(params, shared, find_tile<kRows>(offsets, index),
+                                              place, own_parity, &tables);
+    ptx::fence_proxy_async();
+    __syncthreads();  // before the next tile's copies
+  }
+  tables.finish(params.attention, threadIdx.x % 32);
+  ptx::griddepcontrol_wait();
 }
 
 template <typename Config>
@@ -407,6 +464,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  constexpr float kUnit = kLogitUnit<Config>;
+  LogitBias<Config::kBias, true> bias(params, queries, {tile.rows.begin, num_keys}, row, warp_row,
+                                      kUnit);
+  KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
+  bias.set_load_head(kv_head * group);
+  bias.set_head(kv_head * group, keys);
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
@@ -415,9 +479,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       copy_pair(shared.sQ[stage], kernel_params.q, shared.sGradOut[stage], kernel_params.grad_out,
                 first, head, shared.barriers.full[stage]);
     }
-    if (Config::kSilu && !has_factors) return;
+    if constexpr (Config::kBias == BiasKind::kAny) bias.load(shared.sBias[stage], query);
     const int r = static_cast<int>(threadIdx.x);
-    if (r >= kStep) return;
+    if ((Config::kSilu && !has_factors) || r >= kStep) {
+      ptx::cp_async_commit();
+      return;
+    }
     const int64_t own = first + (r < valid ? r : 0), statistic = own * params.heads + head;
     const int bytes = r < valid ? 4 : 0;
     if constexpr (Config::kSilu) {
@@ -444,11 +511,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     head = last_head;
   }
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
-  float key_sums[1][2] = {};  // of kv_bias, of this lane's columns
   RingPosition<2> place;
   ptx::mbarrier_wait(shared.barriers.own, 0);
   while (head < last_head) {
@@ -459,7 +524,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       zero_rows_from<kThreads>(shared.sGradOut[stage], valid);
       ptx::fence_proxy_async();
     }
-    if (!Config::kSilu || has_factors) ptx::cp_async_wait<0>();
+    if (!Config::kSilu || has_factors || Config::kBias == BiasKind::kAny) {
+      ptx::cp_async_wait<0>();
+      if (!Config::kSilu && threadIdx.x < kStep) {
+        float& lse = shared.sLse[stage][threadIdx.x];
+        // -inf is of a row all of whose keys a bias hides: their P is 0 then.
+        lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
+      }
+      if constexpr (Config::kBias == BiasKind::kAny) bias.finish_load(shared.sBias[stage]);
+    }
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
@@ -472,9 +545,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       tiles.restart();
       next_query = tiles.next(next_is_cut) * kStep;
     }
+    if (next_head != head && next_head < last_head) bias.set_load_head(next_head);
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
     // Queries past the end, whose scores are 0, see no key: a bias alone may be large.
-    const bool hides = is_cut || (Config::kKeyBias && valid < kStep);
+    const bool hides = is_cut || (Config::kBiased && valid < kStep);
     SeenBy64 seen;
     if (hides) {
       seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
@@ -483,16 +557,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
-    if constexpr (Config::kKeyBias) {
-      float bias[2];  // of this lane's two keys
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int own = min(warp_row + 8 * half + lane / 4, rows - 1);
-        bias[half] = __ldg(key_bias(params, global_row + own, head));
-      }
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i)
-        s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, bias[i % 4 / 2]);
+    if constexpr (Config::kBiased) {
+      bias.scale_and_add(s, scale * kUnit, shared.sBias[stage], keys, query, lane);
     }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {
@@ -505,9 +571,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* own = &s[0][block][2 * half];
-            const float factor_of_s = Config::kKeyBias ? 1.0f : scale;
-            const SiluOf<Config> silu[2] = {{own[0], factor_of_s, weight},
-                                            {own[1], factor_of_s, weight}};
+            const SiluOf<Config> silu[2] = {{own[0], scale, weight}, {own[1], scale, weight}};
             p.set(block, half, {silu[0].value * factor.x, silu[1].value * factor.y});
             own[0] = silu[0].slope * factor.x;
             own[1] = silu[1].slope * factor.y;
@@ -525,15 +589,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       for (int block = 0; block < kScoreBlocks; ++block) {
         const float2 lse =
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
-        float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
-        if constexpr (Config::kKeyBias) {  // as in ranged_dq
-          lse_log2[0] = lse.x == -INFINITY ? 0.0f : lse_log2[0];
-          lse_log2[1] = lse.y == -INFINITY ? 0.0f : lse_log2[1];
-        }
-        const float factor = Config::kKeyBias ? kLog2E : scale_log2;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[0][block][i] = ptx::ex2_approx(s[0][block][i] * factor - lse_log2[i % 2]);
+        for (int i = 0; i < 4; ++i) {
+          const float z = Config::kBiased ? s[0][block][i] : s[0][block][i] * scale_log2;
+          s[0][block][i] = ptx::ex2_approx(z - (i % 2 == 0 ? lse.x : lse.y));
+        }
       }
       if (hides) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
@@ -557,14 +617,19 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
       }
     }
-    if (Config::kKeyBias && params.key_sums != nullptr) {
-      add_rows(s, key_sums);
-      if (next_head != head) {
-        if constexpr (Config::kSilu && Config::kHasFloatRange) {
-          key_sums[0][0] *= weight;
-          key_sums[0][1] *= weight;
+    if constexpr (Config::kBiased) {
+      if (params.key_sums != nullptr) {
+        float key_sums[1][2] = {{keys.sums[0], keys.sums[1]}};
+        add_rows(s, key_sums);
+        if (next_head != head) {
+          if constexpr (Config::kSilu && Config::kHasFloatRange) {
+            key_sums[0][0] *= weight;
+            key_sums[0][1] *= weight;
+          }
+          store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
         }
-        store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
+        keys.sums[0] = key_sums[0][0];
+        keys.sums[1] = key_sums[0][1];
       }
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
@@ -575,6 +640,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
+    if (next_head != head && next_head < last_head) bias.set_head(next_head, keys);
     head = next_head;
     query = next_query;
     is_cut = next_is_cut;
@@ -582,8 +648,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   }
   __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
   const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
-  const float value_factor =
-      Config::kSilu && Config::kHasFloatRange && !Config::kKeyBias ? scale * weight : weight;
+  const float value_factor = Config::kSilu && Config::kHasFloatRange
+                                 ? SiluOf<Config>::factor(scale) * weight
+                                 : weight;
   const float scales[1][2] = {{key_factor, key_factor}};
   const float value_scales[1][2] = {{value_factor, value_factor}};
   store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
@@ -592,9 +659,28 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
              params.dim_v, true, lane);
 }
 
-template <typename Element, int kDim, bool kSilu, bool kKeyBias>
+template <typename Config>
+cudaError_t launch_ranged_tables(const RangedBackwardParams& params, cudaStream_t stream) {
+  using Storage = RangedTablesStorage<Config>;
+  constexpr auto kKernel = ranged_dq_tables<Config>;
+  const auto bytes = [](int time_buckets, int position_buckets) {
+    const int sums = TableGradientStorage::kWarps * time_buckets + position_buckets;
+    return static_cast<int>(sizeof(Storage) + sums * sizeof(float));
+  };
+  constexpr int kMostBuckets = 2048;
+  const cudaError_t error = allow_shared_memory<kKernel>(bytes(kMostBuckets, kMostBuckets));
+  if (error != cudaSuccess) return error;
+  const AttentionBackwardParams& attention = params.attention;
+  return launch_dependent<kKernel>(params, {attention.table_ctas, attention.heads},
+                                   Config::kThreads,
+                                   bytes(TableGradients::time_buckets(attention.bias),
+                                         TableGradients::position_buckets(attention.bias)),
+                                   stream, Config::kName);
+}
+
+template <typename Element, int kDim, bool kSilu, BiasKind kBias>
 cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
-  using Config = RangedBackwardConfig<Element, kDim, kSilu, kKeyBias>;
+  using Config = RangedBackwardConfig<Element, kDim, kSilu, kBias>;
   using DqStorage = RangedDqStorage<Config>;
   using DkdvStorage = RangedDkdvStorage<Config>;
   using Tile = WarpgroupTile<Element, Config::kRows, kDim>;
@@ -622,9 +708,14 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
   cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
       attention, Grid{(tiles + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
   if (error != cudaSuccess) return error;
-  error = launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
-                                              Config::kThreads, sizeof(DqStorage), stream,
-                                              Config::kName);
+  error = [&] {
+    if constexpr (kBias == BiasKind::kAny) {
+      if (attention.table_ctas > 0) return launch_ranged_tables<Config>(params, stream);
+    }
+    return launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
+                                               Config::kThreads, sizeof(DqStorage), stream,
+                                               Config::kName);
+  }();
   if (error != cudaSuccess) return error;
   return launch_dependent<ranged_dkdv<Config>>(params, grid(kv_offsets, attention.kv_heads),
                                                Config::kThreads, sizeof(DkdvStorage), stream);
@@ -633,12 +724,14 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
 template <typename Element>
 cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
   const auto launch = [&](auto dim, auto bias) {
-    return params.silu
-               ? launch_ranged_backward<Element, dim.value, true, bias.value>(params, stream)
-               : launch_ranged_backward<Element, dim.value, false, bias.value>(params, stream);
+    constexpr auto kBias = static_cast<BiasKind>(bias.value);
+    return params.silu ? launch_ranged_backward<Element, dim.value, true, kBias>(params, stream)
+                       : launch_ranged_backward<Element, dim.value, false, kBias>(params, stream);
   };
   const auto launch_dim = [&](auto dim) {
-    return params.bias.kv_bias == nullptr ? launch(dim, Constant<0>{}) : launch(dim, Constant<1>{});
+    if (params.bias.has_tables()) return launch(dim, Constant<int(BiasKind::kAny)>{});
+    if (params.bias.kv_bias != nullptr) return launch(dim, Constant<int(BiasKind::kKeys)>{});
+    return launch(dim, Constant<int(BiasKind::kNone)>{});
   };
   const cudaError_t error =
       dim_bucket(params) <= 64 ? launch_dim(Constant<64>{}) : launch_dim(Constant<128>{});
