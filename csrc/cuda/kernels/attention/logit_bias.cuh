@@ -1,5 +1,5 @@
-// What is added to the scores of tiles of 64 by 64 on wgmma (ranged_backward.cuh): kv_bias alone, or
-// any of kv_bias, time_bias and position_bias, found at run time. Rows and columns of scores are
+// What is added to the scores of tiles of 64 by 64 on wgmma (ranged_backward.cuh): kv_bias alone,
+// position_bias alone, or any of them and time_bias, found at run time. Rows and columns of scores are
 // queries and keys, or kTransposed keys and queries; a warp has 16 rows, and the columns come in steps.
 //
 // What a step brings is copied to shared memory with its operands; each thread scales what it has
@@ -15,7 +15,11 @@
 
 namespace jagged_cuda::attention {
 
-enum class BiasKind { kNone, kKeys, kAny };
+enum class BiasKind { kNone, kKeys, kPositions, kAny };
+
+// Of each diagonal, which is column - row + 63, its value. Twice, the second time one further on, so
+// that of every row the diagonals of columns 2 c and 2 c + 1 lie in one aligned pair; 16 banks apart.
+using DiagonalValues = float[2][128 + 16];
 
 // What a step brings.
 template <BiasKind kKind>
@@ -25,12 +29,14 @@ struct LogitStep<BiasKind::kKeys> {
   alignas(16) float keys[64];  // not kTransposed
 };
 template <>
+struct LogitStep<BiasKind::kPositions> {
+  alignas(16) DiagonalValues positions;
+};
+template <>
 struct LogitStep<BiasKind::kAny> {
   alignas(16) int64_t times[64];
   alignas(16) float keys[64];  // not kTransposed
-  // Of each diagonal, which is column - row + 63. Twice, the second time one further on, so that of
-  // every row the diagonals of columns 2 c and 2 c + 1 lie in one aligned pair; 16 banks apart.
-  alignas(16) float positions[2][128 + 16];
+  alignas(16) DiagonalValues positions;
 };
 
 // What each lane has of its two rows where they are keys, in shared memory, since registers are few.
@@ -38,9 +44,23 @@ template <BiasKind kKind>
 struct KeyOfLane {
   alignas(16) float bias[2];  // kv_bias, in the unit of logits
   float sums[2];              // of its gradient
+
+  // Adds up rows of dS^T.
+  __device__ __forceinline__ void add(const Accumulator<1, 8>& ds) {
+    float2 all = *reinterpret_cast<const float2*>(sums);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) (i % 4 / 2 == 0 ? all.x : all.y) += ds[0][i / 4][i % 4];
+    *reinterpret_cast<float2*>(sums) = all;
+  }
+  __device__ __forceinline__ void take_sums(float (&taken)[1][2], float factor) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) taken[0][half] = sums[half] * factor;
+  }
 };
 template <>
 struct KeyOfLane<BiasKind::kNone> {};
+template <>
+struct KeyOfLane<BiasKind::kPositions> {};
 
 // Which buckets the times between a warp's rows and 32 groups of 16 columns have.
 class TimeGroups {
@@ -48,10 +68,10 @@ class TimeGroups {
   static constexpr int kColumns = 16, kWindow = 32 * kColumns;
   static constexpr uint64_t kNarrow = uint64_t{1} << 30;
 
-  int first;     // bucket of this lane's group, and of the nearest time
-  int last;      // of the farthest
-  float value;   // of `first`, in the unit of logits
-  unsigned one;  // groups with one bucket
+  int first;        // bucket of this lane's group, and of the nearest time
+  int last;         // of the farthest
+  float value;      // of `first`, in the unit of logits
+  unsigned one;     // groups with one bucket
   unsigned narrow;  // groups whose times differ by less than kNarrow
 
   // Forgets what it knows: of another head.
@@ -71,7 +91,8 @@ class TimeGroups {
 #pragma unroll 4
       for (int i = 0; i < kColumns; ++i)
         columns.include(__ldg(gTimes + min(begin + i, num_columns - 1)));
-      const TimeRange range = kTransposed ? TimeRange(bias, columns, rows) : TimeRange(bias, rows, columns);
+      const TimeRange range =
+          kTransposed ? TimeRange(bias, columns, rows) : TimeRange(bias, rows, columns);
       first = range.first;
       last = range.last;
       value = __ldg(table + first) * unit;
@@ -91,6 +112,8 @@ template <BiasKind kKind, bool kTransposed>
 class LogitBias {
   static constexpr int kRows = 64, kColumns = 64, kThreads = 128, kBlocks = kColumns / 8;
   static constexpr bool kAny = kKind == BiasKind::kAny;
+  static constexpr bool kKeys = kAny || kKind == BiasKind::kKeys;
+  static constexpr bool kPositions = kAny || kKind == BiasKind::kPositions;
 
  public:
   using Step = LogitStep<kKind>;
@@ -101,12 +124,7 @@ class LogitBias {
   // lanes of a warp together.
   __device__ __forceinline__ LogitBias(const AttentionParams& params, const RowRange& queries,
                                        const RowRange& kv, int row, int warp_row, float unit)
-      : params_(params),
-        queries_(queries),
-        kv_(kv),
-        row_(row),
-        warp_row_(warp_row),
-        unit_(unit) {
+      : params_(params), queries_(queries), kv_(kv), row_(row), warp_row_(warp_row), unit_(unit) {
     if constexpr (kAny) {
       if (bias().time_table == nullptr) return;
       for_each_row([&](int half, int own) {
@@ -120,7 +138,7 @@ class LogitBias {
 
   // What add() is for from now on.
   __device__ __forceinline__ void set_head(int head, Keys& keys) {
-    if constexpr (kTransposed && kKind != BiasKind::kNone) {
+    if constexpr (kTransposed && kKeys) {
       if (has_keys()) {
         const float* g = key_column(head);
         for_each_row([&](int half, int own) {
@@ -140,11 +158,11 @@ class LogitBias {
 
   // What load() is for from now on.
   __device__ __forceinline__ void set_load_head(int head) {
-    if constexpr (!kTransposed && kKind != BiasKind::kNone) {
+    if constexpr (!kTransposed && kKeys) {
       if (has_keys()) load_keys_ = key_column(head);
     }
-    if constexpr (kAny) {
-      if (bias().position_table != nullptr)
+    if constexpr (kPositions) {
+      if (has_positions())
         load_positions_ = static_cast<const float*>(bias().position_table) +
                           head / (params_.heads / bias().position_heads) * bias().position_buckets;
     }
@@ -153,19 +171,21 @@ class LogitBias {
   // Copies the step from `column` on, of which some columns are there; the caller commits and waits.
   __device__ __forceinline__ void load(Step& step, int column) const {
     const int own = static_cast<int>(threadIdx.x), last = num_columns() - 1;
-    if constexpr (!kTransposed && kKind != BiasKind::kNone) {
+    if constexpr (!kTransposed && kKeys) {
       if (own < kColumns && has_keys())
         ptx::cp_async_4(&step.keys[own],
                         load_keys_ + int64_t{min(column + own, last)} * bias().kv_heads, 4);
     }
+    static_assert(kThreads == 2 * kColumns && kThreads == kRows + kColumns);
     if constexpr (kAny) {
-      static_assert(kThreads == 2 * kColumns && kThreads == kRows + kColumns);
       if (bias().time_table != nullptr) {
         const int64_t* time = times_of_columns() + min(column + own / 2, last);
         ptx::cp_async_4(reinterpret_cast<int*>(step.times) + own,
                         reinterpret_cast<const int*>(time) + own % 2, 4);
       }
-      if (bias().position_table != nullptr) {
+    }
+    if constexpr (kPositions) {
+      if (has_positions()) {
         const int bucket = bucket_of_distance(distance_of(own, column));
         ptx::cp_async_4(&step.positions[0][own], load_positions_ + bucket, 4);
         ptx::cp_async_4(&step.positions[1][own + 1], load_positions_ + bucket, 4);
@@ -176,11 +196,11 @@ class LogitBias {
   // Behind the wait for a step, and before the barrier: each thread scales what it has copied.
   __device__ __forceinline__ void finish_load(Step& step) const {
     const int own = static_cast<int>(threadIdx.x);
-    if constexpr (!kTransposed && kKind != BiasKind::kNone) {
+    if constexpr (!kTransposed && kKeys) {
       if (own < kColumns && has_keys()) step.keys[own] *= unit_;
     }
-    if constexpr (kAny) {
-      if (bias().position_table != nullptr) {
+    if constexpr (kPositions) {
+      if (has_positions()) {
         const float value = step.positions[0][own] * unit_;
         step.positions[0][own] = value;
         step.positions[1][own + 1] = value;
@@ -193,8 +213,10 @@ class LogitBias {
                                                 const Keys& keys, int column, int lane) {
     if constexpr (kKind == BiasKind::kKeys) {
       add_keys(s, scale, step, keys, lane);
+    } else if constexpr (kKind == BiasKind::kPositions) {
+      add_positions(s, scale, step, lane);
     } else if constexpr (kAny) {
-      if (bias().position_table != nullptr) {
+      if (has_positions()) {
         add_positions(s, scale, step, lane);
         scale = 1.0f;
       }
@@ -251,6 +273,9 @@ class LogitBias {
  private:
   __device__ __forceinline__ bool has_keys() const {
     return kKind == BiasKind::kKeys || bias().kv_bias != nullptr;
+  }
+  __device__ __forceinline__ bool has_positions() const {
+    return kKind == BiasKind::kPositions || bias().position_table != nullptr;
   }
   __device__ __forceinline__ int num_rows() const {
     return static_cast<int>(kTransposed ? kv_.len : queries_.len);
@@ -345,7 +370,8 @@ class LogitBias {
       float (*own)[4] = &s[0][group * 2];
       if (one >> group & 1) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, nearest);
+        for (int i = 0; i < 8; ++i)
+          own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, nearest);
         continue;
       }
       const int first = __shfl_sync(kAll, groups_.first, source + group),

@@ -42,6 +42,7 @@
 #include "cuda/kernels/attention/table_gradients.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/visible.cuh"
+#include "cuda/kernels/prim/tanh.cuh"
 
 #include <type_traits>
 
@@ -59,12 +60,12 @@ struct RangedBackwardConfig {
   // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
   static constexpr bool kOverlapsSteps = kDim == 128;
   static constexpr int kThreads = 128;
-  static constexpr int kRows = 64;                     // queries or keys that a CTA owns
-  static constexpr int kStep = 64;                     // keys or queries of an iteration
+  static constexpr int kRows = 64;  // queries or keys that a CTA owns
+  static constexpr int kStep = 64;  // keys or queries of an iteration
   // CTAs per SM.
   static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
-  static constexpr int kDkdvCtas = kDim == 128 || kBiased ? 2 : 3;
-  static constexpr int kTablesCtas = kDim == 128 ? 1 : 3;
+  static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
+  static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
                                     (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
   static_assert(kDim == 64 || kDim == 128);
@@ -132,34 +133,24 @@ __device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
   }
 }
 
-// silu of a logit, and its slope, in as few instructions as there can be.
-template <typename Config>
+// silu of a logit z, and its slope, in as few instructions as there can be: with h = z / 2 and
+// t = tanh(h) the one is h + h t and the other half of 1 + t + silu(z) (1 - t).
 struct SiluOf {
-  static constexpr float kLn2 = 0.6931471805599453f;
-  float value;  // silu(z); of bf16, which has the range of f32, less factor(scale)
-  float slope;  // silu'(z), of f16 times `weight`
+  float value;
+  float slope;  // 2 silu'(z) - 1
 
-  // What `s` is multiplied by to be the logit z. With a bias s is -kLog2E z, else a score.
-  __device__ __forceinline__ static float factor(float scale) {
-    return Config::kBiased ? -kLn2 : scale;
+  __device__ __forceinline__ explicit SiluOf(float h) {
+    const float t = ptx::tanh_approx(h);
+    value = __fmaf_rn(h, t, h);
+    slope = __fmaf_rn(value, 1.0f - t, t);
   }
-
-  __device__ __forceinline__ SiluOf(float s, float scale, float weight) {
-    const float by = factor(scale), exponent = Config::kBiased ? s : s * (-scale * kLog2E);
-    const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(exponent));
-    if constexpr (Config::kHasFloatRange) {
-      value = s * gate;
-      slope = __fmaf_rn(value, __fmaf_rn(gate, -by, by), gate);
-    } else {
-      value = s * by * gate;
-      slope = __fmaf_rn(value, 1.0f - gate, gate) * weight;
-    }
-  }
+  // Of a score that is hidden.
+  static constexpr float kNoSlope = -1.0f;
 };
 
-// The unit in which biases are added: what the exponential of a score takes.
+// What logits are in: what the function of a score takes.
 template <typename Config>
-constexpr float kLogitUnit = Config::kSilu ? -kLog2E : kLog2E;
+constexpr float kLogitUnit = Config::kSilu ? 0.5f : kLog2E;
 
 constexpr int kBoundsThreads = 128;
 
@@ -192,7 +183,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  constexpr bool kTables = std::is_same_v<Tables, TableGradients>;
+  constexpr bool kTables = !std::is_void_v<Tables>;
   using Bias = LogitBias<Config::kBias, false>;
   constexpr float kUnit = kLogitUnit<Config>;
 
@@ -247,13 +238,14 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     }
   };
   if (steps.any()) {
-    if (copies) copy_keys(steps.first, 0);
-    copy_bias(steps.first, 0);
+    if (copies) copy_keys(steps.first, place.stage);
+    copy_bias(steps.first, place.stage);
   }
 
-  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float scale = static_cast<float>(params.scale), scale_of_logits = scale * kUnit;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
-  VisibleKeys visible[2];  // of the lane's two rows
+  const float slope_factor = Config::kSilu ? 0.5f * weight : 1.0f;  // what dS lacks
+  VisibleKeys visible[2];                                           // of the lane's two rows
   float lse_log2[2], delta[2];
   OutRows<Element, kDim> out_rows[2];
 #pragma unroll
@@ -289,9 +281,8 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     }
   }
 
-  // What dS lacks.
   const auto row_factor = [&](int half) {
-    const float factor = Config::kHasFloatRange ? weight : 1.0f;
+    const float factor = Config::kHasFloatRange ? slope_factor : 1.0f;
     if (!Config::kSilu || params.row_scale == nullptr) return factor;
     const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
     return factor * __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
@@ -328,20 +319,26 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale * kUnit, shared.sBias[stage], no_keys, key, lane);
+      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], no_keys, key, lane);
     }
     if constexpr (Config::kSilu) {
-      for_each_score(
-          s, [&](float& score) { score = SiluOf<Config>(score, scale, weight).slope; });
+      for_each_score(s, [&](float& score) {
+        score = SiluOf(Config::kBiased ? score : score * scale_of_logits).slope;
+      });
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
 #pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+      for (int i = 0; i < kScoreBlocks * 4; ++i) {
+        const float grad = dp[0][i / 4][i % 4];
+        float& own = s[0][i / 4][i % 4];
+        own = __fmaf_rn(own, grad, grad);
+        if constexpr (!Config::kHasFloatRange) own *= slope_factor;
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) {
         float& score = s[0][i / 4][i % 4];
-        const float z = Config::kBiased ? score : score * scale_log2;
+        const float z = Config::kBiased ? score : score * scale_of_logits;
         score = ptx::ex2_approx(z - lse_log2[i % 4 / 2]);
       }
       ptx::wgmma_wait_group<0>();
@@ -401,20 +398,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_
   constexpr int kRows = Config::kRows, kThreads = Config::kThreads;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   auto& shared = *reinterpret_cast<RangedTablesStorage<Config>*>(wgmma_shared_bytes);
+  using Tables = TableGradients<Config::kBias>;
   const ScoreBias& bias = params.attention.bias;
   auto* sums = reinterpret_cast<float*>(&shared + 1);
-  const int num_sums = TableGradientStorage::kWarps * TableGradients::time_buckets(bias) +
-                       TableGradients::position_buckets(bias);
+  const int num_sums =
+      TableGradientStorage::kWarps * Tables::time_buckets(bias) + Tables::position_buckets(bias);
   for (int i = threadIdx.x; i < num_sums; i += kThreads) sums[i] = 0.0f;
   shared.barriers.init();
-  TableGradients tables(bias, shared.tables, sums);
+  Tables tables(bias, shared.tables, sums);
   RingPosition<2> place;
   int own_parity = 0;
   const OffsetsView& offsets = params.attention.q_offsets;
   const int64_t tiles = offsets.total / kRows + offsets.num_seqs + 2;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    ranged_dq_of_tile<Config, TableGradients>(params, shared, find_tile<kRows>(offsets, index),
-                                              place, own_parity, &tables);
+    ranged_dq_of_tile<Config, Tables>(params, shared, find_tile<kRows>(offsets, index), place,
+                                      own_parity, &tables);
     ptx::fence_proxy_async();
     __syncthreads();  // before the next tile's copies
   }
@@ -471,6 +469,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
   bias.set_load_head(kv_head * group);
   bias.set_head(kv_head * group, keys);
+  constexpr bool kLoadsBias =
+      Config::kBias == BiasKind::kPositions || Config::kBias == BiasKind::kAny;
+  constexpr bool kHasKeys = Config::kBias == BiasKind::kKeys || Config::kBias == BiasKind::kAny;
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
@@ -479,7 +480,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       copy_pair(shared.sQ[stage], kernel_params.q, shared.sGradOut[stage], kernel_params.grad_out,
                 first, head, shared.barriers.full[stage]);
     }
-    if constexpr (Config::kBias == BiasKind::kAny) bias.load(shared.sBias[stage], query);
+    if constexpr (kLoadsBias) bias.load(shared.sBias[stage], query);
     const int r = static_cast<int>(threadIdx.x);
     if ((Config::kSilu && !has_factors) || r >= kStep) {
       ptx::cp_async_commit();
@@ -511,27 +512,29 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     head = last_head;
   }
 
-  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float scale = static_cast<float>(params.scale), scale_of_logits = scale * kUnit;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
+  const float slope_factor = Config::kSilu ? 0.5f * weight : 1.0f;  // what dS lacks
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
-  RingPosition<2> place;
+  int step = 0;
   ptx::mbarrier_wait(shared.barriers.own, 0);
   while (head < last_head) {
-    const int stage = place.stage, valid = num_queries - query;
-    ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
+    const int stage = __reduce_max_sync(0xffffffffu, step % 2), parity = step / 2 % 2,
+              valid = num_queries - query;
+    ptx::mbarrier_wait(shared.barriers.full[stage], parity);
     if (valid < kStep) {
       zero_rows_from<kThreads>(shared.sQ[stage], valid);
       zero_rows_from<kThreads>(shared.sGradOut[stage], valid);
       ptx::fence_proxy_async();
     }
-    if (!Config::kSilu || has_factors || Config::kBias == BiasKind::kAny) {
+    if (!Config::kSilu || has_factors || kLoadsBias) {
       ptx::cp_async_wait<0>();
       if (!Config::kSilu && threadIdx.x < kStep) {
         float& lse = shared.sLse[stage][threadIdx.x];
         // -inf is of a row all of whose keys a bias hides: their P is 0 then.
         lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
       }
-      if constexpr (Config::kBias == BiasKind::kAny) bias.finish_load(shared.sBias[stage]);
+      if constexpr (kLoadsBias) bias.finish_load(shared.sBias[stage]);
     }
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
@@ -558,7 +561,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale * kUnit, shared.sBias[stage], keys, query, lane);
+      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], keys, query, lane);
     }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {
@@ -571,10 +574,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* own = &s[0][block][2 * half];
-            const SiluOf<Config> silu[2] = {{own[0], scale, weight}, {own[1], scale, weight}};
+            const float by = Config::kBiased ? 1.0f : scale_of_logits;
+            const SiluOf silu[2] = {SiluOf(own[0] * by), SiluOf(own[1] * by)};
             p.set(block, half, {silu[0].value * factor.x, silu[1].value * factor.y});
-            own[0] = silu[0].slope * factor.x;
-            own[1] = silu[1].slope * factor.y;
+            own[0] = silu[0].slope;
+            own[1] = silu[1].slope;
           }
         }
       };
@@ -583,7 +587,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       } else {
         activate(Constant<0>{});
       }
-      if (hides) seen.keep(p, s, lane);
+      if (hides) seen.keep(p, s, SiluOf::kNoSlope, lane);
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -591,7 +595,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float z = Config::kBiased ? s[0][block][i] : s[0][block][i] * scale_log2;
+          const float z = Config::kBiased ? s[0][block][i] : s[0][block][i] * scale_of_logits;
           s[0][block][i] = ptx::ex2_approx(z - (i % 2 == 0 ? lse.x : lse.y));
         }
       }
@@ -605,8 +609,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dp[0]);
     if constexpr (Config::kSilu) {
+      if (has_factors) {
 #pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+        for (int block = 0; block < kScoreBlocks; ++block) {
+          const float2 factor =
+              *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dp[0][block][i] *= i % 2 == 0 ? factor.x : factor.y;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) {
+        const float grad = dp[0][i / 4][i % 4];
+        float& own = s[0][i / 4][i % 4];
+        own = __fmaf_rn(own, grad, grad);
+        if constexpr (!Config::kHasFloatRange) own *= slope_factor;
+      }
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -617,20 +635,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
       }
     }
-    if constexpr (Config::kBiased) {
-      if (params.key_sums != nullptr) {
-        float key_sums[1][2] = {{keys.sums[0], keys.sums[1]}};
-        add_rows(s, key_sums);
-        if (next_head != head) {
-          if constexpr (Config::kSilu && Config::kHasFloatRange) {
-            key_sums[0][0] *= weight;
-            key_sums[0][1] *= weight;
-          }
-          store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
-        }
-        keys.sums[0] = key_sums[0][0];
-        keys.sums[1] = key_sums[0][1];
-      }
+    // Always, where registers are few: a branch between two products makes ptxas run out of them.
+    if constexpr (kHasKeys) {
+      if (Config::kBias == BiasKind::kKeys || params.key_sums != nullptr) keys.add(s);
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
     ptx::fence_operands(dk[0]);
@@ -640,19 +647,25 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
-    if (next_head != head && next_head < last_head) bias.set_head(next_head, keys);
+    if (next_head != head) {
+      if constexpr (kHasKeys) {
+        if (params.key_sums != nullptr) {
+          float key_sums[1][2];
+          keys.take_sums(key_sums, Config::kSilu && Config::kHasFloatRange ? slope_factor : 1.0f);
+          store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
+        }
+      }
+      if (next_head < last_head) bias.set_head(next_head, keys);
+    }
     head = next_head;
     query = next_query;
     is_cut = next_is_cut;
-    place.advance();
+    ++step;
   }
   __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
-  const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
-  const float value_factor = Config::kSilu && Config::kHasFloatRange
-                                 ? SiluOf<Config>::factor(scale) * weight
-                                 : weight;
+  const float key_factor = Config::kHasFloatRange ? scale * slope_factor : scale;
   const float scales[1][2] = {{key_factor, key_factor}};
-  const float value_scales[1][2] = {{value_factor, value_factor}};
+  const float value_scales[1][2] = {{weight, weight}};
   store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
              params.dim_qk, true, lane);
   store_rows(dv, value_scales, shared.sV, warp_row, 0, gGradV, params.grad_v.row_stride, rows,
@@ -662,6 +675,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 template <typename Config>
 cudaError_t launch_ranged_tables(const RangedBackwardParams& params, cudaStream_t stream) {
   using Storage = RangedTablesStorage<Config>;
+  using Tables = TableGradients<Config::kBias>;
   constexpr auto kKernel = ranged_dq_tables<Config>;
   const auto bytes = [](int time_buckets, int position_buckets) {
     const int sums = TableGradientStorage::kWarps * time_buckets + position_buckets;
@@ -671,11 +685,10 @@ cudaError_t launch_ranged_tables(const RangedBackwardParams& params, cudaStream_
   const cudaError_t error = allow_shared_memory<kKernel>(bytes(kMostBuckets, kMostBuckets));
   if (error != cudaSuccess) return error;
   const AttentionBackwardParams& attention = params.attention;
-  return launch_dependent<kKernel>(params, {attention.table_ctas, attention.heads},
-                                   Config::kThreads,
-                                   bytes(TableGradients::time_buckets(attention.bias),
-                                         TableGradients::position_buckets(attention.bias)),
-                                   stream, Config::kName);
+  return launch_dependent<kKernel>(
+      params, {attention.table_ctas, attention.heads}, Config::kThreads,
+      bytes(Tables::time_buckets(attention.bias), Tables::position_buckets(attention.bias)), stream,
+      Config::kName);
 }
 
 template <typename Element, int kDim, bool kSilu, BiasKind kBias>
@@ -709,7 +722,7 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
       attention, Grid{(tiles + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
   if (error != cudaSuccess) return error;
   error = [&] {
-    if constexpr (kBias == BiasKind::kAny) {
+    if constexpr (kBias == BiasKind::kPositions || kBias == BiasKind::kAny) {
       if (attention.table_ctas > 0) return launch_ranged_tables<Config>(params, stream);
     }
     return launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
@@ -729,7 +742,11 @@ cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaSt
                        : launch_ranged_backward<Element, dim.value, false, kBias>(params, stream);
   };
   const auto launch_dim = [&](auto dim) {
-    if (params.bias.has_tables()) return launch(dim, Constant<int(BiasKind::kAny)>{});
+    const bool only_positions = params.bias.kv_bias == nullptr && params.bias.time_table == nullptr;
+    if (params.bias.has_tables()) {
+      return only_positions ? launch(dim, Constant<int(BiasKind::kPositions)>{})
+                            : launch(dim, Constant<int(BiasKind::kAny)>{});
+    }
     if (params.bias.kv_bias != nullptr) return launch(dim, Constant<int(BiasKind::kKeys)>{});
     return launch(dim, Constant<int(BiasKind::kNone)>{});
   };

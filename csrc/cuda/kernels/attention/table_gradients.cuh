@@ -16,15 +16,17 @@ namespace jagged_cuda::attention {
 struct TableGradientStorage {
   static constexpr int kWarps = 4, kDiagonals = 16 + 64 - 1;
   // dS added up over rows and columns 8 further on: [column block less row block][row][column].
-  static constexpr int kPlanes = 9, kPlane = 8 * 8 + 8;
-  float planes[kWarps][kPlanes][kPlane];
+  // Those that 32 diagonals want, at a time.
+  static constexpr int kPlanes = 9, kPlane = 8 * 8 + 8, kSomePlanes = 5;
+  float planes[kWarps][kSomePlanes][kPlane];
   float diagonals[2][kWarps][kDiagonals + 1];
 };
 
+template <BiasKind kKind>
 class TableGradients {
   using Storage = TableGradientStorage;
   using Scores = Accumulator<1, 8>;
-  using Bias = LogitBias<BiasKind::kAny, false>;
+  using Bias = LogitBias<kKind, false>;
 
  public:
   // `sums` are those behind `shared`, full of zeros.
@@ -41,10 +43,13 @@ class TableGradients {
   }
 
   // dS of the step from `column` on, 0 where a key is not seen. All threads.
-  __device__ __forceinline__ void add(Bias& bias, const Scores& ds,
-                                      const Bias::Step& step, int column, int lane) {
-    if (bias.bias().time_table != nullptr) add_times(bias, ds, step, column, lane);
-    if (bias.bias().position_table != nullptr) add_positions(bias, ds, column, lane);
+  __device__ __forceinline__ void add(Bias& bias, const Scores& ds, const typename Bias::Step& step,
+                                      int column, int lane) {
+    if constexpr (kKind == BiasKind::kAny) {
+      if (bias.bias().time_table != nullptr) add_times(bias, ds, step, column, lane);
+    }
+    if (kKind == BiasKind::kPositions || bias.bias().position_table != nullptr)
+      add_positions(bias, ds, column, lane);
   }
 
   // Behind the barrier that follows add(): the four warps' diagonals. All threads.
@@ -133,38 +138,42 @@ class TableGradients {
     last_ = last;
     pending_ = true;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    float (&planes)[Storage::kPlanes][Storage::kPlane] = shared_.planes[warp];
-#pragma unroll
-    for (int plane = 0; plane < Storage::kPlanes; ++plane) {
-      float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int block = plane - 1 + half;
-        if (block < 0 || block >= 8) continue;
-        sum.x += ds[0][block][2 * half];
-        sum.y += ds[0][block][2 * half + 1];
-      }
-      *reinterpret_cast<float2*>(&planes[plane][2 * lane]) = sum;
-    }
-    __syncwarp();
+    auto& planes = shared_.planes[warp];
     // Diagonal d is column - row + 15; plane p has those of p * 8 + 7 + column - row.
     constexpr int kRounds = (Storage::kDiagonals + 31) / 32;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
+      const int first_plane = round * 4 - 1;  // that is wanted
+#pragma unroll
+      for (int i = 0; i < Storage::kSomePlanes; ++i) {
+        const int plane = first_plane + i;
+        if (plane < 0 || plane >= Storage::kPlanes) continue;
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int block = plane - 1 + half;
+          if (block < 0 || block >= 8) continue;
+          sum.x += ds[0][block][2 * half];
+          sum.y += ds[0][block][2 * half + 1];
+        }
+        *reinterpret_cast<float2*>(&planes[i][2 * lane]) = sum;
+      }
+      __syncwarp();
       const int diagonal = round * 32 + lane, x = diagonal % 8;
       float sum = 0.0f;
 #pragma unroll
       for (int row = 0; row < 8; ++row) {
         const int plane = diagonal / 8 - (row < 7 - x ? 1 : 0);
-        if (plane >= 0 && plane < Storage::kPlanes) sum += planes[plane][row * 8 + (row + x + 1) % 8];
+        if (plane >= 0 && plane < Storage::kPlanes)
+          sum += planes[plane - first_plane][row * 8 + (row + x + 1) % 8];
       }
       if (diagonal < Storage::kDiagonals) shared_.diagonals[stage_][warp][diagonal] = sum;
+      __syncwarp();
     }
-    __syncwarp();
   }
 
-  __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds, const Bias::Step& step,
-                                            int column, int lane) {
+  __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds,
+                                            const typename Bias::Step& step, int column, int lane) {
     constexpr unsigned kAll = 0xffffffffu, kOfStep = 0xf;
     const int source = bias.find_groups(column);
     const TimeGroups& groups = bias.groups();
