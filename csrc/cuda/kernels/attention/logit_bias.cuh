@@ -68,11 +68,19 @@ class TimeGroups {
   static constexpr int kColumns = 16, kWindow = 32 * kColumns;
   static constexpr uint64_t kNarrow = uint64_t{1} << 30;
 
-  int first;        // bucket of this lane's group, and of the nearest time
-  int last;         // of the farthest
-  float value;      // of `first`, in the unit of logits
-  unsigned one;     // groups with one bucket
-  unsigned narrow;  // groups whose times differ by less than kNarrow
+  // Of this lane's group: the buckets of its nearest and its farthest time, the value of the first in
+  // the unit of logits, the boundary behind it, and the value behind that.
+  int first;
+  int last;
+  float value;
+  uint32_t boundary;
+  float behind;
+  // Groups with one bucket; those with one boundary; those whose times differ by less than kNarrow;
+  // and those whose queries are all later than its keys.
+  unsigned one;
+  unsigned two;
+  unsigned narrow;
+  unsigned ordered;
 
   // Forgets what it knows: of another head.
   __device__ __forceinline__ void reset() { window_ = -1; }
@@ -96,10 +104,19 @@ class TimeGroups {
       first = range.first;
       last = range.last;
       value = __ldg(table + first) * unit;
+      boundary = 0;
+      behind = value;
+      if (first < last) {
+        boundary = static_cast<uint32_t>(__ldg(bias.boundaries + first));
+        behind = __ldg(table + first + 1) * unit;
+      }
       one = __ballot_sync(kAll, first == last);
+      two = __ballot_sync(kAll, first + 1 == last);
       const int64_t soonest = min(rows.soonest, columns.soonest),
                     latest = max(rows.latest, columns.latest);
       narrow = __ballot_sync(kAll, time_between(latest, soonest) < kNarrow);
+      ordered = __ballot_sync(
+          kAll, kTransposed ? columns.soonest >= rows.latest : rows.soonest >= columns.latest);
     }
     return column % kWindow / kColumns;
   }
@@ -244,9 +261,8 @@ class LogitBias {
   __device__ __forceinline__ const TimeGroups& groups() const { return groups_; }
 
   // The times between the lane's rows and the columns of a group of a step, whose times are narrow.
-  __device__ __forceinline__ void distances(uint32_t (&away)[8], int group, const Step& step,
-                                            int lane) const {
-    const int mirrored = bias().symmetric ? -1 : 0;
+  __device__ __forceinline__ void distances(uint32_t (&away)[8], int group, bool ordered,
+                                            const Step& step, int lane) const {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const auto pair =
@@ -254,9 +270,15 @@ class LogitBias {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t other = i % 2 == 0 ? pair.x : pair.z, row = row_times_[i / 2];
-        const auto difference = static_cast<int>(kTransposed ? other - row : row - other);
-        away[b * 4 + i] = static_cast<uint32_t>(max(difference, difference * mirrored));
+        away[b * 4 + i] = kTransposed ? other - row : row - other;
       }
+    }
+    if (ordered) return;
+    const int mirrored = bias().symmetric ? -1 : 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const auto difference = static_cast<int>(away[i]);
+      away[i] = static_cast<uint32_t>(max(difference, difference * mirrored));
     }
   }
 
@@ -374,19 +396,23 @@ class LogitBias {
           own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, nearest);
         continue;
       }
-      const int first = __shfl_sync(kAll, groups_.first, source + group),
-                last = __shfl_sync(kAll, groups_.last, source + group);
       uint32_t away[8];
       float found[8];
-      distances(away, group, step, lane);
+      distances(away, group, groups_.ordered >> (source + group) & 1, step, lane);
+      const uint32_t boundary = __shfl_sync(kAll, groups_.boundary, source + group);
+      const float behind = __shfl_sync(kAll, groups_.behind, source + group);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) found[i] = nearest;
+      for (int i = 0; i < 8; ++i) found[i] = away[i] >= boundary ? behind : nearest;
+      if ((groups_.two >> (source + group) & 1) == 0) {
+        const int first = __shfl_sync(kAll, groups_.first, source + group),
+                  last = __shfl_sync(kAll, groups_.last, source + group);
 #pragma unroll 1
-      for (int next = first; next < last; ++next) {
-        const auto boundary = static_cast<uint32_t>(__ldg(bias().boundaries + next));
-        const float behind = __ldg(times_ + next + 1) * unit_;
+        for (int next = first + 1; next < last; ++next) {
+          const auto farther = static_cast<uint32_t>(__ldg(bias().boundaries + next));
+          const float value = __ldg(times_ + next + 1) * unit_;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) found[i] = away[i] >= boundary ? behind : found[i];
+          for (int i = 0; i < 8; ++i) found[i] = away[i] >= farther ? value : found[i];
+        }
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, found[i]);

@@ -197,7 +197,7 @@ class TableGradients {
       }
       const int last = __shfl_sync(kAll, groups.last, source + kGroup);
       uint32_t away[8];
-      bias.distances(away, kGroup, step, lane);
+      bias.distances(away, kGroup, groups.ordered >> (source + kGroup) & 1, step, lane);
       uint32_t begin = 0;
 #pragma unroll 1
       for (int bucket = first; bucket <= last; ++bucket) {
