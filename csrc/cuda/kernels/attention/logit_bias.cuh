@@ -66,7 +66,7 @@ struct KeyOfLane<BiasKind::kPositions> {};
 class TimeGroups {
  public:
   static constexpr int kColumns = 16, kWindow = 32 * kColumns;
-  static constexpr uint64_t kNarrow = uint64_t{1} << 30;
+  static constexpr uint64_t kNarrow = uint64_t{1} << 31;
 
   // Of this lane's group: the buckets of its nearest and its farthest time, the value of the first in
   // the unit of logits, the boundary behind it, and the value behind that.
@@ -75,8 +75,11 @@ class TimeGroups {
   float value;
   uint32_t boundary;
   float behind;
-  // Groups with one bucket; those with one boundary; those whose times differ by less than kNarrow;
-  // and those whose queries are all later than its keys.
+  // The nearest distance of a group whose queries are all later than its keys, else 0: from it on
+  // distances are counted, modulo 2^32, `boundary` too.
+  uint32_t nearest;
+  // Groups with one bucket; those with one boundary; those whose distances are exact in 32 bits; and
+  // those whose queries are all later than its keys.
   unsigned one;
   unsigned two;
   unsigned narrow;
@@ -104,21 +107,32 @@ class TimeGroups {
       first = range.first;
       last = range.last;
       value = __ldg(table + first) * unit;
+      const TimeSpan &queries = kTransposed ? columns : rows, &keys = kTransposed ? rows : columns;
+      const bool in_order = queries.soonest >= keys.latest;
+      const uint64_t least = in_order ? time_between(queries.soonest, keys.latest) : 0;
+      nearest = static_cast<uint32_t>(least);
       boundary = 0;
       behind = value;
       if (first < last) {
-        boundary = static_cast<uint32_t>(__ldg(bias.boundaries + first));
+        boundary = boundary_behind(bias, first, nearest);
         behind = __ldg(table + first + 1) * unit;
       }
       one = __ballot_sync(kAll, first == last);
       two = __ballot_sync(kAll, first + 1 == last);
-      const int64_t soonest = min(rows.soonest, columns.soonest),
-                    latest = max(rows.latest, columns.latest);
-      narrow = __ballot_sync(kAll, time_between(latest, soonest) < kNarrow);
-      ordered = __ballot_sync(
-          kAll, kTransposed ? columns.soonest >= rows.latest : rows.soonest >= columns.latest);
+      const bool is_exact = in_order
+                                ? time_between(queries.latest, keys.soonest) - least < kNarrow
+                                : time_between(max(rows.latest, columns.latest),
+                                               min(rows.soonest, columns.soonest)) < kNarrow / 2;
+      narrow = __ballot_sync(kAll, is_exact);
+      ordered = __ballot_sync(kAll, in_order);
     }
     return column % kWindow / kColumns;
+  }
+
+  // The boundary behind bucket `bucket`, as distances are counted.
+  __device__ __forceinline__ static uint32_t boundary_behind(const ScoreBias& bias, int bucket,
+                                                             uint32_t nearest) {
+    return static_cast<uint32_t>(__ldg(bias.boundaries + bucket)) - nearest;
   }
 
  private:
@@ -260,26 +274,31 @@ class LogitBias {
   }
   __device__ __forceinline__ const TimeGroups& groups() const { return groups_; }
 
-  // The times between the lane's rows and the columns of a group of a step, whose times are narrow.
-  __device__ __forceinline__ void distances(uint32_t (&away)[8], int group, bool ordered,
-                                            const Step& step, int lane) const {
+  // The distances of the lane's scores in a group of a step, of which `lane_of_group` knows, and what
+  // they are counted from; they are exact in 32 bits.
+  __device__ __forceinline__ uint32_t distances(uint32_t (&away)[8], int group, int lane_of_group,
+                                                const Step& step, int lane) const {
+    const uint32_t nearest = __shfl_sync(0xffffffffu, groups_.nearest, lane_of_group);
+    const uint32_t rows[2] = {kTransposed ? row_times_[0] + nearest : row_times_[0] - nearest,
+                              kTransposed ? row_times_[1] + nearest : row_times_[1] - nearest};
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const auto pair =
           *reinterpret_cast<const uint4*>(&step.times[group * 16 + b * 8 + 2 * (lane % 4)]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t other = i % 2 == 0 ? pair.x : pair.z, row = row_times_[i / 2];
+        const uint32_t other = i % 2 == 0 ? pair.x : pair.z, row = rows[i / 2];
         away[b * 4 + i] = kTransposed ? other - row : row - other;
       }
     }
-    if (ordered) return;
+    if (groups_.ordered >> lane_of_group & 1) return nearest;
     const int mirrored = bias().symmetric ? -1 : 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const auto difference = static_cast<int>(away[i]);
       away[i] = static_cast<uint32_t>(max(difference, difference * mirrored));
     }
+    return nearest;
   }
 
   // The bucket of one score, whatever its times.
@@ -398,7 +417,7 @@ class LogitBias {
       }
       uint32_t away[8];
       float found[8];
-      distances(away, group, groups_.ordered >> (source + group) & 1, step, lane);
+      const uint32_t from = distances(away, group, source + group, step, lane);
       const uint32_t boundary = __shfl_sync(kAll, groups_.boundary, source + group);
       const float behind = __shfl_sync(kAll, groups_.behind, source + group);
 #pragma unroll
@@ -408,7 +427,7 @@ class LogitBias {
                   last = __shfl_sync(kAll, groups_.last, source + group);
 #pragma unroll 1
         for (int next = first + 1; next < last; ++next) {
-          const auto farther = static_cast<uint32_t>(__ldg(bias().boundaries + next));
+          const uint32_t farther = TimeGroups::boundary_behind(bias(), next, from);
           const float value = __ldg(times_ + next + 1) * unit_;
 #pragma unroll
           for (int i = 0; i < 8; ++i) found[i] = away[i] >= farther ? value : found[i];

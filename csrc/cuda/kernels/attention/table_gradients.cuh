@@ -197,12 +197,12 @@ class TableGradients {
       }
       const int last = __shfl_sync(kAll, groups.last, source + kGroup);
       uint32_t away[8];
-      bias.distances(away, kGroup, groups.ordered >> (source + kGroup) & 1, step, lane);
+      const uint32_t from = bias.distances(away, kGroup, source + kGroup, step, lane);
       uint32_t begin = 0;
 #pragma unroll 1
       for (int bucket = first; bucket <= last; ++bucket) {
         const uint32_t end =
-            bucket < last ? static_cast<uint32_t>(__ldg(bias.bias().boundaries + bucket)) : ~0u;
+            bucket < last ? TimeGroups::boundary_behind(bias.bias(), bucket, from) : ~0u;
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
