@@ -405,6 +405,16 @@ class LogitBias {
       }
       return;
     }
+    if (one == kOfStep) {  // in a row, so that their latencies overlap
+#pragma unroll
+      for (int group = 0; group < 4; ++group) {
+        const float added = __shfl_sync(kAll, groups_.value, source + group);
+        float (*own)[4] = &s[0][group * 2];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, added);
+      }
+      return;
+    }
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
       const float nearest = __shfl_sync(kAll, groups_.value, source + group);

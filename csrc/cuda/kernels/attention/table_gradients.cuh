@@ -188,6 +188,16 @@ class TableGradients {
       }
       return;
     }
+    if (one == kOfStep) {
+      int buckets[4];
+#pragma unroll
+      for (int group = 0; group < 4; ++group)
+        buckets[group] = __shfl_sync(kAll, groups.first, source + group);
+      if (buckets[0] == buckets[1] && buckets[0] == buckets[2] && buckets[0] == buckets[3]) {
+        add_pending(buckets[0], sum_of<0, 32>(ds), lane);
+        return;
+      }
+    }
     const auto add_group = [&](auto group) {
       constexpr int kGroup = decltype(group)::value;
       const int first = __shfl_sync(kAll, groups.first, source + kGroup);
