@@ -218,6 +218,7 @@ class LogitBias {
     if constexpr (kPositions) {
       if (has_positions()) {
         const int bucket = bucket_of_distance(distance_of(own, column));
+        if (own > 0 && has_one_position(column)) return;
         ptx::cp_async_4(&step.positions[0][own], load_positions_ + bucket, 4);
         ptx::cp_async_4(&step.positions[1][own + 1], load_positions_ + bucket, 4);
       }
@@ -225,13 +226,14 @@ class LogitBias {
   }
 
   // Behind the wait for a step, and before the barrier: each thread scales what it has copied.
-  __device__ __forceinline__ void finish_load(Step& step) const {
+  __device__ __forceinline__ void finish_load(Step& step, int column) const {
     const int own = static_cast<int>(threadIdx.x);
     if constexpr (!kTransposed && kKeys) {
       if (own < kColumns && has_keys()) step.keys[own] *= unit_;
     }
     if constexpr (kPositions) {
       if (has_positions()) {
+        if (own > 0 && has_one_position(column)) return;
         const float value = step.positions[0][own] * unit_;
         step.positions[0][own] = value;
         step.positions[1][own + 1] = value;
@@ -245,10 +247,10 @@ class LogitBias {
     if constexpr (kKind == BiasKind::kKeys) {
       add_keys(s, scale, step, keys, lane);
     } else if constexpr (kKind == BiasKind::kPositions) {
-      add_positions(s, scale, step, lane);
+      add_positions(s, scale, step, column, lane);
     } else if constexpr (kAny) {
       if (has_positions()) {
-        add_positions(s, scale, step, lane);
+        add_positions(s, scale, step, column, lane);
         scale = 1.0f;
       }
       if (bias().kv_bias != nullptr) {
@@ -368,8 +370,21 @@ class LogitBias {
     }
   }
 
+  // Whether all diagonals of a step lie beyond the same end of the table: then the first alone is
+  // copied.
+  __device__ __forceinline__ bool has_one_position(int column) const {
+    const int ends[2] = {distance_of(0, column), distance_of(kRows + kColumns - 2, column)};
+    const int nearest = bucket_of_distance(ends[kTransposed ? 0 : 1]),
+              farthest = bucket_of_distance(ends[kTransposed ? 1 : 0]);
+    return nearest == farthest;
+  }
   __device__ __forceinline__ void add_positions(Scores& s, float scale, const Step& step,
-                                                int lane) const {
+                                                int column, int lane) const {
+    if (has_one_position(column)) {
+      const float added = step.positions[0][0];
+      for_each_score(s, [&](float& score) { score = __fmaf_rn(score, scale, added); });
+      return;
+    }
     const int diagonal = 2 * (lane % 4) - warp_row_ - lane / 4 + kRows - 1, copy = diagonal % 2;
     const float* pairs = &step.positions[copy][diagonal + copy];
     // Rows and columns 8 further on have the same diagonals.
@@ -435,10 +450,16 @@ class LogitBias {
       if ((groups_.two >> (source + group) & 1) == 0) {
         const int first = __shfl_sync(kAll, groups_.first, source + group),
                   last = __shfl_sync(kAll, groups_.last, source + group);
+        // Asked for one boundary ahead.
+        uint32_t next_boundary = TimeGroups::boundary_behind(bias(), first + 1, from);
+        float next_value = __ldg(times_ + first + 2);
 #pragma unroll 1
         for (int next = first + 1; next < last; ++next) {
-          const uint32_t farther = TimeGroups::boundary_behind(bias(), next, from);
-          const float value = __ldg(times_ + next + 1) * unit_;
+          const uint32_t farther = next_boundary;
+          const float value = next_value * unit_;
+          const int after = min(next + 1, last - 1);
+          next_boundary = TimeGroups::boundary_behind(bias(), after, from);
+          next_value = __ldg(times_ + after + 1);
 #pragma unroll
           for (int i = 0; i < 8; ++i) found[i] = away[i] >= farther ? value : found[i];
         }

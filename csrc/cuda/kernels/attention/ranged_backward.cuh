@@ -231,10 +231,10 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
       ptx::cp_async_commit();
     }
   };
-  const auto finish_bias = [&](int stage) {
+  const auto finish_bias = [&](int key, int stage) {
     if constexpr (Config::kBiased) {
       ptx::cp_async_wait<0>();
-      bias.finish_load(shared.sBias[stage]);
+      bias.finish_load(shared.sBias[stage], key);
     }
   };
   if (steps.any()) {
@@ -297,7 +297,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
       ptx::fence_proxy_async();
       if constexpr (Config::kOverlapsSteps) __syncthreads();
     }
-    finish_bias(stage);
+    finish_bias(key, stage);
     // The step before is done with the other stage.
     if constexpr (!Config::kOverlapsSteps) __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
@@ -534,7 +534,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         // -inf is of a row all of whose keys a bias hides: their P is 0 then.
         lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
       }
-      if constexpr (kLoadsBias) bias.finish_load(shared.sBias[stage]);
+      if constexpr (kLoadsBias) bias.finish_load(shared.sBias[stage], query);
     }
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T

@@ -208,17 +208,42 @@ class TableGradients {
       const int last = __shfl_sync(kAll, groups.last, source + kGroup);
       uint32_t away[8];
       const uint32_t from = bias.distances(away, kGroup, source + kGroup, step, lane);
-      uint32_t begin = 0;
-#pragma unroll 1
-      for (int bucket = first; bucket <= last; ++bucket) {
-        const uint32_t end =
-            bucket < last ? TimeGroups::boundary_behind(bias.bias(), bucket, from) : ~0u;
+      const auto sum_within = [&](uint32_t begin, uint32_t end) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           sum += away[i] - begin < end - begin ? ds[0][kGroup * 2 + i / 4][i % 4] : 0.0f;
-        begin = end;
-        add_pending(bucket, sum, lane);
+        return sum;
+      };
+      if (last == first + 1) {
+        const uint32_t boundary = __shfl_sync(kAll, groups.boundary, source + kGroup);
+        add_pending(last, sum_within(boundary, ~0u), lane);
+        add_pending(first, sum_within(0, boundary), lane);
+        return;
+      }
+      // Eight buckets at a time: each lane's sums to shared memory, where four lanes add up a bucket.
+      constexpr int kTogether = 8, kLine = 32 + 1;
+      static_assert(kTogether * kLine <= Storage::kSomePlanes * Storage::kPlane);
+      float* lines = &shared_.planes[threadIdx.x / 32][0][0];
+      uint32_t begin = 0;
+#pragma unroll 1
+      for (int bucket = first; bucket <= last; bucket += kTogether) {
+        const uint32_t boundaries = TimeGroups::boundary_behind(
+            bias.bias(), min(bucket + lane % kTogether, last - 1), from);
+#pragma unroll 1
+        for (int i = 0; i < kTogether; ++i) {
+          const uint32_t behind = __shfl_sync(kAll, boundaries, i),
+                         end = bucket + i < last ? behind : ~0u;
+          lines[i * kLine + lane] = bucket + i <= last ? sum_within(begin, end) : 0.0f;
+          begin = end;
+        }
+        __syncwarp();
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += lines[lane / 4 * kLine + lane % 4 * 8 + i];
+        sum = quad_sum(sum);
+        if (lane % 4 == 0 && bucket + lane / 4 <= last) times_[bucket + lane / 4] += sum;
+        __syncwarp();
       }
     };
     add_group(std::integral_constant<int, 0>{});
