@@ -1,5 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, plain FMA for f32
-// and f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, with time or
+// position biases always mma.sync; plain FMA for f32 and f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/few_forward.h"

@@ -1,8 +1,8 @@
-// Backward of attention with ranges of keys or unused keys, and of jagged_hstu_attention, on wgmma
-// and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
+// Backward of attention with ranges of keys, unused keys or biases, and of jagged_hstu_attention, on
+// wgmma and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
 // backward_wgmma.cuh, seven products, no atomics, the same bits at every run. Silu needs neither O
-// nor LSE nor delta: with z = scale S and gate = 1 / (1 + exp(-z)),
-//     P = z gate        dS = (gate + P (1 - gate)) * dP
+// nor LSE nor delta: with z = scale S, h = z / 2 and t = tanh(h),
+//     P = h + h t        dS = 1/2 (1 + x) dP        x = t + P (1 - t)
 // and what a row's sums are multiplied by leaves them: only the factor that differs from row to row
 // stays in P and dS of ranged_dkdv.
 //
@@ -11,10 +11,12 @@
 //     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
 //     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
 //                       ranged_dq, and fills the SMs as that drains
-// A warpgroup owns 64 rows, a warp 16 of them.
+// A warpgroup owns 64 rows, a warp 16 of them. Where gradients of tables are wanted,
+// ranged_dq_tables takes the place of ranged_dq: each of a fixed number of CTAs takes its share of
+// the tiles, and adds up dS beside dQ (table_gradients.cuh).
 //
-// A kv_bias makes z = scale S + bias; its gradient is the sum of dS of a key over the queries, which
-// ranged_dkdv has in registers.
+// Biases (logit_bias.cuh) make z = scale S + bias. The gradient of a kv_bias is the sum of dS of a key
+// over the queries, which ranged_dkdv has in registers.
 //
 // Masks. Window and ranges are two intervals of keys for each query. ranged_dq walks over the steps
 // of keys that some query of its tile sees, and masks one only where a query of a warp does not see
@@ -23,7 +25,8 @@
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
 // K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
-// 96 for 128 (dkdv 1 more). Gradients leave through the rows of Q, or of K and V.
+// 96 for 128 (dkdv 1 more), and with biases up to 4 more; with the gradients of tables 8 more and the
+// sums. Gradients leave through the rows of Q, or of K and V.
 //
 // Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
 // threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
