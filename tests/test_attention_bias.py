@@ -331,33 +331,57 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
         assert sentence(make, 4, 0.0) == f"{name}: divisor must be more than 0, got 0.0"
 
 
+def biases_on_cuda(names: str, tables: dict[str, torch.Tensor], time: torch.Tensor) -> Any:
+    """Of `names`, initials of kv, position and time, as operators take them."""
+    boundaries = log_boundaries(tables["t"].shape[1], 0.3).to(time.device)
+    every = {
+        "k": {"kv_bias": tables["k"]},
+        "p": {"position_bias": PositionBias(tables["p"], -9)},
+        "t": {"time_bias": TimeBias(tables["t"], time, time, boundaries)},
+    }
+    return {name: value for initial in names for name, value in every[initial].items()}
+
+
+# Milliseconds over months: their distances fit into 32 bits only if counted from the nearest one.
+STAMPS = {"k": "seconds", "p": "seconds", "t": "seconds", "kt": "milliseconds", "kpt": "any order"}
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_path_of_kv_bias(
-    dtype: torch.dtype, dim: int, silu: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("names", list(STAMPS))
+def test_path_of_biases(
+    names: str, dtype: torch.dtype, dim: int, silu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Hopper its gradients come from wgmma, and are those of mma.sync."""
+    """On Hopper their gradients come from wgmma, and are those of mma.sync."""
     device = torch.device("cuda")
-    offsets = torch.tensor([2, 3, 3, 150, 700], device=device)
-    q, k, v = (drawn(710, 2, dim, device=device, seed=s).to(dtype) for s in (1, 2, 3))
-    kv_bias, grad_out = (
-        drawn(710, 2, *d, device=device, seed=s) for d, s in (((), 4), ((dim,), 5))
-    )
-    ranges = hstu_key_ranges(offsets, contextual_len=3, max_attn_len=150, total=710)
+    # More than 512 keys, of which a step has 64, and so many tiles that a CTA takes several.
+    lengths = [1, 0, 147, 650, *((1300,) * 36 if names in "pt" else ())]
+    offsets = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)) + 2).to(device)
+    rows, heads = int(offsets[-1]) + 10, 2
+    q, k, v, grad = (drawn(rows, heads, dim, device=device, seed=s).to(dtype) for s in range(4))
+    time = torch.tensor(times_of(STAMPS[names], rows), device=device)
+    shapes = {"k": (rows,), "p": (heads, 300), "t": (heads, 128)}
+    tables = {
+        name: drawn(*shape, device=device, seed=4).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    ranges = hstu_key_ranges(offsets, contextual_len=3, max_attn_len=450, total=rows)
     attend: Any = jagged_hstu_attention if silu else jagged_flash_attention
     more: dict[str, Any] = {"divisor": "length"} if silu else {}
 
     def gradients() -> tuple[torch.Tensor, ...]:
-        leaves = [t.clone().requires_grad_() for t in (q, k, v, kv_bias)]
-        out = attend(*leaves[:3], offsets, key_ranges=ranges, kv_bias=leaves[3], **more)
-        return torch.autograd.grad(out, leaves, grad_out.to(dtype))
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        options = {"key_ranges": ranges, **biases_on_cuda(names, tables, time), **more}
+        out = attend(*leaves, offsets, **options)
+        return torch.autograd.grad(out, [*leaves, *(tables[n] for n in names)], grad)
 
     found = gradients()
     if torch.cuda.get_device_capability()[0] == 9:
         kind = "silu" if silu else "general"
         assert last_kernel("cuda") == f"cuda.attention.backward.wgmma.d{dim}.{kind}.bias"
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(), strict=True))
     monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
     for got, want in zip(found, gradients(), strict=True):
         largest = want.float().abs().max()

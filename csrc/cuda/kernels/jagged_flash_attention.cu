@@ -161,9 +161,8 @@ bool takes_long_backward(const AttentionBackwardParams& params) {
 }
 
 bool takes_ranged_backward(const AttentionBackwardParams& params) {
-  return is_16_bit(params.type) && (params.silu || is_general(params)) &&
-         !params.bias.has_tables() && !is_wide(params) && takes_wgmma(params) &&
-         copyable(params.grad_out, params.q_offsets.total, params.heads);
+  return is_16_bit(params.type) && (params.silu || is_general(params)) && !is_wide(params) &&
+         takes_wgmma(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
 cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {

@@ -1,8 +1,8 @@
-// Backward of attention with ranges of keys or unused keys, and of jagged_hstu_attention, on wgmma
-// and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
+// Backward of attention with ranges of keys, unused keys or biases, and of jagged_hstu_attention, on
+// wgmma and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
 // backward_wgmma.cuh, seven products, no atomics, the same bits at every run. Silu needs neither O
-// nor LSE nor delta: with z = scale S and gate = 1 / (1 + exp(-z)),
-//     P = z gate        dS = (gate + P (1 - gate)) * dP
+// nor LSE nor delta: with z = scale S, h = z / 2 and t = tanh(h),
+//     P = h + h t        dS = 1/2 (1 + x) dP        x = t + P (1 - t)
 // and what a row's sums are multiplied by leaves them: only the factor that differs from row to row
 // stays in P and dS of ranged_dkdv.
 //
@@ -11,10 +11,12 @@
 //     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
 //     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
 //                       ranged_dq, and fills the SMs as that drains
-// A warpgroup owns 64 rows, a warp 16 of them.
+// A warpgroup owns 64 rows, a warp 16 of them. Where gradients of tables are wanted,
+// ranged_dq_tables takes the place of ranged_dq: each of a fixed number of CTAs takes its share of
+// the tiles, and adds up dS beside dQ (table_gradients.cuh).
 //
-// A kv_bias makes z = scale S + bias; its gradient is the sum of dS of a key over the queries, which
-// ranged_dkdv has in registers.
+// Biases (logit_bias.cuh) make z = scale S + bias. The gradient of a kv_bias is the sum of dS of a key
+// over the queries, which ranged_dkdv has in registers.
 //
 // Masks. Window and ranges are two intervals of keys for each query. ranged_dq walks over the steps
 // of keys that some query of its tile sees, and masks one only where a query of a warp does not see
@@ -23,7 +25,8 @@
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
 // K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
-// 96 for 128 (dkdv 1 more). Gradients leave through the rows of Q, or of K and V.
+// 96 for 128 (dkdv 1 more), and with biases up to 4 more; with the gradients of tables 8 more and the
+// sums. Gradients leave through the rows of Q, or of K and V.
 //
 // Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
 // threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
@@ -37,32 +40,37 @@
 #pragma once
 
 #include "cuda/kernels/attention/backward_wgmma.cuh"
-#include "cuda/kernels/attention/bias.cuh"
+#include "cuda/kernels/attention/logit_bias.cuh"
 #include "cuda/kernels/attention/silu.cuh"
+#include "cuda/kernels/attention/table_gradients.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/visible.cuh"
+#include "cuda/kernels/prim/tanh.cuh"
 
 #include <type_traits>
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, bool kSilu_, bool kKeyBias_>
+template <typename Element_, int kDim_, bool kSilu_, BiasKind kBias_>
 struct RangedBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr bool kSilu = kSilu_;
-  static constexpr bool kKeyBias = kKeyBias_;  // whether there is a kv_bias
+  static constexpr BiasKind kBias = kBias_;
+  static constexpr bool kBiased = kBias != BiasKind::kNone;
   // Else what is stored of silu is scaled and divided before it is rounded.
   static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
   // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
   static constexpr bool kOverlapsSteps = kDim == 128;
   static constexpr int kThreads = 128;
-  static constexpr int kRows = 64;                     // queries or keys that a CTA owns
-  static constexpr int kStep = 64;                     // keys or queries of an iteration
-  static constexpr int kDqCtas = kDim == 128 ? 2 : 4;  // per SM
-  static constexpr int kDkdvCtas = kDim == 128 || kKeyBias ? 2 : 3;
+  static constexpr int kRows = 64;  // queries or keys that a CTA owns
+  static constexpr int kStep = 64;  // keys or queries of an iteration
+  // CTAs per SM.
+  static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
+  static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
+  static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
-                                    (kSilu ? ".silu" : ".general") + (kKeyBias ? ".bias" : "");
+                                    (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
   static_assert(kDim == 64 || kDim == 128);
 };
 
@@ -93,12 +101,19 @@ struct CopyBarriers {
 
 template <typename Config>
 struct RangedDqStorage : DqWgmmaStorage<Config> {
-  alignas(16) float sBias[2][Config::kKeyBias ? Config::kStep : 4];
+  LogitStep<Config::kBias> sBias[2];
   CopyBarriers barriers;
 };
 template <typename Config>
 struct RangedDkdvStorage : DkdvWgmmaStorage<Config> {
+  LogitStep<Config::kBias> sBias[2];
+  KeyOfLane<Config::kBias> keys[Config::kThreads];
   CopyBarriers barriers;
+};
+// With the gradients of tables; behind it their sums.
+template <typename Config>
+struct RangedTablesStorage : RangedDqStorage<Config> {
+  TableGradientStorage tables;
 };
 
 // Copies the same rows of two operands; one thread.
@@ -121,44 +136,24 @@ __device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
   }
 }
 
-// kv_bias of row `row` of k, as query head `head` reads it.
-__device__ __forceinline__ const float* key_bias(const AttentionParams& params, int64_t row,
-                                                 int head) {
-  const ScoreBias& bias = params.bias;
-  return static_cast<const float*>(bias.kv_bias) + row * bias.kv_heads +
-         head / (params.heads / bias.kv_heads);
-}
-
-// Scores become logits, scale * score + bias; columns are keys.
-template <int kBlocks>
-__device__ __forceinline__ void add_key_bias(Accumulator<1, kBlocks>& s, const float* sBias,
-                                             float scale, int lane) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const float2 bias = *reinterpret_cast<const float2*>(sBias + block * 8 + 2 * (lane % 4));
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      s[0][block][i] = __fmaf_rn(s[0][block][i], scale, i % 2 == 0 ? bias.x : bias.y);
-  }
-}
-
-// silu of a score, and its slope, in as few instructions as there can be.
-template <typename Config>
+// silu of a logit z, and its slope, in as few instructions as there can be: with h = z / 2 and
+// t = tanh(h) the one is h + h t and the other half of 1 + t + silu(z) (1 - t).
 struct SiluOf {
-  float value;  // silu(scale s); of bf16, which has the range of f32, less its factor `scale`
-  float slope;  // silu'(scale s), of f16 times `weight`
+  float value;
+  float slope;  // 2 silu'(z) - 1
 
-  __device__ __forceinline__ SiluOf(float s, float scale, float weight) {
-    const float gate = ptx::rcp_approx(1.0f + ptx::ex2_approx(s * (-scale * kLog2E)));
-    if constexpr (Config::kHasFloatRange) {
-      value = s * gate;
-      slope = __fmaf_rn(value, __fmaf_rn(gate, -scale, scale), gate);
-    } else {
-      value = s * scale * gate;
-      slope = __fmaf_rn(value, 1.0f - gate, gate) * weight;
-    }
+  __device__ __forceinline__ explicit SiluOf(float h) {
+    const float t = ptx::tanh_approx(h);
+    value = __fmaf_rn(h, t, h);
+    slope = __fmaf_rn(value, 1.0f - t, t);
   }
+  // Of a score that is hidden.
+  static constexpr float kNoSlope = -1.0f;
 };
+
+// What logits are in: what the function of a score takes.
+template <typename Config>
+constexpr float kLogitUnit = Config::kSilu ? 0.5f : kLog2E;
 
 constexpr int kBoundsThreads = 128;
 
@@ -180,19 +175,21 @@ __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
   if (threadIdx.x % 32 == 0) static_cast<TileBounds*>(params.tile_bounds)[index] = bounds;
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
-    const __grid_constant__ RangedBackwardParams kernel_params) {
+// One tile of queries. `place` and `own_parity` are where the barriers of the CTA stand.
+template <typename Config, typename Tables>
+__device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& kernel_params,
+                                                  RangedDqStorage<Config>& shared, JaggedTile tile,
+                                                  RingPosition<2>& place, int& own_parity,
+                                                  Tables* tables) {
   const AttentionBackwardParams& params = kernel_params.attention;
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kRows = Config::kRows, kStep = Config::kStep,
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
-  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
-  auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
+  constexpr bool kTables = !std::is_void_v<Tables>;
+  using Bias = LogitBias<Config::kBias, false>;
+  constexpr float kUnit = kLogitUnit<Config>;
 
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
-  JaggedTile tile = find_tile<kRows>(params.q_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   // Late queries, which often see more keys, come first, but for the first tile, which may hold
   // queries that see all.
@@ -207,7 +204,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
                           params.grad_q.row_stride, rows, params.dim_qk);
     return;
   }
-  shared.barriers.init();
   const bool copies = threadIdx.x == 0;
   if (copies) {
     copy_pair(shared.sQ, kernel_params.q, shared.sGradOut, kernel_params.grad_out, global_row, head,
@@ -227,25 +223,32 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
               kv_head, shared.barriers.full[stage]);
   };
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  Bias bias(params, tile.rows, kv, row, warp_row, kUnit);
+  bias.set_load_head(head);
+  KeyOfLane<BiasKind::kNone> no_keys;
+  bias.set_head(head, no_keys);
   const auto copy_bias = [&](int key, int stage) {
-    if constexpr (Config::kKeyBias) {
-      const int r = static_cast<int>(threadIdx.x);
-      if (r < kStep) {
-        const int own = min(key + r, num_keys - 1);
-        ptx::cp_async_4(&shared.sBias[stage][r], key_bias(params, kv.begin + own, head), 4);
-      }
+    if constexpr (Config::kBiased) {
+      bias.load(shared.sBias[stage], key);
       ptx::cp_async_commit();
     }
   };
+  const auto finish_bias = [&](int key, int stage) {
+    if constexpr (Config::kBiased) {
+      ptx::cp_async_wait<0>();
+      bias.finish_load(shared.sBias[stage], key);
+    }
+  };
   if (steps.any()) {
-    if (copies) copy_keys(steps.first, 0);
-    copy_bias(steps.first, 0);
+    if (copies) copy_keys(steps.first, place.stage);
+    copy_bias(steps.first, place.stage);
   }
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float scale = static_cast<float>(params.scale), scale_of_logits = scale * kUnit;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
-  VisibleKeys visible[2];  // of the lane's two rows
+  const float slope_factor = Config::kSilu ? 0.5f * weight : 1.0f;  // what dS lacks
+  VisibleKeys visible[2];                                           // of the lane's two rows
   float lse_log2[2], delta[2];
   OutRows<Element, kDim> out_rows[2];
 #pragma unroll
@@ -254,19 +257,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     const bool valid = own_row < rows;
     const int some_row = valid ? own_row : rows - 1;
     visible[half] = VisibleKeys(params, window, global_row + some_row, row + some_row, num_keys);
+    if (kTables && !valid) visible[half] = {};
     if constexpr (!Config::kSilu) {
       const int64_t statistic = (global_row + own_row) * params.heads + head;
       out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
                           valid ? params.dim_v : 0, lane);
       lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
       // Of a row all of whose keys a bias hides: their P is 0 then.
-      if (Config::kKeyBias && lse_log2[half] == -INFINITY) lse_log2[half] = 0.0f;
+      if (Config::kBiased && lse_log2[half] == -INFINITY) lse_log2[half] = 0.0f;
       delta[half] = valid && params.grad_lse != nullptr
                         ? -static_cast<const float*>(params.grad_lse)[statistic]
                         : 0.0f;
     }
   }
-  ptx::mbarrier_wait(shared.barriers.own, 0);
+  ptx::mbarrier_wait(shared.barriers.own, own_parity);
+  own_parity ^= 1;
   if constexpr (!Config::kSilu) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -279,8 +284,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     }
   }
 
+  const auto row_factor = [&](int half) {
+    const float factor = Config::kHasFloatRange ? slope_factor : 1.0f;
+    if (!Config::kSilu || params.row_scale == nullptr) return factor;
+    const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
+    return factor * __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
+  };
+  const float table_factors[2] = {kTables ? row_factor(0) : 0.0f, kTables ? row_factor(1) : 0.0f};
   Accumulator<1, kOutBlocks> dq = {};
-  RingPosition<2> place;
   for (int key = steps.first; key < steps.last;) {
     const int next_key = steps.next(key), stage = place.stage;
     ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
@@ -289,8 +300,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       ptx::fence_proxy_async();
       if constexpr (Config::kOverlapsSteps) __syncthreads();
     }
-    // The step before is done with the other stage, and this one's bias has arrived.
-    if constexpr (Config::kKeyBias) ptx::cp_async_wait<0>();
+    finish_bias(key, stage);
+    // The step before is done with the other stage.
     if constexpr (!Config::kOverlapsSteps) __syncthreads();
     Accumulator<1, kScoreBlocks> s, dp;
     ptx::wgmma_fence();
@@ -307,24 +318,31 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
       if (copies) copy_keys(next_key, stage ^ 1);
       copy_bias(next_key, stage ^ 1);
     }
+    if constexpr (kTables) tables->merge();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
+    if constexpr (Config::kBiased) {
+      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], no_keys, key, lane);
+    }
     if constexpr (Config::kSilu) {
-      if constexpr (Config::kKeyBias) add_key_bias(s, shared.sBias[stage], scale, lane);
       for_each_score(s, [&](float& score) {
-        score = SiluOf<Config>(score, Config::kKeyBias ? 1.0f : scale, weight).slope;
+        score = SiluOf(Config::kBiased ? score : score * scale_of_logits).slope;
       });
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
 #pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+      for (int i = 0; i < kScoreBlocks * 4; ++i) {
+        const float grad = dp[0][i / 4][i % 4];
+        float& own = s[0][i / 4][i % 4];
+        own = __fmaf_rn(own, grad, grad);
+        if constexpr (!Config::kHasFloatRange) own *= slope_factor;
+      }
     } else {
-      if constexpr (Config::kKeyBias) add_key_bias(s, shared.sBias[stage], scale, lane);
-      const float factor = Config::kKeyBias ? kLog2E : scale_log2;
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) {
         float& score = s[0][i / 4][i % 4];
-        score = ptx::ex2_approx(score * factor - lse_log2[i % 4 / 2]);
+        const float z = Config::kBiased ? score : score * scale_of_logits;
+        score = ptx::ex2_approx(z - lse_log2[i % 4 / 2]);
       }
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
@@ -339,6 +357,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     ptx::wgmma_fence();
     wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
     ptx::wgmma_commit_group();
+    if constexpr (kTables) {
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= table_factors[i % 4 / 2];
+      tables->add(bias, s, shared.sBias[stage], key, lane);
+    }
     if constexpr (!Config::kOverlapsSteps) {
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dq[0]);
@@ -352,17 +375,52 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
   }
   // dq leaves through sQ, when the products of all warps are done (backward_wgmma.cuh).
   __syncthreads();
-  const float row_factor = Config::kHasFloatRange ? scale * weight : scale;
-  float scales[1][2] = {{row_factor, row_factor}};
-  if (Config::kSilu && params.row_scale != nullptr) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int own_row = min(warp_row + 8 * half + lane / 4, rows - 1);
-      scales[0][half] *= __ldg(static_cast<const float*>(params.row_scale) + global_row + own_row);
-    }
-  }
+  if constexpr (kTables) tables->merge();
+  const float scales[1][2] = {{row_factor(0) * scale, row_factor(1) * scale}};
   store_rows(dq, scales, shared.sQ, warp_row, 0, row_of<Element>(params.grad_q, global_row, head),
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
+    const __grid_constant__ RangedBackwardParams params) {
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+  const JaggedTile tile = find_tile<Config::kRows>(params.attention.q_offsets, blockIdx.x);
+  if (tile.seq >= 0 && tile.row < tile.rows.len) shared.barriers.init();
+  RingPosition<2> place;
+  int own_parity = 0;
+  ranged_dq_of_tile<Config, void>(params, shared, tile, place, own_parity, nullptr);
+}
+
+// The same and the gradients of tables. Grid: x = table_ctas, y = heads.
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_dq_tables(
+    const __grid_constant__ RangedBackwardParams params) {
+  constexpr int kRows = Config::kRows, kThreads = Config::kThreads;
+  extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  auto& shared = *reinterpret_cast<RangedTablesStorage<Config>*>(wgmma_shared_bytes);
+  using Tables = TableGradients<Config::kBias>;
+  const ScoreBias& bias = params.attention.bias;
+  auto* sums = reinterpret_cast<float*>(&shared + 1);
+  const int num_sums =
+      TableGradientStorage::kWarps * Tables::time_buckets(bias) + Tables::position_buckets(bias);
+  for (int i = threadIdx.x; i < num_sums; i += kThreads) sums[i] = 0.0f;
+  shared.barriers.init();
+  Tables tables(bias, shared.tables, sums);
+  RingPosition<2> place;
+  int own_parity = 0;
+  const OffsetsView& offsets = params.attention.q_offsets;
+  const int64_t tiles = offsets.total / kRows + offsets.num_seqs + 2;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    ranged_dq_of_tile<Config, Tables>(params, shared, find_tile<kRows>(offsets, index), place,
+                                      own_parity, &tables);
+    ptx::fence_proxy_async();
+    __syncthreads();  // before the next tile's copies
+  }
+  tables.finish(params.attention, threadIdx.x % 32);
+  ptx::griddepcontrol_wait();
 }
 
 template <typename Config>
@@ -407,6 +465,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   const int num_queries = static_cast<int>(queries.len);
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  constexpr float kUnit = kLogitUnit<Config>;
+  LogitBias<Config::kBias, true> bias(params, queries, {tile.rows.begin, num_keys}, row, warp_row,
+                                      kUnit);
+  KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
+  bias.set_load_head(kv_head * group);
+  bias.set_head(kv_head * group, keys);
+  constexpr bool kLoadsBias =
+      Config::kBias == BiasKind::kPositions || Config::kBias == BiasKind::kAny;
+  constexpr bool kHasKeys = Config::kBias == BiasKind::kKeys || Config::kBias == BiasKind::kAny;
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
@@ -415,9 +483,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       copy_pair(shared.sQ[stage], kernel_params.q, shared.sGradOut[stage], kernel_params.grad_out,
                 first, head, shared.barriers.full[stage]);
     }
-    if (Config::kSilu && !has_factors) return;
+    if constexpr (kLoadsBias) bias.load(shared.sBias[stage], query);
     const int r = static_cast<int>(threadIdx.x);
-    if (r >= kStep) return;
+    if ((Config::kSilu && !has_factors) || r >= kStep) {
+      ptx::cp_async_commit();
+      return;
+    }
     const int64_t own = first + (r < valid ? r : 0), statistic = own * params.heads + head;
     const int bytes = r < valid ? 4 : 0;
     if constexpr (Config::kSilu) {
@@ -444,22 +515,30 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     head = last_head;
   }
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  const float scale = static_cast<float>(params.scale), scale_log2 = scale * kLog2E;
+  const float scale = static_cast<float>(params.scale), scale_of_logits = scale * kUnit;
   const float weight = Config::kSilu ? 1.0f / silu_divisor<float>(params, num_keys) : 1.0f;
+  const float slope_factor = Config::kSilu ? 0.5f * weight : 1.0f;  // what dS lacks
   Accumulator<1, kOutBlocks> dk = {}, dv = {};
-  float key_sums[1][2] = {};  // of kv_bias, of this lane's columns
-  RingPosition<2> place;
+  int step = 0;
   ptx::mbarrier_wait(shared.barriers.own, 0);
   while (head < last_head) {
-    const int stage = place.stage, valid = num_queries - query;
-    ptx::mbarrier_wait(shared.barriers.full[stage], place.parity);
+    const int stage = __reduce_max_sync(0xffffffffu, step % 2), parity = step / 2 % 2,
+              valid = num_queries - query;
+    ptx::mbarrier_wait(shared.barriers.full[stage], parity);
     if (valid < kStep) {
       zero_rows_from<kThreads>(shared.sQ[stage], valid);
       zero_rows_from<kThreads>(shared.sGradOut[stage], valid);
       ptx::fence_proxy_async();
     }
-    if (!Config::kSilu || has_factors) ptx::cp_async_wait<0>();
+    if (!Config::kSilu || has_factors || kLoadsBias) {
+      ptx::cp_async_wait<0>();
+      if (!Config::kSilu && threadIdx.x < kStep) {
+        float& lse = shared.sLse[stage][threadIdx.x];
+        // -inf is of a row all of whose keys a bias hides: their P is 0 then.
+        lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
+      }
+      if constexpr (kLoadsBias) bias.finish_load(shared.sBias[stage], query);
+    }
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
@@ -472,9 +551,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       tiles.restart();
       next_query = tiles.next(next_is_cut) * kStep;
     }
+    if (next_head != head && next_head < last_head) bias.set_load_head(next_head);
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
     // Queries past the end, whose scores are 0, see no key: a bias alone may be large.
-    const bool hides = is_cut || (Config::kKeyBias && valid < kStep);
+    const bool hides = is_cut || (Config::kBiased && valid < kStep);
     SeenBy64 seen;
     if (hides) {
       seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
@@ -483,16 +563,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
-    if constexpr (Config::kKeyBias) {
-      float bias[2];  // of this lane's two keys
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int own = min(warp_row + 8 * half + lane / 4, rows - 1);
-        bias[half] = __ldg(key_bias(params, global_row + own, head));
-      }
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i)
-        s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, bias[i % 4 / 2]);
+    if constexpr (Config::kBiased) {
+      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], keys, query, lane);
     }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {
@@ -505,12 +577,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float* own = &s[0][block][2 * half];
-            const float factor_of_s = Config::kKeyBias ? 1.0f : scale;
-            const SiluOf<Config> silu[2] = {{own[0], factor_of_s, weight},
-                                            {own[1], factor_of_s, weight}};
+            const float by = Config::kBiased ? 1.0f : scale_of_logits;
+            const SiluOf silu[2] = {SiluOf(own[0] * by), SiluOf(own[1] * by)};
             p.set(block, half, {silu[0].value * factor.x, silu[1].value * factor.y});
-            own[0] = silu[0].slope * factor.x;
-            own[1] = silu[1].slope * factor.y;
+            own[0] = silu[0].slope;
+            own[1] = silu[1].slope;
           }
         }
       };
@@ -519,21 +590,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       } else {
         activate(Constant<0>{});
       }
-      if (hides) seen.keep(p, s, lane);
+      if (hides) seen.keep(p, s, SiluOf::kNoSlope, lane);
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
         const float2 lse =
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
-        float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
-        if constexpr (Config::kKeyBias) {  // as in ranged_dq
-          lse_log2[0] = lse.x == -INFINITY ? 0.0f : lse_log2[0];
-          lse_log2[1] = lse.y == -INFINITY ? 0.0f : lse_log2[1];
-        }
-        const float factor = Config::kKeyBias ? kLog2E : scale_log2;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[0][block][i] = ptx::ex2_approx(s[0][block][i] * factor - lse_log2[i % 2]);
+        for (int i = 0; i < 4; ++i) {
+          const float z = Config::kBiased ? s[0][block][i] : s[0][block][i] * scale_of_logits;
+          s[0][block][i] = ptx::ex2_approx(z - (i % 2 == 0 ? lse.x : lse.y));
+        }
       }
       if (hides) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
@@ -545,8 +612,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dp[0]);
     if constexpr (Config::kSilu) {
+      if (has_factors) {
 #pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= dp[0][i / 4][i % 4];
+        for (int block = 0; block < kScoreBlocks; ++block) {
+          const float2 factor =
+              *reinterpret_cast<const float2*>(&shared.sDelta[stage][block * 8 + 2 * (lane % 4)]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dp[0][block][i] *= i % 2 == 0 ? factor.x : factor.y;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kScoreBlocks * 4; ++i) {
+        const float grad = dp[0][i / 4][i % 4];
+        float& own = s[0][i / 4][i % 4];
+        own = __fmaf_rn(own, grad, grad);
+        if constexpr (!Config::kHasFloatRange) own *= slope_factor;
+      }
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -557,15 +638,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
       }
     }
-    if (Config::kKeyBias && params.key_sums != nullptr) {
-      add_rows(s, key_sums);
-      if (next_head != head) {
-        if constexpr (Config::kSilu && Config::kHasFloatRange) {
-          key_sums[0][0] *= weight;
-          key_sums[0][1] *= weight;
-        }
-        store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
-      }
+    // Always, where registers are few: a branch between two products makes ptxas run out of them.
+    if constexpr (kHasKeys) {
+      if (Config::kBias == BiasKind::kKeys || params.key_sums != nullptr) keys.add(s);
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
     ptx::fence_operands(dk[0]);
@@ -575,26 +650,53 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
+    if (next_head != head) {
+      if constexpr (kHasKeys) {
+        if (params.key_sums != nullptr) {
+          float key_sums[1][2];
+          keys.take_sums(key_sums, Config::kSilu && Config::kHasFloatRange ? slope_factor : 1.0f);
+          store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
+        }
+      }
+      if (next_head < last_head) bias.set_head(next_head, keys);
+    }
     head = next_head;
     query = next_query;
     is_cut = next_is_cut;
-    place.advance();
+    ++step;
   }
   __syncthreads();  // all products are done with K and V, through whose rows the gradients leave
-  const float key_factor = Config::kHasFloatRange ? scale * weight : scale;
-  const float value_factor =
-      Config::kSilu && Config::kHasFloatRange && !Config::kKeyBias ? scale * weight : weight;
+  const float key_factor = Config::kHasFloatRange ? scale * slope_factor : scale;
   const float scales[1][2] = {{key_factor, key_factor}};
-  const float value_scales[1][2] = {{value_factor, value_factor}};
+  const float value_scales[1][2] = {{weight, weight}};
   store_rows(dk, scales, shared.sK, warp_row, 0, gGradK, params.grad_k.row_stride, rows,
              params.dim_qk, true, lane);
   store_rows(dv, value_scales, shared.sV, warp_row, 0, gGradV, params.grad_v.row_stride, rows,
              params.dim_v, true, lane);
 }
 
-template <typename Element, int kDim, bool kSilu, bool kKeyBias>
+template <typename Config>
+cudaError_t launch_ranged_tables(const RangedBackwardParams& params, cudaStream_t stream) {
+  using Storage = RangedTablesStorage<Config>;
+  using Tables = TableGradients<Config::kBias>;
+  constexpr auto kKernel = ranged_dq_tables<Config>;
+  const auto bytes = [](int time_buckets, int position_buckets) {
+    const int sums = TableGradientStorage::kWarps * time_buckets + position_buckets;
+    return static_cast<int>(sizeof(Storage) + sums * sizeof(float));
+  };
+  constexpr int kMostBuckets = 2048;
+  const cudaError_t error = allow_shared_memory<kKernel>(bytes(kMostBuckets, kMostBuckets));
+  if (error != cudaSuccess) return error;
+  const AttentionBackwardParams& attention = params.attention;
+  return launch_dependent<kKernel>(
+      params, {attention.table_ctas, attention.heads}, Config::kThreads,
+      bytes(Tables::time_buckets(attention.bias), Tables::position_buckets(attention.bias)), stream,
+      Config::kName);
+}
+
+template <typename Element, int kDim, bool kSilu, BiasKind kBias>
 cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
-  using Config = RangedBackwardConfig<Element, kDim, kSilu, kKeyBias>;
+  using Config = RangedBackwardConfig<Element, kDim, kSilu, kBias>;
   using DqStorage = RangedDqStorage<Config>;
   using DkdvStorage = RangedDkdvStorage<Config>;
   using Tile = WarpgroupTile<Element, Config::kRows, kDim>;
@@ -622,9 +724,14 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
   cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
       attention, Grid{(tiles + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
   if (error != cudaSuccess) return error;
-  error = launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
-                                              Config::kThreads, sizeof(DqStorage), stream,
-                                              Config::kName);
+  error = [&] {
+    if constexpr (kBias == BiasKind::kPositions || kBias == BiasKind::kAny) {
+      if (attention.table_ctas > 0) return launch_ranged_tables<Config>(params, stream);
+    }
+    return launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
+                                               Config::kThreads, sizeof(DqStorage), stream,
+                                               Config::kName);
+  }();
   if (error != cudaSuccess) return error;
   return launch_dependent<ranged_dkdv<Config>>(params, grid(kv_offsets, attention.kv_heads),
                                                Config::kThreads, sizeof(DkdvStorage), stream);
@@ -633,12 +740,18 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
 template <typename Element>
 cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
   const auto launch = [&](auto dim, auto bias) {
-    return params.silu
-               ? launch_ranged_backward<Element, dim.value, true, bias.value>(params, stream)
-               : launch_ranged_backward<Element, dim.value, false, bias.value>(params, stream);
+    constexpr auto kBias = static_cast<BiasKind>(bias.value);
+    return params.silu ? launch_ranged_backward<Element, dim.value, true, kBias>(params, stream)
+                       : launch_ranged_backward<Element, dim.value, false, kBias>(params, stream);
   };
   const auto launch_dim = [&](auto dim) {
-    return params.bias.kv_bias == nullptr ? launch(dim, Constant<0>{}) : launch(dim, Constant<1>{});
+    const bool only_positions = params.bias.kv_bias == nullptr && params.bias.time_table == nullptr;
+    if (params.bias.has_tables()) {
+      return only_positions ? launch(dim, Constant<int(BiasKind::kPositions)>{})
+                            : launch(dim, Constant<int(BiasKind::kAny)>{});
+    }
+    if (params.bias.kv_bias != nullptr) return launch(dim, Constant<int(BiasKind::kKeys)>{});
+    return launch(dim, Constant<int(BiasKind::kNone)>{});
   };
   const cudaError_t error =
       dim_bucket(params) <= 64 ? launch_dim(Constant<64>{}) : launch_dim(Constant<128>{});

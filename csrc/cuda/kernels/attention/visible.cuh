@@ -245,9 +245,10 @@ struct SeenBy64 {
       }
     }
   }
-  // The same of packed values beside them.
+  // The same of packed values; those beside them become `value`.
   template <typename Packed>
-  __device__ __forceinline__ void keep(Packed& p, Accumulator<1, 8>& s, int lane) const {
+  __device__ __forceinline__ void keep(Packed& p, Accumulator<1, 8>& s, float value,
+                                       int lane) const {
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
       const Pair pair(bits, block, lane);
@@ -256,8 +257,8 @@ struct SeenBy64 {
         float (&own)[4] = s[0][block + half / 2 * 4];
         const bool sees[2] = {pair.sees(0, half), pair.sees(1, half)};
         p.keep(block + half / 2 * 4, half % 2, sees[0], sees[1]);
-        if (!sees[0]) own[half % 2 * 2] = 0.0f;
-        if (!sees[1]) own[half % 2 * 2 + 1] = 0.0f;
+        if (!sees[0]) own[half % 2 * 2] = value;
+        if (!sees[1]) own[half % 2 * 2 + 1] = value;
       }
     }
   }
