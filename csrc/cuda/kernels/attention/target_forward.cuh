@@ -312,7 +312,8 @@ cudaError_t launch_target_forward_rows(const TargetAttentionParams& params, cuda
 }
 
 template <typename Element>
-cudaError_t launch_target_forward_mma_sync(const TargetAttentionParams& params, cudaStream_t stream) {
+cudaError_t launch_target_forward_mma_sync(const TargetAttentionParams& params,
+                                           cudaStream_t stream) {
   return for_dim(params, [&](auto dim) {
     const auto with_rows = [&](auto rows) {
       return launch_target_forward_rows<TargetForwardConfig<Element, dim.value, rows.value>>(

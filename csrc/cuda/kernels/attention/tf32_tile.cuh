@@ -58,8 +58,8 @@ __device__ __forceinline__ void round_own_chunks(Tile& tile) {
   for (int row = first_row; row < Tile::kRows; row += kRowStep) {
     auto* elements = reinterpret_cast<float4*>(tile.chunk(row, chunk));
     const float4 whole = *elements;
-    *reinterpret_cast<uint4*>(elements) = make_uint4(
-        round_tf32(whole.x), round_tf32(whole.y), round_tf32(whole.z), round_tf32(whole.w));
+    *reinterpret_cast<uint4*>(elements) = make_uint4(round_tf32(whole.x), round_tf32(whole.y),
+                                                     round_tf32(whole.z), round_tf32(whole.w));
   }
 }
 
@@ -209,7 +209,7 @@ __device__ __forceinline__ void multiply_by_rounded_columns(
       b_columns.read(b.big, block * 8, first * 8);
 #pragma unroll
       for (int i = 0; i < 4 * kRowBlocks; ++i) {
-        float(&sum)[4] = o[i % kRowBlocks][first + i / kRowBlocks];
+        float (&sum)[4] = o[i % kRowBlocks][first + i / kRowBlocks];
         mma_parts(sum, sum, a[i % kRowBlocks], b, i / kRowBlocks, i / kRowBlocks + 4);
       }
     }
@@ -219,9 +219,9 @@ __device__ __forceinline__ void multiply_by_rounded_columns(
 // The same compensated. Tensor cores truncate as they add: sums begin anew at each call, and are
 // added rounded.
 template <int kRowBlocks, int kBlocks, int kOutBlocks, typename BTile>
-__device__ __forceinline__ void multiply_by_whole_columns(
-    Accumulator<kRowBlocks, kOutBlocks>& o, const Accumulator<kRowBlocks, kBlocks>& p,
-    const ColumnAddress<BTile>& b_columns) {
+__device__ __forceinline__ void multiply_by_whole_columns(Accumulator<kRowBlocks, kOutBlocks>& o,
+                                                          const Accumulator<kRowBlocks, kBlocks>& p,
+                                                          const ColumnAddress<BTile>& b_columns) {
   Fragment<true, true, 4> a[kRowBlocks][kBlocks];
 #pragma unroll
   for (int i = 0; i < kRowBlocks * kBlocks; ++i)
