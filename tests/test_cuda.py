@@ -732,6 +732,19 @@ def test_tiny_among_longer_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128, 192])
+def test_no_sequence_but_rows(dim: int) -> None:
+    """All rows are outside; new memory holds NaN in deterministic mode, so none may be left."""
+    case = CASES["jagged_flash_attention"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for base, tail in ((150, 150), (0, 70), (1100, 0)):
+            spec = spec_of(Layout((), base=base, tail=tail), dims=(dim, dim), heads=(2, 1))
+            judge(case, spec, torch.bfloat16, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # So many that other kernels take them than one of them alone.
 MANY_SHORT = Layout(SHORT.lengths * 12)
 
