@@ -81,7 +81,7 @@ def test_covering_draws_take_every_path_that_is_found() -> None:
 
 @pytest.mark.parametrize("number", range(len(rare_draws("cuda", "cuda"))))
 def test_a_rare_draw_is_right(number: int, device: torch.device) -> None:
-    """Which kernels they take on a GPU is for `make sanitize` to say: it names those never taken."""
+    """Which kernels they take on a GPU is for `make sanitize` to say: it names those not taken."""
     given = rare_draws(device.type, str(device))[number]
     judge_draw(given)
 
