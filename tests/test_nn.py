@@ -719,6 +719,8 @@ import os, sys
 os.environ |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import jagged_cuda
 from jagged_cuda import nn
@@ -757,6 +759,13 @@ for rank in (0, 1):
         parallel(*halves[rank]).backward()
         for found, wanted in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(found.grad, wanted)
+        model.zero_grad(set_to_none=True)
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model.children(), model):
+            fully_shard(module, mesh=mesh)
+        model(*halves[rank]).backward()
+        for found, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted)
         dist.destroy_process_group()
         os._exit(0)
     ranks.append(child)
@@ -764,8 +773,8 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in ranks]))
 """
 
 
-def test_distributed_data_parallel(tmp_path: Any) -> None:
-    """Two ranks with a half of the batch each get the gradients of the whole."""
+def test_data_parallel(tmp_path: Any) -> None:
+    """Two ranks with a half of the batch each get the gradients of the whole: DDP, then FSDP."""
     run_python("-c", DISTRIBUTED, str(tmp_path / "store"), OMP_NUM_THREADS="1")
 
 
