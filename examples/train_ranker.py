@@ -25,8 +25,8 @@ times (Krichene and Rendle, "On Sampled Metrics for Item Recommendation", KDD '2
 compare runs of this program only. Events of other users may be later than a held-out one.
 
 --time-split 0.1 holds out the latest tenth of all events instead: training sees no event from that
-time on, of any user. Ranked is each user's first event from then on, given the user's events before;
-users without events on both sides do not count. An item that first appears then was never trained.
+time on, of any user. Ranked is each user's first event from then on, given the events before; users
+without events on both sides do not count. An item that first appears then was never trained.
 """
 
 from __future__ import annotations
