@@ -66,6 +66,12 @@ def test_one_giant_gets_a_process_of_its_own():
     assert [share.tolist() for share in balanced(lengths, 2)] == [[2], [0, 1, 3, 4, 5, 6]]
 
 
+def test_squares_of_lengths_count_as_lengths_do():
+    """By lengths alone [10, 1, 1] and [5, 5, 1, 1] are even; squares are 102 to 52 then."""
+    lengths = torch.tensor([10, 5, 5, 1, 1, 1, 1])
+    assert [share.tolist() for share in balanced(lengths, 2)] == [[0], [1, 2, 3, 4, 5, 6]]
+
+
 # --- evaluation
 
 

@@ -84,17 +84,17 @@ def jagged_flash_attention(
         backward. In 16 bits on Hopper, calls with key_ranges, kv_lengths or a bias run on wgmma,
         where D and Dv are at most 128: the backward pass, and the forward pass of sequences of more
         than 64 queries with 33 dims or more and without time_bias; all else of them on mma.sync. No
-        matrix of biases is stored. The gradients of kv_bias and of the tables are
-        sums in a fixed order; those of tables cost a kernel of their own.
+        matrix of biases is stored. The gradients of kv_bias and of the tables are sums in a fixed
+        order; those of tables cost a kernel of their own.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
         without key_ranges, kv_lengths and biases, where max(D, Dv) is 33 to 128, sequences of 1,024
-        queries and more add to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)``
-        they add in order, which costs some time. No double backward. q, k and v are read in place
-        if their last dimension is contiguous (slices of a fused projection included), fastest if
-        rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
-        that operand.
+        queries and more add to it in no fixed order, in float32. Under
+        ``torch.use_deterministic_algorithms(True)`` they add in order, which costs some time. No
+        double backward. q, k and v are read in place if their last dimension is contiguous (slices
+        of a fused projection included), fastest if rows are 16-byte aligned and D, Dv are multiples
+        of 8; any other layout costs one copy of that operand.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the
