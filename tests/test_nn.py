@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from plain import run_python, sentence
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import jagged_cuda
@@ -684,6 +685,31 @@ def test_recompute_keeps_less() -> None:
             layer(x, offsets).sum().backward()
         kept[recompute] = sum(sizes.values())
     assert kept[False] - kept[True] > 4 * 400 * 64 * 8
+
+
+def test_recompute_computes_all_but_attention_again() -> None:
+    """What autograd does not see is kept by the policy of checkpoints: its kernels run once."""
+
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    of_backward = {}
+    for recompute in (False, True):
+        layer = HSTULayer(E, H, recompute=recompute)
+        loss = layer(torch.randn(5, E, requires_grad=True), torch.tensor([0, 2, 5])).sum()
+        with Names() as names:
+            loss.backward()
+        of_backward[recompute] = set(names.seen)
+    again = of_backward[True] - of_backward[False]
+    assert {"silu.default", "native_layer_norm.default"} <= again
+    assert "jagged_hstu_attention.default" not in again
+    assert "jagged_hstu_attention_backward.default" in of_backward[True]
 
 
 @EXAMPLE
