@@ -653,6 +653,17 @@ MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
 SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
+
+
+def slab_edges() -> Layout:
+    """Longer sequences whose tiles begin beside the edges of slabs of 32 and 64 rows."""
+    base, lengths = 5, []
+    for place in (63, 1, 31, 33, 0):
+        begin = base + sum(lengths)
+        lengths += [(place - begin) % 64, 130]
+    return Layout((*lengths, *(0,) * 200), base=base, tail=70)
+
+
 # With eight heads so many that a CTA looks in more than one slab (looped_grid).
 # The padded reference has a matrix of the longest for each sequence and head: hence no longer ones.
 CROWD = Layout((*(24, 3, 0, 9, 33, 1) * 60, 65, 200, 129, *(2,) * 90, 40), base=5, tail=70)
@@ -723,6 +734,7 @@ def test_tiny_among_longer_sequences(
         (MIXED, False, (4, 2)),
         (MIXED, True, (4, 2)),
         (SLABS, False, (4, 2)),
+        (slab_edges(), True, (4, 2)),
         (CROWD, True, (8, 8)),
     ):
         spec = spec_of(layout, dims=(dim, dim), causal=causal, heads=heads)
@@ -730,6 +742,19 @@ def test_tiny_among_longer_sequences(
             spec, kv_layout=MIXED_KEYS if cross and layout is MIXED else None
         )
         judge(case, spec, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 192])
+def test_no_sequence_but_rows(dim: int) -> None:
+    """All rows are outside; new memory holds NaN in deterministic mode, so none may be left."""
+    case = CASES["jagged_flash_attention"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for base, tail in ((150, 150), (0, 70), (1100, 0)):
+            spec = spec_of(Layout((), base=base, tail=tail), dims=(dim, dim), heads=(2, 1))
+            judge(case, spec, torch.bfloat16, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # So many that other kernels take them than one of them alone.
