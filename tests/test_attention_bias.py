@@ -121,6 +121,21 @@ def test_positions_are_those_of_key_ranges(device: torch.device) -> None:
     assert (out.sum(2) == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("first", "bucket"), [(2**62, 0), (-(2**62), 2), (2**63 - 1, 0), (-(2**63), 2)]
+)
+def test_positions_beyond_the_table(first: int, bucket: int, device: torch.device) -> None:
+    """A distance less `first` does not overflow: every pair has the same end of the table."""
+    offsets = torch.tensor([0, 3], device=device)
+    zeros, v = torch.zeros(3, 1, 16, device=device), torch.ones(3, 1, 16, device=device)
+    table = torch.zeros(3, device=device, requires_grad=True)
+    out = jagged_hstu_attention(
+        *(zeros, zeros, v, offsets), divisor=1.0, position_bias=PositionBias(table, first)
+    )
+    (gradient,) = torch.autograd.grad(out.sum(), table)
+    assert gradient.nonzero().flatten().tolist() == [bucket]
+
+
 def test_hidden_keys_are_not_seen(device: torch.device) -> None:
     """-inf in kv_bias: for all keys of a sequence, output 0, LSE -inf, gradient 0."""
     offsets = torch.tensor([0, 3, 70], device=device)

@@ -81,14 +81,14 @@ def jagged_flash_attention(
         tests ask of float32 (docs/testing.md). With key_ranges, kv_lengths or a bias it multiplies
         in float32, which takes longer.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
-        backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on
-        Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are
-        sums in a fixed order; those of tables cost a kernel of their own.
+        backward. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums
+        in a fixed order. On Hopper, in 16 bits, D and Dv up to 128, such calls run on wgmma, but for
+        the forward pass with a time_bias, of up to 64 queries or of D and Dv up to 32.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
-        without key_ranges, where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add
-        to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)``
+        without key_ranges, kv_lengths and biases, where max(D, Dv) is 33 to 128, sequences of 1,024
+        queries and more add to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)``
         they add in order, which costs some time. No double backward. q, k and v are read in place
         if their last dimension is contiguous (slices of a fused projection included), fastest if
         rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
