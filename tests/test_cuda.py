@@ -450,6 +450,42 @@ def test_path_of_softmax_of_matrices(
     assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
 
 
+@pytest.mark.parametrize("columns", [385, 769, 1537, 8193, 16_321, 32_641])
+@pytest.mark.parametrize("dtype", [*_DTYPES.values(), torch.float32], ids=[*_DTYPES, "f32"])
+def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None:
+    """By lanes, by a warp or by a CTA, wherever a row begins."""
+    case = CASES["jagged2_softmax"]
+    keys = Layout((columns, 7, columns + 1, 0, 1))
+    spec = spec_of(Layout((3, 1, 5, 2, 9)), kv_layout=keys, cross=True, dim=-1)
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
+
+
+@pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_softmax_counts_many_small_terms(dtype: torch.dtype, columns: int) -> None:
+    """Exponentials next to 2^-23 are nothing beside 1, but thousands of them are not."""
+    rows = 3
+    a = torch.full((rows, columns), -15.9453125, device=CUDA, dtype=dtype)
+    a[:, 0] = 0
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a.flatten(), offsets, y_offsets=y_offsets)
+    expected = torch.softmax(a.double(), 1)
+    error = (found.view(rows, columns).double() - expected).abs().max()
+    assert error <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("columns", [8, 40, 64, 72, 520])
+@pytest.mark.parametrize("name", ["jagged_dense_add", "jagged_dense_mul"])
+def test_gradients_beside_padded_rows_of_any_width(name: str, columns: int) -> None:
+    """A warp takes 32, 16 or 8 rows, of several sequences, and as many padded ones."""
+    layout = Layout((40, 0, 3, 1, 70, 9, 33), base=5, tail=9)
+    for padded_len in (33, 100):
+        spec = spec_of(layout, trailing=(columns,), padded_len=padded_len)
+        judge(CASES[name], spec, torch.float32, CUDA)
+        assert last_kernel("cuda") == f"cuda.{name}_backward"
+
+
 @pytest.mark.parametrize("left_out", [0, 700, -70], ids=["exact", "short", "long"])
 @pytest.mark.parametrize("columns", [16, 24, 64, 200, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
