@@ -538,20 +538,31 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
     assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}"
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [(150, 0, 33, 64, 1, 417), (40, 0, 33, 64, 1, 7, 0, 17)],
+    ids=["", "short"],
+)
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 @PATH
 @pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
 @PRECISION
 def test_path_of_array_products(
-    precision: str, columns: int, path: str, transpose: bool, request: pytest.FixtureRequest
+    precision: str,
+    columns: int,
+    path: str,
+    transpose: bool,
+    lengths: tuple[int, ...],
+    request: pytest.FixtureRequest,
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
-    32 columns or fewer, of f32 64, go without wgmma.
+    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, a CTA of
+    f32 walks all columns.
     """
     dtype = _in_precision(precision, request)
     case = CASES["array_jagged_bmm_jagged_out"]
-    layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
+    layout = Layout(lengths, base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
     is_wgmma = HOPPER and path == "best" and columns > (32 if precision in _DTYPES else 64)
     kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{precision}"
@@ -562,16 +573,24 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[not transpose]
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
 @PRECISION
 def test_path_of_matrices(
-    precision: str, inner: int, path: str, request: pytest.FixtureRequest
+    precision: str, inner: int, path: str, many: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
+    """Sequences of one tile of columns and of many, any pitch, one step of D and several.
+
+    Where there are many, tiles are wider.
+    """
     dtype = _in_precision(precision, request)
     case = CASES["jagged_jagged_bmm_jagged_out"]
-    spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
+    layout, keys = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), None
+    if many:
+        layout = Layout((1, 3, 65, 2, 0, 5, 17, 1, 33, 4, 2, 1) * 86, base=5, tail=9)
+        keys = Layout((30, 64, 65, 128, 129, 192, 193, 224, 225, 460, 0, 1) * 86, base=2, tail=3)
+    spec = spec_of(layout, kv_layout=keys, cross=many, D=inner)
     kernel = f"mma_sync.{precision}"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     kernel = _best(_MATRICES, kernel) if path == "best" else f"{_MATRICES}.{kernel}"
