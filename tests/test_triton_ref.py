@@ -136,6 +136,19 @@ def test_softmax_of_infinities_agrees_with_torch() -> None:
     torch.testing.assert_close(out, torch.softmax(x, 0), equal_nan=True)
 
 
+@pytest.mark.parametrize(("first", "bucket"), [(2**63 - 1, 0), (-(2**63), 2)])
+def test_positions_beyond_the_table(first: int, bucket: int) -> None:
+    zeros, v = torch.zeros(3, 1, 16, device=DEVICE), torch.ones(3, 1, 16, device=DEVICE)
+    table = torch.zeros(3, device=DEVICE, requires_grad=True)
+    out = triton_ref.jagged_hstu_attention(
+        *(zeros, zeros, v, torch.tensor([0, 3], device=DEVICE)),
+        divisor=1.0,
+        position_bias=jagged_cuda.PositionBias(table, first),
+    )
+    (gradient,) = torch.autograd.grad(out.sum(), table)
+    assert gradient.nonzero().flatten().tolist() == [bucket]
+
+
 @pytest.mark.cuda
 def test_graph_replays_with_other_lengths() -> None:
     """Nothing synchronises, and the grid depends on shapes alone."""

@@ -57,7 +57,7 @@ def jagged_flash_attention(
         kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
             and dv of the rows behind it are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
-            key after scale; -inf hides the key.
+            key after scale; -inf hides the key, and nothing finite should be above 1e38 in size.
         time_bias: a TimeBias, added likewise: by the time between query and key.
         position_bias: a PositionBias, added likewise: by the rows between query and key.
 
@@ -81,18 +81,18 @@ def jagged_flash_attention(
         tests ask of float32 (docs/testing.md). With key_ranges, kv_lengths or a bias it multiplies
         in float32, which takes longer.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
-        backward. Calls with key_ranges, kv_lengths or a bias run on mma.sync on every GPU, on
-        Hopper too. No matrix of biases is stored. The gradients of kv_bias and of the tables are
-        sums in a fixed order; those of tables cost a kernel of their own.
+        backward. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums
+        in a fixed order. On Hopper, in 16 bits, such calls run on wgmma where D and Dv are at most
+        128, but for the forward pass with a time_bias, of up to 64 queries or of D and Dv up to 32.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
-        without key_ranges, where max(D, Dv) is 33 to 128, sequences of 1,024 queries and more add
-        to it in no fixed order, in float32. Under ``torch.use_deterministic_algorithms(True)``
-        they add in order, which costs some time. No double backward. q, k and v are read in place
-        if their last dimension is contiguous (slices of a fused projection included), fastest if
-        rows are 16-byte aligned and D, Dv are multiples of 8; any other layout costs one copy of
-        that operand.
+        without key_ranges, kv_lengths and biases, where max(D, Dv) is 33 to 128, sequences of 1,024
+        queries and more add to it in no fixed order, in float32. Under
+        ``torch.use_deterministic_algorithms(True)`` they add in order, which costs some time. No
+        double backward. q, k and v are read in place if their last dimension is contiguous (slices
+        of a fused projection included), fastest if rows are 16-byte aligned and D, Dv are multiples
+        of 8; any other layout costs one copy of that operand.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the

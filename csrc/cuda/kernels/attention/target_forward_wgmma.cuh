@@ -298,8 +298,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void target_forward_wgmma(
   }
 }
 
-// Rows of a key/value head from which on it serves, head dims above 32: fewer leave its tiles empty.
-constexpr int64_t kTargetWgmmaRows = 64;
+// Rows of a key/value head from which on it serves, head dims above 32: fewer fit a tile of mma.sync.
+constexpr int64_t kTargetWgmmaRows = 33;
 
 inline bool takes_target_wgmma(const TargetAttentionParams& params) {
   const int dim = dim_bucket(params);
