@@ -812,6 +812,20 @@ def test_no_sequence_but_rows(dim: int) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128, 192])
+def test_the_same_offsets_for_fewer_keys(dim: int) -> None:
+    """Offsets past the end of k, given as kv_offsets too, never reach rows behind k."""
+    q = torch.randn(300, 2, dim, device=CUDA, dtype=torch.bfloat16)
+    behind = torch.full((400, 2, dim), float("nan"), device=CUDA, dtype=torch.bfloat16)
+    keys = behind[:200].copy_(q[:200])
+    for lengths in ((20,) * 15, (60,) * 5, (150,) * 2, (300,)):
+        offsets = jagged_cuda.offsets_from_lengths(torch.tensor(lengths, device=CUDA))
+        leaves = [tensor.requires_grad_() for tensor in (q.clone(), keys.detach(), keys.detach())]
+        out = jagged_cuda.jagged_flash_attention(*leaves, offsets, kv_offsets=offsets)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        assert all(bool(t.isfinite().all()) for t in (out, *gradients)), lengths
+
+
 # So many that other kernels take them than one of them alone.
 MANY_SHORT = Layout(SHORT.lengths * 12)
 
