@@ -238,12 +238,52 @@ def cut_batch(histories: Histories, users: Tensor, cap: int, negatives: Tensor) 
 
 def without_last_events(histories: Histories) -> Histories:
     """The histories without the last event of each user; who has too few left is left out."""
-    lengths = histories.lengths - 1
-    kept = lengths >= 2
-    is_kept = kept.repeat_interleave(histories.lengths)
-    is_kept[histories.offsets[1:] - 1] = False
+    return _first_events(histories, histories.lengths - 1)
+
+
+def split_by_time(histories: Histories, share: float) -> tuple[Histories, Histories, float]:
+    """Cut a log in two at one time, the same for all users.
+
+    Args:
+        histories: with times.
+        share: of all events, those that are held out; from 0 to 1.
+
+    Returns:
+        What is trained on: the events before that time, of users with two or more of them. What is
+        evaluated: of each user with events before and after, those before and the first one from
+        that time on, which is the one to be found. And the time.
+
+    Raises:
+        DataError: the log has no user for one of the two.
+    """
+    assert histories.times is not None, "histories without times"
+    # As many events as the share says, and those at the same time as the first of them.
+    count = len(histories.times)
+    rank = min(count, count - round(share * count) + 1)
+    time = histories.times.kthvalue(rank).values
+    is_before = histories.times < time
+    ends = offsets_from_lengths(is_before.long())[histories.offsets]
+    before = ends.diff()
+    trained = _first_events(histories, before)
+    has_both = (before > 0) & (before < histories.lengths)
+    evaluated = _first_events(histories, (before + 1).where(has_both, 0))
+    for part, what in ((trained, "two events before"), (evaluated, "events before and after")):
+        if len(part.lengths) == 0:
+            raise DataError(f"a user must have {what} time {time:.15g}, got none")
+    return trained, evaluated, float(time)
+
+
+def _first_events(histories: Histories, lengths: Tensor) -> Histories:
+    """So many events [B] of each user; who has fewer than two is left out."""
+    lengths = lengths.where(lengths >= 2, 0)
+    all_lengths = histories.lengths
+    begins = histories.offsets[:-1].repeat_interleave(all_lengths)
+    is_kept = torch.arange(len(histories.items)) - begins < lengths.repeat_interleave(all_lengths)
+    times = histories.times
     return histories._replace(
-        items=histories.items[is_kept], offsets=offsets_from_lengths(lengths[kept])
+        items=histories.items[is_kept],
+        offsets=offsets_from_lengths(lengths[lengths > 0]),
+        times=None if times is None else times[is_kept],
     )
 
 
@@ -265,7 +305,7 @@ def pad(batch: Batch) -> Batch:
     assert batch.offsets is not None, "the batch is padded already"
     lengths = batch.offsets.diff()
     seq = torch.arange(len(lengths)).repeat_interleave(lengths)  # [T]
-    shape = (len(lengths), int(lengths.max()))
+    shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
 
     def scatter(rows: Tensor, fill: int) -> Tensor:
         return rows.new_full(shape, fill).index_put((seq, batch.positions), rows)

@@ -2,7 +2,7 @@
 
     python examples/train_ranker.py                                        one process
     torchrun --nproc-per-node 2 examples/train_ranker.py --events log.csv.gz
-    torchrun --nproc-per-node 2 examples/train_ranker.py --resume ranker.pt
+    torchrun --nproc-per-node 2 examples/train_ranker.py --resume ranker.pt --checkpoint ranker.pt
     python examples/train_ranker.py --padded                               its padded twin
 
 It runs on the CPU (gloo) or with one GPU per process (nccl). A batch has --batch-size histories
@@ -13,7 +13,8 @@ first.
 
 A checkpoint is written to --checkpoint every --save-every steps and at the end. --resume continues
 from one, with the same losses as if the training had never stopped: to the last bit with the same
-number of processes, on a GPU under --deterministic.
+number of processes, on a GPU under --deterministic. Lines of --losses behind the checkpoint's step,
+which a training wrote before it was killed, are written anew.
 
 Evaluation holds out the last event of each user, which training never sees, and ranks it among
 --eval-items other items, drawn uniformly and the same for all users (0: among all items). The
@@ -22,6 +23,10 @@ the first ten; NDCG at 10 weighs it by 1 / log2(1 + rank). Of equal scores the h
 as the last. Metrics among drawn items are higher than among all, and order models differently at
 times (Krichene and Rendle, "On Sampled Metrics for Item Recommendation", KDD '20): use them to
 compare runs of this program only. Events of other users may be later than a held-out one.
+
+--time-split 0.1 holds out the latest tenth of all events instead: training sees no event from that
+time on, of any user. Ranked is each user's first event from then on, given the events before; users
+without events on both sides do not count. An item that first appears then was never trained.
 """
 
 from __future__ import annotations
@@ -30,14 +35,15 @@ import argparse
 import json
 import math
 import os
+import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 # Deterministic products on a GPU need it, before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -55,6 +61,7 @@ from histories import (
     draw_histories,
     pad,
     read_events,
+    split_by_time,
     without_last_events,
 )
 from ranker import Layers, Ranker
@@ -69,7 +76,7 @@ TOP = 10  # ranks that count in evaluation
 PROBED_STEPS = 5  # whose shares are timed, balanced and contiguous
 # What must be as it was when a training is resumed: all else may differ.
 FIXED = ("events", "users", "seed", "cap", "dim", "heads", "blocks", "negatives", "batch_size")
-FIXED += ("torchrec",)
+FIXED += ("torchrec", "time_split")
 
 
 class Processes(NamedTuple):
@@ -227,8 +234,13 @@ class Trainer:
     ) -> None:
         self.args = args
         self.processes = processes
-        self.histories = histories
-        self.trained = without_last_events(histories)
+        self.split_time: float | None = None
+        # Of each user in evaluated the last event is the one to be found.
+        self.evaluated, self.trained = histories, without_last_events(histories)
+        if args.time_split is not None:
+            self.trained, self.evaluated, self.split_time = split_by_time(
+                histories, args.time_split
+            )
         lengths = (self.trained.lengths - 1).clamp(max=args.cap)
         self.sampler = Sampler(
             lengths,
@@ -344,18 +356,18 @@ class Trainer:
         count, device = self.processes.count, self.processes.device
         if device.type == "cuda":
             self.peak_before_evaluation = self.peak_memory_bytes()
-        num_items = self.histories.num_items
+        num_items = self.evaluated.num_items
         candidates = torch.arange(1, num_items + 1)
         if 0 < self.args.eval_items < num_items:
             generator = torch.Generator().manual_seed(self.args.seed)
             candidates = torch.randperm(num_items, generator=generator)[: self.args.eval_items] + 1
-        lengths = (self.histories.lengths - 1).clamp(max=self.args.cap)
+        lengths = (self.evaluated.lengths - 1).clamp(max=self.args.cap)
         users = lengths.argsort(stable=True)[self.processes.rank :: count]  # as many for each
         users_at_once = max(1, self.args.batch_size // count)
         hits, gain = 0.0, 0.0
         # As many parts for each: where rows of a table are spread, all look them up together.
         for some in users.tensor_split(math.ceil(len(lengths) / count / users_at_once)):
-            batch = cut_batch(self.histories, some, self.args.cap, candidates)
+            batch = cut_batch(self.evaluated, some, self.args.cap, candidates)
             batch = move(pad(batch) if self.args.padded else batch, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
                 states = self.model.encode(batch)
@@ -373,19 +385,28 @@ class Trainer:
     # -- checkpoints
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint, each file whole or not at all."""
+        """Write the checkpoint.
+
+        Files get their names at the end, when all are written: a training that is killed leaves
+        the checkpoint before.
+        """
+        files: dict[Path, dict[str, Any]] = {}
         if self.processes.is_first:
-            state = {
+            files[path] = {
                 "step": self.step,
                 "model": {name: parameter.detach() for name, parameter in self.dense.items()},
                 "optimizer": self.optimizer.state_dict(),
                 "arguments": {name: str(getattr(self.args, name)) for name in FIXED},
             }
-            write(state, path)
         if self.tables:
             rows = {"step": self.step, "rows": self.tables.own_rows(self.summed_loss)}
-            write(rows, self._path_of_rows(path))
-        self.processes.total(0.0)  # all wait until it is there
+            files[self._path_of_rows(path)] = rows
+        for file, state in files.items():
+            torch.save(state, _part_of(file))
+        self.processes.total(0.0)  # all wait until all is written
+        for file in files:
+            _part_of(file).replace(file)
+        self.processes.total(0.0)  # and until it is there
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint.
@@ -448,17 +469,20 @@ def import_tables() -> ModuleType:
     return torchrec_table
 
 
-def write(state: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f"{path.name}.part")
-    torch.save(state, part)
-    part.replace(path)
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
+    except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError):
+        state = None
+    if not isinstance(state, dict) or "step" not in state:
+        raise DataError(f"{path}: this must be a checkpoint of train_ranker.py")
+    return state
 
 
 # --- the command
@@ -503,11 +527,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     if processes.count > 1:
         say(describe_balance(trainer), flush=True)
 
-    log = (
-        args.losses.open("a" if trainer.step else "w")
-        if args.losses and processes.is_first
-        else None
-    )
+    log = open_losses(args.losses, trainer.step) if args.losses and processes.is_first else None
     bar = ProgressBar("training", max(1, last - trainer.step)) if processes.is_first else None
     first, seconds = trainer.step, []
 
@@ -546,7 +566,27 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     return 0
 
 
+def open_losses(path: Path, step: int) -> TextIO:
+    """A file of losses to go on with behind this step.
+
+    A training that was killed may have written lines of steps after its checkpoint, and the last
+    one in part.
+    """
+    kept = []
+    for line in path.read_text().splitlines() if step and path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    log = path.open("w")
+    log.writelines(f"{line}\n" for line in kept)
+    return log
+
+
 def load(args: argparse.Namespace, is_first: bool) -> Histories:
+    if args.time_split is not None and not 0 < args.time_split < 1:
+        raise DataError(f"--time-split must be above 0 and below 1, got {args.time_split}")
+    if args.time_split is not None and args.events is None:
+        raise DataError("--time-split needs --events: drawn histories have no common time")
     if args.events is None:
         return draw_histories(args.users, args.seed)
     bar = ProgressBar("reading", 1) if is_first else None
@@ -560,13 +600,16 @@ def describe(trainer: Trainer, last: int) -> str:
     args, processes = trainer.args, trainer.processes
     candidates = f"{args.eval_items:,} drawn" if args.eval_items else "all"
     resumed = f", from step {trainer.step} on" if trainer.step else ""
+    held_out = "the last event"
+    if trainer.split_time is not None:
+        held_out = f"the first event from time {trainer.split_time:.15g} on"
     return (
         f"training    {'padded' if args.padded else 'jagged'}, {last:,} steps of"
         f" {trainer.sampler.batch_size} histories, {args.dim} features,"
         f" {'bfloat16' if args.bf16 else 'float32'}{resumed}\n"
         f"            {processes.count} process{'es' if processes.count > 1 else ''} on"
         f" {demo.describe_device(processes.device)}, torch {torch.__version__}\n"
-        f"evaluation  the last event of each of {len(trainer.histories.lengths):,} users,"
+        f"evaluation  {held_out} of each of {len(trainer.evaluated.lengths):,} users,"
         f" ranked among {candidates} items"
     )
 
@@ -614,6 +657,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="exact on a GPU too")
     parser.add_argument("--evaluate-every", type=positive, metavar="STEPS", help="or each epoch")
     parser.add_argument("--eval-items", type=int, default=1000, help="0: all")
+    parser.add_argument("--time-split", type=float, metavar="SHARE", help="latest events held out")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="to write")
     parser.add_argument("--save-every", type=positive, default=500, metavar="STEPS")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a checkpoint to go on from")

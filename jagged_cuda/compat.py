@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from jagged_cuda import offsets, ops
-from jagged_cuda.ops._contract import fail_argument
+from jagged_cuda.ops._contract import dtype_name, fail_argument, shape_text
 from jagged_cuda.ops._dispatch import overridable
 from jagged_cuda.ops.jagged_flash_attention import attend
 
@@ -133,11 +133,19 @@ def asynchronous_complete_cumsum(t_in: Tensor) -> Tensor:
     Returns:
         `[B + 1]` or `[N, B + 1]` of t_in's dtype.
 
+    Raises:
+        RuntimeError: a shape or dtype does not fit.
+
     Example:
         >>> asynchronous_complete_cumsum(torch.tensor([2, 0, 3]))
         tensor([0, 2, 2, 5])
     """
-    if t_in.dim() != 2:
+    op = "asynchronous_complete_cumsum"
+    if t_in.dtype not in (torch.int32, torch.int64):
+        fail_argument(op, "t_in", "int32 or int64", dtype_name(t_in.dtype))
+    if t_in.dim() not in (1, 2):
+        fail_argument(op, "t_in", "[B] or [N, B]", shape_text(t_in.shape))
+    if t_in.dim() == 1:
         return offsets.offsets_from_lengths(t_in)
     return F.pad(t_in.cumsum(1, dtype=t_in.dtype), (1, 0))
 
@@ -211,7 +219,7 @@ def jagged_dense_elementwise_add_jagged_output(
         y: `[B, max_L, D]`; nothing is added to rows of a sequence beyond max_L.
 
     Returns:
-        `[T, D]` of x_values' dtype, and x_offsets.
+        `[T, D]` of x_values' dtype, or of the one that y's promotes it to; and x_offsets.
 
     Raises:
         RuntimeError: an argument does not fit, or is a list of several.
@@ -223,9 +231,11 @@ def jagged_dense_elementwise_add_jagged_output(
     """
     op = "jagged_dense_elementwise_add_jagged_output"
     begins = _only(op, "x_offsets", "tensor", x_offsets)
-    return x_values + ops.padded_to_jagged(y, begins, total=x_values.shape[0]), [begins]
+    dtype = torch.promote_types(x_values.dtype, y.dtype)
+    return ops.jagged_dense_add(x_values.to(dtype), y.to(dtype), begins), [begins]
 
 
+@overridable
 def jagged_dense_bmm(
     x_values: Tensor, x_offsets: Tensor, y: Tensor, max_L: int
 ) -> tuple[Tensor, Tensor]:
@@ -250,10 +260,12 @@ def jagged_dense_bmm(
         >>> jagged_dense_bmm(x, torch.tensor([0, 1, 3]), y, 1)[0].T
         tensor([[2., 2., 0.]])
     """
+    _check_max_length("jagged_dense_bmm", max_L)
     product = ops.jagged_dense_bmm(x_values, y, x_offsets)
     return _cut(product, x_offsets, max_L), x_offsets
 
 
+@overridable
 def jagged_jagged_bmm(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max_L: int) -> Tensor:
     """Multiply two jagged tensors, over their rows: ``torch.ops.fbgemm.jagged_jagged_bmm``.
 
@@ -276,9 +288,11 @@ def jagged_jagged_bmm(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max
         >>> jagged_jagged_bmm(x, x, torch.tensor([0, 1, 3]), 1).flatten()
         tensor([1., 1.])
     """
+    _check_max_length("jagged_jagged_bmm", max_L)
     return ops.jagged_jagged_bmm(x_values, y_values, _in_two(x_offsets, max_L))[::2]
 
 
+@overridable
 def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> tuple[Tensor, Tensor]:
     """Take the softmax over the rows of each sequence: ``torch.ops.fbgemm.jagged_softmax``.
 
@@ -300,6 +314,7 @@ def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> tuple[Tenso
         >>> jagged_softmax(torch.zeros(3, 1), torch.tensor([0, 1, 3]), 1)[0].T
         tensor([[1., 1., 0.]])
     """
+    _check_max_length("jagged_softmax", max_L)
     weights = ops.jagged_softmax(values, _in_two(x_offsets, max_L))
     return _cut(weights, x_offsets, max_L), x_offsets
 
@@ -312,6 +327,11 @@ def _only(op: str, argument: str, what: str, listed: Sequence[Any]) -> Any:
         expected = f"a list of one {what}: there is one jagged dimension"
         fail_argument(op, argument, expected, f"{len(listed)}")
     return listed[0]
+
+
+def _check_max_length(op: str, max_L: int) -> None:
+    if max_L < 0:
+        fail_argument(op, "max_L", "0 or more", max_L)
 
 
 def _in_two(x_offsets: Tensor, max_L: int) -> Tensor:

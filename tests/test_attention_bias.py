@@ -232,7 +232,9 @@ def test_unused_keys_are_not_read(silu: bool, device: torch.device) -> None:
     out = attend(*leaves, offsets, kv_lengths=used, causal=True, **more)
     grads = torch.autograd.grad(out.square().sum(), leaves)
     dense = [t.clone().requires_grad_() for t in (q, k[kept], v[kept])]
-    expected = attend(*dense, offsets, kv_offsets=few, causal=True, **more)
+    # With lengths here, too: float32 is multiplied otherwise without them.
+    whole = {"kv_offsets": few, "kv_lengths": few.diff()}
+    expected = attend(*dense, offsets, **whole, causal=True, **more)
     wanted = torch.autograd.grad(expected.square().sum(), dense)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(grads[0], wanted[0])

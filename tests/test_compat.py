@@ -125,6 +125,20 @@ def test_sums_of_lengths_agree_with_fbgemm(dtype: torch.dtype, device: str) -> N
 
 
 @pytest.mark.fbgemm
+def test_a_sum_of_two_dtypes_agrees_with_fbgemm() -> None:
+    import fbgemm_gpu  # noqa: F401
+
+    tensors = operands(("x", "padded"))
+    arguments = tensors["x"].half(), [OFFSETS], tensors["padded"]
+    found, expected = (
+        library.jagged_dense_elementwise_add_jagged_output(*arguments)[0]
+        for library in (compat, torch.ops.fbgemm)
+    )
+    assert found.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.fbgemm
 def test_arguments_have_fbgemms_names_and_order() -> None:
     import fbgemm_gpu  # noqa: F401
 
@@ -177,11 +191,32 @@ MISUSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
         lambda x, o: compat.dense_to_jagged(x[None], o),
         f"dense_to_jagged: x_offsets must be {LIST}, got a Tensor",
     ),
+    "a list": (
+        lambda x, o: compat.jagged_softmax(x, [o], 3),
+        "jagged_softmax: x_offsets must be a tensor, got a list: pass torch.tensor(...) of it",
+    ),
+    "a length on the device": (
+        lambda x, o: compat.jagged_dense_bmm(x, o, x.new_ones(B, D, N), torch.tensor(3)),
+        "jagged_dense_bmm: max_L must be an int, got a tensor: the host would wait for the tensor's"
+        " device; pass int(...) of it",
+    ),
+    "a negative length": (
+        lambda x, o: compat.jagged_jagged_bmm(x, x, o, -1),
+        "jagged_jagged_bmm: max_L must be 0 or more, got -1",
+    ),
+    "lengths of floats": (
+        lambda x, o: compat.asynchronous_complete_cumsum(x),
+        "asynchronous_complete_cumsum: t_in must be int32 or int64, got float32",
+    ),
+    "lengths in three dimensions": (
+        lambda x, o: compat.asynchronous_complete_cumsum(o[None, None]),
+        "asynchronous_complete_cumsum: t_in must be [B] or [N, B], got [1, 1, 6]",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_several_jagged_dimensions_get_a_sentence(name: str) -> None:
+def test_misuse_gets_a_sentence(name: str) -> None:
     call, message = MISUSES[name]
     assert sentence(call, torch.ones(T, D), OFFSETS) == message
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from plain import run_python, sentence
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import jagged_cuda
@@ -686,6 +687,31 @@ def test_recompute_keeps_less() -> None:
     assert kept[False] - kept[True] > 4 * 400 * 64 * 8
 
 
+def test_recompute_computes_all_but_attention_again() -> None:
+    """What autograd does not see is kept by the policy of checkpoints: its kernels run once."""
+
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    of_backward = {}
+    for recompute in (False, True):
+        layer = HSTULayer(E, H, recompute=recompute)
+        loss = layer(torch.randn(5, E, requires_grad=True), torch.tensor([0, 2, 5])).sum()
+        with Names() as names:
+            loss.backward()
+        of_backward[recompute] = set(names.seen)
+    again = of_backward[True] - of_backward[False]
+    assert {"silu.default", "native_layer_norm.default"} <= again
+    assert "jagged_hstu_attention.default" not in again
+    assert "jagged_hstu_attention_backward.default" in of_backward[True]
+
+
 @EXAMPLE
 def test_copies(example: Example) -> None:
     """Deep copies, pickles and state_dicts give the same bits; so does a module made on meta."""
@@ -719,6 +745,8 @@ import os, sys
 os.environ |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import jagged_cuda
 from jagged_cuda import nn
@@ -757,6 +785,13 @@ for rank in (0, 1):
         parallel(*halves[rank]).backward()
         for found, wanted in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(found.grad, wanted)
+        model.zero_grad(set_to_none=True)
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model.children(), model):
+            fully_shard(module, mesh=mesh)
+        model(*halves[rank]).backward()
+        for found, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted)
         dist.destroy_process_group()
         os._exit(0)
     ranks.append(child)
@@ -764,8 +799,8 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in ranks]))
 """
 
 
-def test_distributed_data_parallel(tmp_path: Any) -> None:
-    """Two ranks with a half of the batch each get the gradients of the whole."""
+def test_data_parallel(tmp_path: Any) -> None:
+    """Two ranks with a half of the batch each get the gradients of the whole: DDP, then FSDP."""
     run_python("-c", DISTRIBUTED, str(tmp_path / "store"), OMP_NUM_THREADS="1")
 
 

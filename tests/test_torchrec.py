@@ -216,14 +216,14 @@ def jagged_tensor(*, offsets: bool = True, dtype: torch.dtype = torch.int64) -> 
 
 
 def keyed(values: Tensor, *, variable: bool = False) -> Any:
-    """Features of 3 and 3 sequences, or of 1 and 5."""
+    """Features of 2 sequences each, or of 1, 3 and 2."""
     from torchrec import KeyedJaggedTensor
 
     return KeyedJaggedTensor(
-        keys=["a", "b"],
+        keys=["a", "b", "c"],
         values=values,
         lengths=torch.tensor([1, 2, 3, 0, 3, 1]),
-        stride_per_key_per_rank=[[1], [5]] if variable else None,
+        stride_per_key_per_rank=[[1], [3], [2]] if variable else None,
     )
 
 
@@ -254,7 +254,7 @@ def test_features_are_slices_of_all_offsets(variable: bool) -> None:
     values = torch.randn(10, 4)
     kjt = keyed(values, variable=variable)
     found = features_to_jagged(kjt)
-    assert list(found) == ["a", "b"] and list(features_to_jagged(kjt, ["b"])) == ["b"]
+    assert list(found) == ["a", "b", "c"] and list(features_to_jagged(kjt, ["c"])) == ["c"]
     for key, (rows, offsets) in found.items():
         assert rows is values
         assert offsets.untyped_storage().data_ptr() == kjt.offsets().untyped_storage().data_ptr()
@@ -266,7 +266,7 @@ def test_features_are_slices_of_all_offsets(variable: bool) -> None:
     assert type(back) is type(kjt) and back.keys() == kjt.keys()
     assert back.values() is out and back.lengths() is kjt.lengths()
     assert back.stride_per_key() == kjt.stride_per_key()
-    assert torch.equal(back["b"].values(), out[features_to_jagged(kjt)["b"][1][0] :])
+    assert torch.equal(back["c"].values(), out[features_to_jagged(kjt)["c"][1][0] :])
 
 
 def test_nothing_is_read() -> None:
@@ -274,7 +274,7 @@ def test_nothing_is_read() -> None:
     with FakeTensorMode():
         kjt = keyed(torch.randn(10, 4))
         found = features_to_jagged(kjt)
-        assert [offsets.shape[0] for _, offsets in found.values()] == [4, 4]
+        assert [offsets.shape[0] for _, offsets in found.values()] == [3, 3, 3]
         with_values(kjt, torch.randn(10, 2))
         jt = from_jagged(*found["b"])
         assert with_values(jt, to_jagged(jt)[0]).values().shape == (10, 4)
@@ -312,8 +312,8 @@ def test_wrong_calls() -> None:
     assert sentence(features_to_jagged, X) == (
         "torchrec.features_to_jagged: kjt must be a KeyedJaggedTensor, got a tensor"
     )
-    assert sentence(features_to_jagged, kjt, ["c"]) == (
-        "torchrec.features_to_jagged: keys must be among ['a', 'b'], got 'c'"
+    assert sentence(features_to_jagged, kjt, ["d"]) == (
+        "torchrec.features_to_jagged: keys must be among ['a', 'b', 'c'], got 'd'"
     )
     assert sentence(with_values, X, X) == (
         "torchrec.with_values: jt must be a JaggedTensor or a KeyedJaggedTensor, got a tensor"

@@ -19,7 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import train_ranker
 from balance import Sampler, balanced, contiguous, skew
-from histories import Histories, cut_batch, draw_histories, without_last_events
+from histories import (
+    DataError,
+    Histories,
+    cut_batch,
+    draw_histories,
+    split_by_time,
+    without_last_events,
+)
 from train_ranker import Processes, Trainer
 
 TINY = "--device cpu --users 40 --cap 24 --dim 8 --batch-size 10 --negatives 8 --eval-items 20"
@@ -59,6 +66,12 @@ def test_one_giant_gets_a_process_of_its_own():
     assert [share.tolist() for share in balanced(lengths, 2)] == [[2], [0, 1, 3, 4, 5, 6]]
 
 
+def test_squares_of_lengths_count_as_lengths_do():
+    """By lengths alone [10, 1, 1] and [5, 5, 1, 1] are even; squares are 102 to 52 then."""
+    lengths = torch.tensor([10, 5, 5, 1, 1, 1, 1])
+    assert [share.tolist() for share in balanced(lengths, 2)] == [[0], [1, 2, 3, 4, 5, 6]]
+
+
 # --- evaluation
 
 
@@ -70,17 +83,41 @@ def test_the_last_event_is_held_out():
     assert batch.targets[batch.offsets[1:] - 1].tolist() == [2, 5, 10]
 
 
+def test_the_log_is_cut_at_one_time():
+    """Nobody's later events are trained on; each user's first later one is to be found."""
+    times = torch.tensor([1, 8, 9, 2, 3, 4, 5, 6, 7, 8, 5, 6]).double()
+    histories = Histories(torch.arange(1, 13), torch.tensor([0, 3, 6, 7, 8, 10, 12]), 12, "", times)
+    trained, evaluated, time = split_by_time(histories, 0.25)
+    assert time == 8 and (histories.times >= time).sum() == 3
+    assert trained.items.tolist() == [4, 5, 6, 11, 12] and trained.offsets.tolist() == [0, 3, 5]
+    assert evaluated.items.tolist() == [1, 2, 9, 10] and evaluated.offsets.tolist() == [0, 2, 4]
+    for part in (trained, evaluated):
+        assert part.times.tolist() == times[part.items - 1].tolist()
+    last_held_out = without_last_events(histories)
+    assert last_held_out.times.tolist() == times[last_held_out.items - 1].tolist()
+    with pytest.raises(DataError, match="a user must have two events before time 1, got none"):
+        split_by_time(histories, 1.0)
+
+
 def trainer_of(arguments: str) -> Trainer:
     args = train_ranker.parse_arguments(arguments.split())
     processes = Processes(0, 1, torch.device("cpu"))
     train_ranker.choose_sizes(args, processes)
-    return Trainer(args, draw_histories(args.users, args.seed), processes)
+    histories = draw_histories(args.users, args.seed)
+    generator = torch.Generator().manual_seed(1)
+    times = torch.rand(len(histories.items), generator=generator, dtype=torch.float64)
+    parts = times.split(histories.lengths.tolist())
+    times = torch.cat([part.sort().values for part in parts])
+    return Trainer(args, histories._replace(times=times), processes)
 
 
-@pytest.mark.parametrize("options", ["", "--padded", "--eval-items 0 --users 12"])
+METRICS = ["", "--padded", "--eval-items 0 --users 12", "--time-split 0.4"]
+
+
+@pytest.mark.parametrize("options", METRICS)
 def test_metrics_agree_with_a_user_at_a_time(options):
     trainer = trainer_of(f"{TINY} {options}")
-    histories, num_items = trainer.histories, trainer.histories.num_items
+    histories, num_items = trainer.evaluated, trainer.evaluated.num_items
     candidates = torch.arange(1, num_items + 1)
     if trainer.args.eval_items:
         generator = torch.Generator().manual_seed(0)
@@ -175,6 +212,9 @@ def test_trainings_agree(tmp_path, capsys):
     assert len(set(whole)) == 6
 
     # Resumed by torchrun, in other processes than those that wrote the checkpoint: the same bits.
+    # They were killed after it: another step's loss is there, and a part of the next.
+    with (tmp_path / "parts.jsonl").open("a") as parts:
+        parts.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     resume = ["--steps", "6", "--resume", "four.pt", "--losses", "parts.jsonl"]
     finish(start(tmp_path, *torchrun, train_ranker.__file__, *TINY.split(), *resume))
@@ -195,6 +235,56 @@ def test_trainings_agree(tmp_path, capsys):
     assert capsys.readouterr().err.endswith(sentence)
     assert train_ranker.main([*TINY.split(), "--resume", str(tmp_path / "absent.pt")]) == 2
     assert capsys.readouterr().err.endswith("absent.pt: No such file or directory\n")
+    for content in (b"no checkpoint", b""):
+        (tmp_path / "other.pt").write_bytes(content)
+        assert train_ranker.main([*TINY.split(), "--resume", str(tmp_path / "other.pt")]) == 2
+        sentence = "other.pt: this must be a checkpoint of train_ranker.py\n"
+        assert capsys.readouterr().err.endswith(sentence)
+
+
+def test_a_training_that_is_killed_while_it_saves_keeps_its_checkpoint(tmp_path, monkeypatch):
+    """Whichever process is killed: no file has its name before all are written."""
+    trainer, path = trainer_of(TINY), tmp_path / "ranker.pt"
+    trainer.save(path)
+    before = path.read_bytes()
+    trainer.step = 7
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Processes, "total", killed)  # another process never comes
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save(path)
+    assert path.read_bytes() == before
+    trainer.save(path)
+    resumed = trainer_of(TINY)
+    resumed.load(path)
+    assert resumed.step == 7
+
+
+def test_a_time_split_of_a_log(tmp_path, capsys):
+    """It needs a log; a checkpoint of another split is refused."""
+    histories = draw_histories(30, 0)
+    users = torch.arange(30).repeat_interleave(histories.lengths)
+    times = torch.randint(1000, users.shape, generator=torch.Generator().manual_seed(0))
+    log, checkpoint = tmp_path / "log.csv", str(tmp_path / "two.pt")
+    rows = zip(users.tolist(), histories.items.tolist(), times.tolist(), strict=True)
+    lines = [f"{user},{item},{time}\n" for user, item, time in rows]
+    log.write_text("user_id,item_id,timestamp\n" + "".join(lines))
+    options = [*TINY.split(), "--steps", "2", "--time-split", "0.1"]
+    assert train_ranker.main([*options, "--events", str(log), "--checkpoint", checkpoint]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"the first event from time \d{3} on of each of \d\d users", printed)
+    assert re.search(r"evaluation  step 2: hit rate at 10 \d\.\d{4}", printed)
+
+    assert train_ranker.main([*TINY.split(), "--events", str(log), "--resume", checkpoint]) == 2
+    assert "--time-split must be 0.1, as in this" in capsys.readouterr().err
+    assert train_ranker.main(options) == 2
+    sentence = "--time-split needs --events: drawn histories have no common time\n"
+    assert capsys.readouterr().err.endswith(sentence)
+    assert train_ranker.main([*options[:-1], "1", "--events", str(log)]) == 2
+    assert capsys.readouterr().err.endswith("must be above 0 and below 1, got 1.0\n")
 
 
 @pytest.mark.cuda

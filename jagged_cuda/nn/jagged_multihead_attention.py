@@ -33,8 +33,9 @@ class JaggedMultiheadAttention(AttentionProjections):
 
     Notes:
         Parameters have the names, shapes and initial values of torch.nn.MultiheadAttention's: a
-        state_dict of one loads into the other if num_kv_heads is None and that one has neither
-        add_bias_kv nor dropout. float32, float64, float16 and bfloat16, and autocast.
+        state_dict of one loads into the other if num_kv_heads is None. The meaning is the same if
+        that one has neither add_bias_kv, whose parameters do not load, nor add_zero_attn nor
+        dropout, which have none. float32, float64, float16 and bfloat16, and autocast.
         Rows outside every sequence (offsets of a slice) get the output layer's bias and zero
         gradient, but must be finite: linear layers read them.
 

@@ -31,8 +31,9 @@ class TargetAttention(AttentionProjections):
 
     Notes:
         Parameters have the names, shapes and initial values of torch.nn.MultiheadAttention's: a
-        state_dict of one loads into the other if num_kv_heads is None and that one has neither
-        add_bias_kv nor dropout.
+        state_dict of one loads into the other if num_kv_heads is None. The meaning is the same if
+        that one has neither add_bias_kv, whose parameters do not load, nor add_zero_attn nor
+        dropout, which have none.
         Where each sequence has another number of targets, use JaggedMultiheadAttention, with the
         targets as x and the history as kv.
         Rows outside every sequence (offsets of a slice) are not read by attention, but must be

@@ -1,5 +1,5 @@
 // Forward of jagged_flash_attention of f32 on mma.sync (compute capability 8.0 and later): in TF32, or
-// as three products of TF32 (tf32_tile.cuh).
+// compensated by a product in bf16 beside it (tf32_tile.cuh).
 //
 // The mathematics, grid and mapping are those of forward_mma_sync.cuh. In TF32 each element is rounded
 // once, as it lies in shared memory, and P in registers; compensated, operands are split in registers.
