@@ -450,8 +450,8 @@ FAULTS = (
         name="infinity times a sign",
         device="cuda",
         path="cuda/kernels/attention/starting_bias.cuh",
-        text="return isinf(quotient) && !isinf(bias) ? copysignf(kMost, quotient) : quotient;",
-        instead="return isinf(quotient) ? -INFINITY : quotient;",
+        text="return fabsf(quotient) > kMost && !isinf(bias) ? copysignf(kMost, quotient)",
+        instead="return fabsf(quotient) > kMost ? -INFINITY",
         check="tests/test_key_ranges.py -k long_sequences_with_biases",
     ),
     Fault(

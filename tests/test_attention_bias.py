@@ -185,6 +185,36 @@ def test_everything_hidden(
     assert all((grads[i][rows] != 0).any() for i, rows in ((0, slice(65)), (3, slice(300))))
 
 
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_least_float_as_a_mask(
+    dtype: torch.dtype, dim: int, timed: bool, scale: float | None, device: torch.device
+) -> None:
+    """In place of -inf: no NaN where it meets all keys of a row, else what -inf gives."""
+    offsets = torch.tensor([0, 3, 103, 233, 243], device=device)
+    q, k, v = (drawn(243, 2, dim, device=device, seed=s).to(dtype) for s in range(3))
+    hidden = torch.zeros(243, dtype=torch.bool, device=device)
+    hidden[:103] = hidden[110:150] = hidden[238:] = True
+    time = torch.arange(243, device=device) if timed else None
+    boundaries, table = log_boundaries(9, 0.7).to(device), drawn(9, device=device)
+
+    def results(least: float) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        kv_bias = torch.zeros(243, device=device).masked_fill(hidden, least).requires_grad_()
+        options: Any = {"kv_bias": kv_bias, "scale": scale}
+        if time is not None:
+            options["time_bias"] = TimeBias(table, time, time, boundaries)
+        out = jagged_flash_attention(*leaves, offsets, **options)
+        return out, *torch.autograd.grad(out.sum(), (*leaves, kv_bias))
+
+    least = results(torch.finfo(torch.float32).min)
+    assert all(t.isfinite().all() for t in least)
+    for got, want in zip(least, results(-math.inf), strict=True):
+        torch.testing.assert_close(got[103:], want[103:])
+
+
 @pytest.mark.parametrize("silu", [False, True])
 def test_unused_keys_are_not_read(silu: bool, device: torch.device) -> None:
     """The same as without them, whatever they hold."""
