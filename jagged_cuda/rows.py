@@ -52,6 +52,8 @@ def jagged_first(
     Notes:
         What jagged_slice's notes say holds here: capacity, gradient, determinism.
 
+    Source: jagged_1d_to_truncated_values of FBGEMM, for rows of any shape.
+
     Example:
         >>> jagged_first(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 3, 4]), 2)
         (tensor([1., 2., 4.]), tensor([0, 2, 3]))
@@ -92,6 +94,8 @@ def jagged_last(
 
     Notes:
         What jagged_slice's notes say holds here: capacity, gradient, determinism.
+
+    Source: as jagged_first, from the other end.
 
     Example:
         >>> jagged_last(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 3, 4]), 2)
@@ -152,6 +156,8 @@ def jagged_split(
 
     Notes:
         What jagged_slice's notes say holds for both results: capacity, gradient, determinism.
+
+    Source: split_2D_jagged of generative-recommenders.
 
     Example:
         >>> x, offsets = torch.tensor([1.0, 2.0, 7.0, 3.0, 8.0]), torch.tensor([0, 3, 5])

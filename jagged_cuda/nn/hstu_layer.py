@@ -203,9 +203,9 @@ class HSTULayer(nn.Module):
             **options,
         )
         norm = part["output_norm"]
-        options = {} if p == 0 else {"p": p, "seed": seed}
+        dropout: dict[str, Any] = {} if p == 0 else {"p": p, "seed": seed}
         gated: Tensor = layer_norm_mul_dropout(
-            read.flatten(1), u, norm.weight, norm.bias, eps=norm.eps, **options
+            read.flatten(1), u, norm.weight, norm.bias, eps=norm.eps, **dropout
         )
         return gated
 

@@ -50,6 +50,8 @@ def jagged_concat(
         tensor is read in place if each of its rows is contiguous (a dense one, if it is contiguous
         as a whole); any other layout costs one copy of it.
 
+    Source: concat_2D_jagged of generative-recommenders, for any number of tensors.
+
     Example:
         >>> history, targets = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[7.0], [8.0]])
         >>> jagged_concat([history, targets], [torch.tensor([0, 2, 3]), None])

@@ -58,6 +58,8 @@ def jagged_index_select(
         exist. Autocast leaves the dtype alone. Each x is read in place if each of its rows is
         contiguous; any other layout costs one copy of it.
 
+    Source: jagged_index_select of FBGEMM.
+
     Example:
         >>> x, offsets = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 3])
         >>> jagged_index_select(x, offsets, torch.tensor([1, 0, 1]))

@@ -53,6 +53,8 @@ def jagged_select(
         order exist; the mask has none. Autocast leaves the dtype alone. Deterministic. Each x is
         read in place if each of its rows is contiguous; any other layout costs one copy of it.
 
+    Source: masked_select_jagged_1d of FBGEMM, for rows of any shape.
+
     Example:
         >>> x, offsets = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 3, 4])
         >>> jagged_select(x, offsets, x != 2.0)

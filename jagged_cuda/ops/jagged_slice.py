@@ -58,6 +58,8 @@ def jagged_slice(
         order exist. Autocast leaves the dtype alone. Deterministic. Each x is read in place if each
         of its rows is contiguous; any other layout costs one copy of it.
 
+    Source: jagged_slice of FBGEMM, for rows of any shape.
+
     Example:
         >>> x, offsets = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 3, 4])
         >>> jagged_slice(x, offsets, 1, 1)
