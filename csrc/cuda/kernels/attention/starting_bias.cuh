@@ -12,7 +12,8 @@
 
 namespace jagged_cuda::attention {
 
-// A bias over the scale, which is not 0. What is finite stays so, times scale and log2(e), too.
+// A bias over the scale, which is not 0. What is too large to be multiplied by scale and log2(e) again
+// hides its key if it is negative, such as the least float.
 class BiasOverScale {
  public:
   __device__ __forceinline__ explicit BiasOverScale(const AttentionParams& params)
@@ -20,7 +21,8 @@ class BiasOverScale {
   __device__ __forceinline__ float operator()(float bias) const {
     constexpr float kMost = 1e29f;  // scales are up to 1e9
     const float quotient = bias * factor_;
-    return fabsf(quotient) > kMost && !isinf(bias) ? copysignf(kMost, quotient) : quotient;
+    if (!(fabsf(quotient) > kMost)) return quotient;
+    return copysignf(bias < 0.0f || isinf(bias) ? INFINITY : kMost, quotient);
   }
 
  private:
