@@ -28,7 +28,7 @@ DESCRIPTIONS = {
     "indexing": "plain PyTorch: boolean masks, cat, repeat_interleave, indexing",
     "pytorch": "plain PyTorch on packed rows: layer_norm, product, dropout",
     "compiled": "torch.compile of the same",
-    "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll)",
+    "sll": "FBGEMM's Triton kernels (fbgemm_gpu.sll, fbgemm_gpu.triton.jagged)",
 }
 
 
@@ -45,24 +45,24 @@ def need_cuda(name: str, device: torch.device) -> None:
 
 
 @functools.cache
-def _sll_folder() -> Path | None:
+def _fbgemm_folder(within: str) -> Path | None:
     spec = importlib.util.find_spec("fbgemm_gpu")
     for location in (spec.submodule_search_locations if spec else None) or ():
-        folder = Path(location) / "sll" / "triton"
+        folder = Path(location) / within
         if folder.is_dir():
             return folder
     return None
 
 
-def sll(module: str) -> Any:
-    """A file of fbgemm_gpu/sll/triton as a module of its own.
+def sll(module: str, within: str = "sll/triton") -> Any:
+    """A file of fbgemm_gpu/sll/triton, or of another folder there, as a module of its own.
 
     fbgemm_gpu itself, whose library wants one particular release of torch, is not imported.
     """
-    folder = _sll_folder()
+    folder = _fbgemm_folder(within)
     if folder is None:
         raise AbsentError("fbgemm_gpu is not installed (pip install --no-deps fbgemm-gpu-cpu)")
-    name = "_jagged_cuda_bench_sll"
+    name = "_jagged_cuda_bench_" + within.replace("/", "_")
     if name not in sys.modules:
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]

@@ -27,6 +27,8 @@ from jagged_cuda import (
 )
 from jagged_cuda.testing import last_kernel
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
 
 def drawn(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -119,6 +121,21 @@ def test_positions_are_those_of_key_ranges(device: torch.device) -> None:
     assert (out.sum(2) == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("first", "bucket"), [(2**62, 0), (-(2**62), 2), (2**63 - 1, 0), (-(2**63), 2)]
+)
+def test_positions_beyond_the_table(first: int, bucket: int, device: torch.device) -> None:
+    """A distance less `first` does not overflow: every pair has the same end of the table."""
+    offsets = torch.tensor([0, 3], device=device)
+    zeros, v = torch.zeros(3, 1, 16, device=device), torch.ones(3, 1, 16, device=device)
+    table = torch.zeros(3, device=device, requires_grad=True)
+    out = jagged_hstu_attention(
+        *(zeros, zeros, v, offsets), divisor=1.0, position_bias=PositionBias(table, first)
+    )
+    (gradient,) = torch.autograd.grad(out.sum(), table)
+    assert gradient.nonzero().flatten().tolist() == [bucket]
+
+
 def test_hidden_keys_are_not_seen(device: torch.device) -> None:
     """-inf in kv_bias: for all keys of a sequence, output 0, LSE -inf, gradient 0."""
     offsets = torch.tensor([0, 3, 70], device=device)
@@ -135,6 +152,67 @@ def test_hidden_keys_are_not_seen(device: torch.device) -> None:
     assert all((g[:3] == 0).all() for g in grads)
     for g in grads[1:]:
         assert (g[5] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [None, -0.2])
+@pytest.mark.parametrize("dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_everything_hidden(
+    dtype: torch.dtype, dim: int, scale: float | None, device: torch.device
+) -> None:
+    """The same of many queries, for which scores start from their biases; one sequence has a single
+    key, one sees others."""
+    offsets, kv_offsets = (
+        torch.tensor(o, device=device) for o in ([0, 65, 193, 400, 530], [0, 300, 301, 500, 640])
+    )
+    q = drawn(530, 4, dim, device=device).to(dtype).requires_grad_()
+    k, v = (drawn(640, 2, dim, device=device, seed=s).to(dtype).requires_grad_() for s in (1, 2))
+    kv_bias, table = drawn(640, 2, device=device, seed=3), drawn(4, 90, device=device, seed=4)
+    kv_bias[300:500] = kv_bias[510] = kv_bias[600:] = -math.inf
+    leaves = [q, k, v, kv_bias.requires_grad_(), table.requires_grad_()]
+    options: Any = {"kv_offsets": kv_offsets, "kv_bias": kv_bias, "scale": scale}
+    options |= {"position_bias": PositionBias(table, -7), "window_size": (250, 40)}
+    out, lse = jagged_flash_attention(q, k, v, offsets, **options, return_lse=True)
+    if HOPPER and device.type == "cuda":
+        name = f"long.d{max(dim, 64)}.general.bias" if dim < 256 else f"mma_sync.d{dim}.general"
+        assert last_kernel("cuda") == f"cuda.attention.forward.{name}"
+    assert (out[65:400] == 0).all()
+    assert (lse[65:400] == -math.inf).all()
+    grads = torch.autograd.grad(out, leaves, drawn(530, 4, dim, device=device, seed=5).to(dtype))
+    assert all(t.isfinite().all() for t in (out, *grads))
+    assert all((g[300:500] == 0).all() and (g[600:] == 0).all() for g in grads[1:4])
+    assert (grads[0][65:400] == 0).all()
+    assert all((grads[i][rows] != 0).any() for i, rows in ((0, slice(65)), (3, slice(300))))
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_least_float_as_a_mask(
+    dtype: torch.dtype, dim: int, timed: bool, scale: float | None, device: torch.device
+) -> None:
+    """In place of -inf: no NaN where it meets all keys of a row, else what -inf gives."""
+    offsets = torch.tensor([0, 3, 103, 233, 243], device=device)
+    q, k, v = (drawn(243, 2, dim, device=device, seed=s).to(dtype) for s in range(3))
+    hidden = torch.zeros(243, dtype=torch.bool, device=device)
+    hidden[:103] = hidden[110:150] = hidden[238:] = True
+    time = torch.arange(243, device=device) if timed else None
+    boundaries, table = log_boundaries(9, 0.7).to(device), drawn(9, device=device)
+
+    def results(least: float) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        kv_bias = torch.zeros(243, device=device).masked_fill(hidden, least).requires_grad_()
+        options: Any = {"kv_bias": kv_bias, "scale": scale}
+        if time is not None:
+            options["time_bias"] = TimeBias(table, time, time, boundaries)
+        out = jagged_flash_attention(*leaves, offsets, **options)
+        return out, *torch.autograd.grad(out.sum(), (*leaves, kv_bias))
+
+    least = results(torch.finfo(torch.float32).min)
+    assert all(t.isfinite().all() for t in least)
+    for got, want in zip(least, results(-math.inf), strict=True):
+        torch.testing.assert_close(got[103:], want[103:])
 
 
 @pytest.mark.parametrize("silu", [False, True])
@@ -154,7 +232,9 @@ def test_unused_keys_are_not_read(silu: bool, device: torch.device) -> None:
     out = attend(*leaves, offsets, kv_lengths=used, causal=True, **more)
     grads = torch.autograd.grad(out.square().sum(), leaves)
     dense = [t.clone().requires_grad_() for t in (q, k[kept], v[kept])]
-    expected = attend(*dense, offsets, kv_offsets=few, causal=True, **more)
+    # With lengths here, too: float32 is multiplied otherwise without them.
+    whole = {"kv_offsets": few, "kv_lengths": few.diff()}
+    expected = attend(*dense, offsets, **whole, causal=True, **more)
     wanted = torch.autograd.grad(expected.square().sum(), dense)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(grads[0], wanted[0])

@@ -477,7 +477,7 @@ def test_peers_are_left_out_once_the_time_is_spent(monkeypatch: pytest.MonkeyPat
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_sll_folder", lambda: None)
+    monkeypatch.setattr(peers, "_fbgemm_folder", lambda _: None)
     with pytest.raises(peers.AbsentError, match="fbgemm_gpu is not installed"):
         peers.sll("triton_jagged_bmm")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -293,8 +293,8 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ((32, 32), (3, 1), 40, "d32.r128", "d32.r128"),
             ((64, 64), None, 1, "d64.r16", "d64.r32"),
             ((33, 8), (8, 1), 4, "d64.r32", "d64.r32"),
-            ((64, 64), (2, 2), 63, "d64.r128", "d64.r128"),
-            ((40, 64), (2, 2), 64, "d64", "d64.r128"),
+            ((64, 64), (2, 2), 32, "d64.r32", "d64.r32"),
+            ((40, 64), (2, 2), 33, "d64", "d64.r128"),
             ((64, 64), (4, 2), 64, "d64", "d64.r128"),
             ((128, 128), (2, 2), 16, "d128.r16", "d128.r32"),
             ((16, 65), (1, 1), 32, "d128.r32", "d128.r32"),
@@ -450,6 +450,42 @@ def test_path_of_softmax_of_matrices(
     assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
 
 
+@pytest.mark.parametrize("columns", [385, 769, 1537, 8193, 16_321, 32_641])
+@pytest.mark.parametrize("dtype", [*_DTYPES.values(), torch.float32], ids=[*_DTYPES, "f32"])
+def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None:
+    """By lanes, by a warp or by a CTA, wherever a row begins."""
+    case = CASES["jagged2_softmax"]
+    keys = Layout((columns, 7, columns + 1, 0, 1))
+    spec = spec_of(Layout((3, 1, 5, 2, 9)), kv_layout=keys, cross=True, dim=-1)
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
+
+
+@pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_softmax_counts_many_small_terms(dtype: torch.dtype, columns: int) -> None:
+    """Exponentials next to 2^-23 are nothing beside 1, but thousands of them are not."""
+    rows = 3
+    a = torch.full((rows, columns), -15.9453125, device=CUDA, dtype=dtype)
+    a[:, 0] = 0
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a.flatten(), offsets, y_offsets=y_offsets)
+    expected = torch.softmax(a.double(), 1)
+    error = (found.view(rows, columns).double() - expected).abs().max()
+    assert error <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("columns", [8, 40, 64, 72, 520])
+@pytest.mark.parametrize("name", ["jagged_dense_add", "jagged_dense_mul"])
+def test_gradients_beside_padded_rows_of_any_width(name: str, columns: int) -> None:
+    """A warp takes 32, 16 or 8 rows, of several sequences, and as many padded ones."""
+    layout = Layout((40, 0, 3, 1, 70, 9, 33), base=5, tail=9)
+    for padded_len in (33, 100):
+        spec = spec_of(layout, trailing=(columns,), padded_len=padded_len)
+        judge(CASES[name], spec, torch.float32, CUDA)
+        assert last_kernel("cuda") == f"cuda.{name}_backward"
+
+
 @pytest.mark.parametrize("left_out", [0, 700, -70], ids=["exact", "short", "long"])
 @pytest.mark.parametrize("columns", [16, 24, 64, 200, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -502,20 +538,31 @@ def test_path_of_mma_sync(dtype: torch.dtype, dim: int, monkeypatch: pytest.Monk
     assert last_kernel("cuda") == f"cuda.attention.backward.mma_sync.d{dim}"
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [(150, 0, 33, 64, 1, 417), (40, 0, 33, 64, 1, 7, 0, 17)],
+    ids=["", "short"],
+)
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 @PATH
 @pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
 @PRECISION
 def test_path_of_array_products(
-    precision: str, columns: int, path: str, transpose: bool, request: pytest.FixtureRequest
+    precision: str,
+    columns: int,
+    path: str,
+    transpose: bool,
+    lengths: tuple[int, ...],
+    request: pytest.FixtureRequest,
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
-    32 columns or fewer, of f32 64, go without wgmma.
+    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, a CTA of
+    f32 walks all columns.
     """
     dtype = _in_precision(precision, request)
     case = CASES["array_jagged_bmm_jagged_out"]
-    layout = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9)
+    layout = Layout(lengths, base=5, tail=9)
     spec = spec_of(layout, N=columns, transpose=transpose)
     is_wgmma = HOPPER and path == "best" and columns > (32 if precision in _DTYPES else 64)
     kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{precision}"
@@ -526,16 +573,24 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[not transpose]
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
 @PRECISION
 def test_path_of_matrices(
-    precision: str, inner: int, path: str, request: pytest.FixtureRequest
+    precision: str, inner: int, path: str, many: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Sequences of one tile of columns and of many, any pitch, one step of D and several."""
+    """Sequences of one tile of columns and of many, any pitch, one step of D and several.
+
+    Where there are many, tiles are wider.
+    """
     dtype = _in_precision(precision, request)
     case = CASES["jagged_jagged_bmm_jagged_out"]
-    spec = spec_of(Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), D=inner)
+    layout, keys = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), None
+    if many:
+        layout = Layout((1, 3, 65, 2, 0, 5, 17, 1, 33, 4, 2, 1) * 86, base=5, tail=9)
+        keys = Layout((30, 64, 65, 128, 129, 192, 193, 224, 225, 460, 0, 1) * 86, base=2, tail=3)
+    spec = spec_of(layout, kv_layout=keys, cross=many, D=inner)
     kernel = f"mma_sync.{precision}"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     kernel = _best(_MATRICES, kernel) if path == "best" else f"{_MATRICES}.{kernel}"
@@ -653,6 +708,17 @@ MIXED = Layout((64, 65, 63, 0, 64, 128, 1, 3, 200), base=5, tail=70)
 SLABS = Layout(
     (*(3,) * 60, 65, 64, 128, 200, *(0,) * 30, 66, 65, 65, 300, *(1,) * 40), base=5, tail=70
 )
+
+
+def slab_edges() -> Layout:
+    """Longer sequences whose tiles begin beside the edges of slabs of 32 and 64 rows."""
+    base, lengths = 5, []
+    for place in (63, 1, 31, 33, 0):
+        begin = base + sum(lengths)
+        lengths += [(place - begin) % 64, 130]
+    return Layout((*lengths, *(0,) * 200), base=base, tail=70)
+
+
 # With eight heads so many that a CTA looks in more than one slab (looped_grid).
 # The padded reference has a matrix of the longest for each sequence and head: hence no longer ones.
 CROWD = Layout((*(24, 3, 0, 9, 33, 1) * 60, 65, 200, 129, *(2,) * 90, 40), base=5, tail=70)
@@ -723,6 +789,7 @@ def test_tiny_among_longer_sequences(
         (MIXED, False, (4, 2)),
         (MIXED, True, (4, 2)),
         (SLABS, False, (4, 2)),
+        (slab_edges(), True, (4, 2)),
         (CROWD, True, (8, 8)),
     ):
         spec = spec_of(layout, dims=(dim, dim), causal=causal, heads=heads)
@@ -730,6 +797,33 @@ def test_tiny_among_longer_sequences(
             spec, kv_layout=MIXED_KEYS if cross and layout is MIXED else None
         )
         judge(case, spec, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 192])
+def test_no_sequence_but_rows(dim: int) -> None:
+    """All rows are outside; new memory holds NaN in deterministic mode, so none may be left."""
+    case = CASES["jagged_flash_attention"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for base, tail in ((150, 150), (0, 70), (1100, 0)):
+            spec = spec_of(Layout((), base=base, tail=tail), dims=(dim, dim), heads=(2, 1))
+            judge(case, spec, torch.bfloat16, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 192])
+def test_the_same_offsets_for_fewer_keys(dim: int) -> None:
+    """Offsets past the end of k, given as kv_offsets too, never reach rows behind k."""
+    q = torch.randn(300, 2, dim, device=CUDA, dtype=torch.bfloat16)
+    behind = torch.full((400, 2, dim), float("nan"), device=CUDA, dtype=torch.bfloat16)
+    keys = behind[:200].copy_(q[:200])
+    for lengths in ((20,) * 15, (60,) * 5, (150,) * 2, (300,)):
+        offsets = jagged_cuda.offsets_from_lengths(torch.tensor(lengths, device=CUDA))
+        leaves = [tensor.requires_grad_() for tensor in (q.clone(), keys.detach(), keys.detach())]
+        out = jagged_cuda.jagged_flash_attention(*leaves, offsets, kv_offsets=offsets)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        assert all(bool(t.isfinite().all()) for t in (out, *gradients)), lengths
 
 
 # So many that other kernels take them than one of them alone.

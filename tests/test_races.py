@@ -15,9 +15,9 @@ from plain import run_python
 import jagged_cuda
 from jagged_cuda.testing import kernel_paths
 from jagged_cuda.testing.cases import EVERY
-from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw
+from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw, judge_draw
 from tests.tools import races, sanitize
-from tests.tools.covering import covering_draws
+from tests.tools.covering import covering_draws, rare_draws
 from tests.tools.races import hunt
 from tests.tools.sanitize import FOUND, Check, find_sanitizer, run_check
 
@@ -77,6 +77,13 @@ def test_covering_draws_take_every_path_that_is_found() -> None:
     draws, missed = covering_draws(Wanted(ops=("jagged_softmax",)), "cpu", "cpu", seconds=2.0)
     assert 1 <= len(draws) <= len(kernel_paths("cpu"))
     assert missed < kernel_paths("cpu")
+
+
+@pytest.mark.parametrize("number", range(len(rare_draws("cuda", "cuda"))))
+def test_a_rare_draw_is_right(number: int, device: torch.device) -> None:
+    """Which kernels they take on a GPU is for `make sanitize` to say: it names those not taken."""
+    given = rare_draws(device.type, str(device))[number]
+    judge_draw(given)
 
 
 # --- sanitize

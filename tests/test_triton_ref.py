@@ -104,11 +104,77 @@ def test_matrices_where_they_are_said_to_begin() -> None:
     assert found.tolist() == [0.0] * 3 + [4.0] * 13 + [0.0] * 2
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
+def test_integers_are_exact(dtype: torch.dtype) -> None:
+    """As they are in the operators: sums wrap around, differences and orders do not."""
+    layout = Layout((30, 0, 7, 300), base=2, tail=3)
+    offsets = layout.offsets(DEVICE)
+    bounds = (0, 2) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randint(*bounds, shape, generator=generator).to(DEVICE, dtype)
+
+    x, y, score = drawn(layout.total, 3), drawn(4, 9, 3), drawn(layout.total)
+    functions = [
+        lambda ops: ops.jagged_dense_add(x, y, offsets),
+        lambda ops: ops.jagged_topk(score, offsets, 5),
+        lambda ops: ops.jagged_topk(score % 2 == 0, offsets, 5),
+    ]
+    if dtype is not torch.bool:
+        gaps = ((score, 0), (score // 8, 3), *((score, gap * 2.0**62) for gap in (1, 2, 3)))
+        for time, gap in gaps:
+            functions.append(
+                lambda ops, time=time, gap=gap: torch.cat(
+                    ops.jagged_sessionize(time, offsets, gap, sessions=layout.total)
+                )
+            )
+    for index, function in enumerate(functions):
+        assert torch.equal(function(triton_ref), function(jagged_cuda)), index
+
+
 @pytest.mark.parametrize("name", ["padded_to_jagged", "jagged_broadcast"])
 def test_the_size_is_read_where_it_is_not_given(name: str) -> None:
     offsets = torch.tensor([1, 3, 6], device=DEVICE)
     found = getattr(triton_ref, name)(torch.ones(2, 3, device=DEVICE), offsets)
     assert len(found) == 6
+
+
+@pytest.mark.parametrize("total", [None, 3, 30])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+def test_rows_move_as_the_operators_move_them(
+    offsets_dtype: torch.dtype, total: int | None
+) -> None:
+    """Parallel tensors of other widths and types, and the functions that are not operators."""
+    layout = Layout((3, 0, 9, 1), base=2, tail=3)
+    offsets = layout.offsets(DEVICE, offsets_dtype)
+    numbers = torch.arange(layout.total, device=DEVICE)
+    xs = [numbers.float()[:, None] + 0.5, numbers.to(torch.int16), numbers % 3 == 0]
+    n = torch.tensor([1, 2, 4, 0], device=DEVICE, dtype=offsets_dtype)
+    picked = torch.tensor([2, 0, 2], device=DEVICE)
+    both = None if total is None else (total, total)
+    dense = torch.ones(4, 2, 1, device=DEVICE)
+
+    def moved(ops: object) -> list[torch.Tensor]:
+        results = [
+            ops.jagged_select(xs, offsets, xs[2], total=total),
+            ops.jagged_slice(xs, offsets, 1, n, total=total),
+            ops.jagged_first(xs, offsets, n, total=total),
+            ops.jagged_last(xs, offsets, 2, total=total),
+            ops.jagged_index_select(xs, offsets, picked, total=total),
+            *ops.jagged_split(xs[0], offsets, n=n, totals=both),
+            *ops.jagged_split(xs[1], offsets, left_offsets=offsets.clamp(max=6), totals=both),
+            ops.jagged_concat([dense, xs[0]], [None, offsets], total=total),
+            ops.jagged_concat([xs[1], xs[1]], [offsets, offsets], total=total),
+        ]
+        return [t for ys, ends in results for t in (*(ys if isinstance(ys, list) else [ys]), ends)]
+
+    for index, (found, expected) in enumerate(
+        zip(moved(triton_ref), moved(jagged_cuda), strict=True)
+    ):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), index
 
 
 def test_products_differentiate_twice() -> None:
@@ -134,6 +200,19 @@ def test_softmax_of_infinities_agrees_with_torch() -> None:
     x = torch.tensor([[-float("inf")] * 3, [1.0, -float("inf"), float("inf")]], device=DEVICE)
     out = triton_ref.jagged_softmax(x, torch.tensor([0, 2], device=DEVICE))
     torch.testing.assert_close(out, torch.softmax(x, 0), equal_nan=True)
+
+
+@pytest.mark.parametrize(("first", "bucket"), [(2**63 - 1, 0), (-(2**63), 2)])
+def test_positions_beyond_the_table(first: int, bucket: int) -> None:
+    zeros, v = torch.zeros(3, 1, 16, device=DEVICE), torch.ones(3, 1, 16, device=DEVICE)
+    table = torch.zeros(3, device=DEVICE, requires_grad=True)
+    out = triton_ref.jagged_hstu_attention(
+        *(zeros, zeros, v, torch.tensor([0, 3], device=DEVICE)),
+        divisor=1.0,
+        position_bias=jagged_cuda.PositionBias(table, first),
+    )
+    (gradient,) = torch.autograd.grad(out.sum(), table)
+    assert gradient.nonzero().flatten().tolist() == [bucket]
 
 
 @pytest.mark.cuda
@@ -317,6 +396,11 @@ def compile_for_hopper(dtype: torch.dtype) -> None:
     triton_ref.jagged_positions(offsets, total=100, targets=1)
     triton_ref.jagged_topk(values(100), offsets, 5)
     triton_ref.jagged_sessionize(values(100), offsets, 0.5, sessions=100)
+    numbers = offsets.new_empty(100)
+    for gap in (3, 2.0**63):
+        triton_ref.jagged_sessionize(numbers, offsets, gap, sessions=100)
+    triton_ref.jagged_topk(numbers, offsets, 5)
+    triton_ref.jagged_dense_add(numbers, offsets.new_empty(2, 70), offsets)
     triton_ref.matrix_offsets(offsets)
     modules = [module for name, module in sys.modules.items() if name.startswith("triton_ref.")]
     expected = {name for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -2,7 +2,8 @@
 
 Same names and arguments as the public functions of jagged_cuda, differentiable, in fp32, fp16 and
 bf16 on a GPU. With TRITON_INTERPRET=1 in the environment before Triton is imported, they run on
-CPU tensors in fp32, fp16 and fp64.
+CPU tensors in fp32, fp16 and fp64. What moves rows takes any dtype, and jagged_dense_add,
+jagged_topk and jagged_sessionize take integers too.
 """
 
 from .array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out

@@ -8,6 +8,7 @@ from . import jagged_to_padded as padded
 from .common import (
     accumulator,
     check,
+    check_place,
     find_tile,
     launch,
     load_block,
@@ -61,7 +62,7 @@ def combine_kernel(
 def combine(
     x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, multiply: bool
 ) -> torch.Tensor:
-    """x [T, C] with y [B, M, C]"""
+    """x [T, C] with y [B, M, C]; sums of integers wrap around"""
     z = x.new_empty(x.shape)
     tile_t, tile_c = tile_of(x.shape[1], widest=64)
     launch(
@@ -78,7 +79,7 @@ def combine(
         x.stride(),
         y.stride(),
         MULTIPLY=multiply,
-        ACCUMULATOR=accumulator(x),
+        ACCUMULATOR=accumulator(x) if x.is_floating_point() else tl.int64,
         TILE_T=tile_t,
         TILE_C=tile_c,
     )
@@ -104,7 +105,9 @@ class JaggedDenseAdd(torch.autograd.Function):
 
 def jagged_dense_add(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """z_b[i] = x_b[i] + y[b, i] for x [T, ...] and y [B, M, ...], x_b[i] alone from M on."""
-    check("jagged_dense_add", x=x, y=y, offsets=offsets)
+    (check if x.is_floating_point() else check_place)("jagged_dense_add", x=x, y=y, offsets=offsets)
+    if x.dtype is torch.bool:  # one of the two is enough
+        return jagged_dense_add(x.view(torch.uint8), y.view(torch.uint8), offsets).bool()
     columns = x.shape[1:].numel()
     flat = x.reshape(len(x), columns), y.reshape(*y.shape[:2], columns)
     return JaggedDenseAdd.apply(*flat, offsets.contiguous()).reshape(x.shape)

@@ -548,6 +548,10 @@ class JaggedFlashAttention(torch.autograd.Function):
         )
 
 
+# Beyond any distance in rows, from which it can be subtracted.
+FAR = 2**62
+
+
 def packed(
     kv_bias, time_table, q_time, kv_time, boundaries, position_table, symmetric, position_first
 ):
@@ -557,7 +561,8 @@ def packed(
     if time_table is not None:
         time = (time_table, *time_table.shape, q_time, kv_time, boundaries, int(symmetric))
     if position_table is not None:
-        position = (position_table, *position_table.shape, position_first)
+        first = min(max(position_first, -FAR), FAR)
+        position = (position_table, *position_table.shape, first)
     return key, time, position
 
 

@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import check, find_tile, launch, load_rows, num_tiles
+from .common import check, check_place, find_tile, launch, load_rows, num_tiles
 
 TILE_T = 256
+MOST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "total"])
@@ -17,6 +18,7 @@ def mark_starts_kernel(
     p_gap,  # [1]
     num_seqs,
     total,
+    HUGE_GAP: tl.constexpr,
     TILE_T: tl.constexpr,
 ):
     i_seq, first_row = find_tile(p_offsets, tl.program_id(0), num_seqs, total, TILE_T)
@@ -25,10 +27,21 @@ def mark_starts_kernel(
     o_t = first_row + tl.arange(0, TILE_T)  # int64
     m_t = o_t < end
     # [TILE_T]
-    b_time = tl.load(p_time + o_t, mask=m_t, other=0.0).to(tl.float64)
+    b_time = tl.load(p_time + o_t, mask=m_t, other=0.0)
     # [TILE_T]
-    b_before = tl.load(p_time + o_t - 1, mask=m_t & (o_t > begin), other=0.0).to(tl.float64)
-    b_start = ((o_t == begin) | (b_time - b_before > tl.load(p_gap))) & in_sequence
+    b_before = tl.load(p_time + o_t - 1, mask=m_t & (o_t > begin), other=0.0)
+    gap = tl.load(p_gap)
+    if p_time.dtype.element_ty.is_int():
+        # Where time rises, a difference below 0 has wrapped around: it is 2^63 and its other bits.
+        b_rise = b_time - b_before
+        if HUGE_GAP:
+            b_rises = (b_rise < 0) & ((b_rise & MOST) > gap)
+        else:
+            b_rises = (b_rise < 0) | (b_rise > gap)
+        b_rises = b_rises & (b_time > b_before)
+    else:
+        b_rises = b_time.to(tl.float64) - b_before.to(tl.float64) > gap
+    b_start = ((o_t == begin) | b_rises) & in_sequence
     tl.store(p_start + o_t, b_start.to(tl.int64), mask=m_t)
 
 
@@ -57,15 +70,32 @@ def jagged_sessionize(
     None reads how many sessions there are.
     """
     capacity = len(time) if sessions is None else sessions
-    check("jagged_sessionize", time=time, offsets=offsets, sessions=capacity)
+    is_number = time.is_floating_point()
+    (check if is_number else check_place)(
+        "jagged_sessionize", time=time, offsets=offsets, sessions=capacity
+    )
     time, offsets = time.detach().contiguous(), offsets.contiguous()
     num_seqs, total = len(offsets) - 1, len(time)
     start = offsets.new_empty(total, dtype=torch.int64)
     tiles = num_tiles(total, num_seqs, TILE_T)
-    # A tensor: a number would be passed in fp32.
-    limit = torch.full((1,), gap, dtype=torch.float64, device=time.device)
+    # A tensor: a number would be passed in fp32. Differences of integers are compared as integers.
+    is_huge = not is_number and gap > MOST.value
+    if is_number:
+        limit = torch.full((1,), gap, dtype=torch.float64, device=time.device)
+    else:
+        time, whole = time.long(), int(min(gap, 2.0**64)) - (2**63 if is_huge else 0)
+        limit = torch.full((1,), min(whole, MOST.value), device=time.device)
     launch(
-        mark_starts_kernel, (tiles,), time, offsets, start, limit, num_seqs, total, TILE_T=TILE_T
+        mark_starts_kernel,
+        (tiles,),
+        time,
+        offsets,
+        start,
+        limit,
+        num_seqs,
+        total,
+        HUGE_GAP=is_huge,
+        TILE_T=TILE_T,
     )
     number = start.cumsum(0)
     ends = offsets[-1:].clamp(0, total)

@@ -4,7 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import accumulator_type, check, launch, load_block, store_block, tile_of
+from .common import accumulator_type, check_place, launch, load_block, store_block, tile_of
+
+# Rows are moved as bits, whatever they mean: by the size of an element.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit(do_not_specialize=["num_rows", "total"])
@@ -41,9 +44,9 @@ class JaggedTake(torch.autograd.Function):
         launch(
             jagged_take_kernel,
             (triton.cdiv(len(index), tile_t), triton.cdiv(x.shape[1], tile_c)),
-            x,
+            x.view(BITS[x.element_size()]),
             index,
-            z,
+            z.view(BITS[x.element_size()]),
             len(index),
             len(x),
             x.shape[1],
@@ -63,11 +66,11 @@ class JaggedTake(torch.autograd.Function):
 
 
 def jagged_take(x: torch.Tensor, index: torch.Tensor, *, unique: bool = False) -> torch.Tensor:
-    """z[i] = x[index[i]] for x [T, ...], zeros where index is -1.
+    """z[i] = x[index[i]] for x [T, ...] of any dtype, zeros where index is -1.
 
     Gradients are summed whatever unique promises.
     """
-    check("jagged_take", x=x, index=index)
+    check_place("jagged_take", x=x, index=index)
     columns = x.reshape(len(x), x.shape[1:].numel())
     z = JaggedTake.apply(columns, index.contiguous())
     return z.reshape(len(index), *x.shape[1:])

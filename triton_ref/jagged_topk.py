@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import check, counts_of, launch, load_rows
+from .common import check, check_place, counts_of, launch, load_rows
 
 TILE_T = 256
 
@@ -14,6 +14,8 @@ def load_keys(p_score, o_t, m_t, BITS: tl.constexpr, KEY: tl.constexpr):
     """Scores as integers of the same order, NaN the least: [TILE_T]."""
     # [TILE_T]
     b_score = tl.load(p_score + o_t, mask=m_t, other=0.0)
+    if p_score.dtype.element_ty.is_int():
+        return b_score
     if BITS == 32:
         b_score = b_score.to(tl.float32)
     b_bits = b_score.to(KEY, bitcast=True)
@@ -75,8 +77,12 @@ def jagged_topk_kernel(
 def jagged_topk(score: torch.Tensor, offsets: torch.Tensor, k: int | torch.Tensor) -> torch.Tensor:
     """Whether each row of score [T] is among the k best of its sequence: [T] bool."""
     each, same = counts_of(k)
-    check("jagged_topk", score=score, offsets=offsets, k=each, same_k=same)
-    num_seqs, wide = len(offsets) - 1, score.dtype is torch.float64
+    is_number = score.is_floating_point()
+    (check if is_number else check_place)(
+        "jagged_topk", score=score, offsets=offsets, k=each, same_k=same
+    )
+    score = score if is_number else score.long()
+    num_seqs, wide = len(offsets) - 1, score.element_size() == 8
     keep = score.new_empty(len(score), dtype=torch.int8)
     launch(
         jagged_topk_kernel,

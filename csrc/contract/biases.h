@@ -5,11 +5,15 @@
 #include "contract/contract.h"
 #include "contract/score_bias.h"
 
+#include <algorithm>
 #include <optional>
 
 namespace jagged_cuda {
 
 struct Biases {
+  // Beyond any distance in rows, from which it can be subtracted.
+  static constexpr int64_t kFarPosition = int64_t{1} << 62;
+
   std::optional<Tensor> kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries;
   bool symmetric;
   std::optional<Tensor> position_table;
@@ -21,7 +25,8 @@ struct Biases {
          const std::optional<Tensor>& q_time_any, const std::optional<Tensor>& kv_time_any,
          const std::optional<Tensor>& boundaries_any, bool is_symmetric,
          const std::optional<Tensor>& position_table_any, int64_t first_position)
-      : symmetric(is_symmetric), position_first(first_position) {
+      : symmetric(is_symmetric),
+        position_first(std::clamp(first_position, -kFarPosition, kFarPosition)) {
     const auto dense = [&](const std::optional<Tensor>& given) {
       return given ? std::optional<Tensor>(as_contiguous(op, *given)) : std::nullopt;
     };

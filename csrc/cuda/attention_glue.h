@@ -21,6 +21,18 @@ inline std::optional<Tensor> aligned_ranges(const char* op, const std::optional<
   return copy;
 }
 
+// kv_offsets, or offsets without any. Kernels take equal pointers for equal rows, so where q and k
+// have different numbers of rows it is never the tensor of offsets itself.
+inline Tensor key_offsets(const char* op, const Sizes& sizes, const Tensor& offsets,
+                          const std::optional<Tensor>& given) {
+  if (!given) return offsets;
+  Tensor found = as_contiguous(op, *given);
+  if (sizes.Tq == sizes.Tk || found.const_data_ptr() != offsets.const_data_ptr()) return found;
+  Tensor copy = allocate(op, found, {found.size(0)}, found.scalar_type());
+  torch::stable::copy_(copy, found);
+  return copy;
+}
+
 inline int64_t window_rows(int64_t window) {
   return window < 0 ? AttentionParams::kUnbounded : window;
 }

@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
-               kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+               kv_offsets = key_offsets(op, sizes, offsets, kv_offsets_any);
   const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   const std::optional<Tensor> grad_lse =
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
   const Tensor offsets = as_contiguous(op, offsets_any),
-               kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+               kv_offsets = key_offsets(op, sizes, offsets, kv_offsets_any);
   const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});

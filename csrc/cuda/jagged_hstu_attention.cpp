@@ -44,7 +44,7 @@ Tensor jagged_hstu_attention(
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
-               kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+               kv_offsets = key_offsets(op, sizes, offsets, kv_offsets_any);
   const auto row_scale = dense(op, row_scale_any), key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_hstu_attention
   const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
                v = as_contiguous(op, v_any, -1), grad_out = as_contiguous(op, grad_out_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
-               kv_offsets = kv_offsets_any ? as_contiguous(op, *kv_offsets_any) : offsets;
+               kv_offsets = key_offsets(op, sizes, offsets, kv_offsets_any);
   const auto row_scale = dense(op, row_scale_any), key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
   Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});

@@ -57,7 +57,8 @@ def jagged_flash_attention(
         kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
             and dv of the rows behind it are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
-            key after scale; -inf hides the key.
+            key after scale; -inf hides the key. (A row whose
+            scores are all below -2.3e38 may count as one that sees nothing.)
         time_bias: a TimeBias, added likewise: by the time between query and key.
         position_bias: a PositionBias, added likewise: by the rows between query and key.
 
@@ -81,11 +82,9 @@ def jagged_flash_attention(
         tests ask of float32 (docs/testing.md). With key_ranges, kv_lengths or a bias it multiplies
         in float32, which takes longer.
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
-        backward. In 16 bits on Hopper, calls with key_ranges, kv_lengths or a bias run on wgmma,
-        where D and Dv are at most 128: the backward pass, and the forward pass of sequences of more
-        than 64 queries with 33 dims or more and without time_bias; all else of them on mma.sync. No
-        matrix of biases is stored. The gradients of kv_bias and of the tables are sums in a fixed
-        order; those of tables cost a kernel of their own.
+        backward. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums
+        in a fixed order. On Hopper, in 16 bits, such calls run on wgmma where D and Dv are at most
+        128, but for the forward pass with a time_bias, of up to 64 queries or of D and Dv up to 32.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):

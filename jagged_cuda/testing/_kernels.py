@@ -33,10 +33,11 @@ def _reader(path: Path, device: str) -> Callable[[], bytes]:
 def kernel_paths(device: str) -> frozenset[str]:
     """Return the names of every kernel path that the library of "cpu" or "cuda" has.
 
-    They are read from the library itself, where each name is a literal; empty without a library.
+    They are read from the library itself, where each name is a literal behind any byte; empty
+    without a library.
     """
     path = _load.cpu_library if device == "cpu" else _load.cuda_library
     if path is None:
         return frozenset()
-    literal = re.compile(rb"(?<![\w./])%s(?:\.[a-z0-9_]+)+(?=\0)" % device.encode())
+    literal = re.compile(rb"(?<![_./])%s(?:\.[a-z0-9_]+)+(?=\0)" % device.encode())
     return frozenset(name.decode() for name in literal.findall(path.read_bytes()))

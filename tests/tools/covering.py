@@ -6,9 +6,13 @@ import dataclasses
 import itertools
 import math
 import time
+from typing import Any
 
 from jagged_cuda.testing._kernels import kernel_paths
+from jagged_cuda.testing.cases import EVERY
 from jagged_cuda.testing.draws import Draw, Wanted, draw, run_draw
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Spec
 
 # Enough rows for several tiles, and few enough for a sanitizer.
 GOOD_TOTAL = 300
@@ -21,9 +25,26 @@ def covering_draws(
     """Search draws for so long; return a set that takes each path found, and the paths not found.
 
     Each operator is drawn at least once. Of the draws that take a path, the one is kept whose batch
-    is nearest to GOOD_TOTAL rows, and whose tensors are small.
+    is nearest to GOOD_TOTAL rows, and whose tensors are small. On a GPU rare_draws() are kept, too:
+    a path is that of a launch, which may find nothing to do.
     """
     best: dict[tuple[str, str], tuple[float, Draw]] = {}
+
+    def consider(given: Draw) -> None:
+        total = max(given.spec.layout.total, given.spec.kv.total)
+        elems = sum(math.prod(shape) for shape in given.case.shapes(given.spec).values())
+        badness = abs(math.log(total / GOOD_TOTAL)) + math.log1p(elems / GOOD_ELEMS)
+        for path in run_draw(given).paths:
+            # On the CPU the kernels of all operators have one name.
+            key = (given.op, path)
+            if key not in best or badness < best[key][0]:
+                best[key] = (badness, given)
+
+    kept: list[Draw] = []
+    for given in rare_draws(backend, device) if backend == "cuda" else ():
+        if given.op in wanted.ops and given.dtype in wanted.dtypes:
+            kept.append(given)
+            consider(given)
     deadline = time.monotonic() + seconds
     # Operators and sizes in turn: some paths are taken only by long sequences.
     turns = [
@@ -35,18 +56,44 @@ def covering_draws(
         if time.monotonic() > deadline and index >= len(wanted.ops):
             break
         given = draw(turn, seed, backend, device, index).draw
-        total = max(given.spec.layout.total, given.spec.kv.total)
-        if not given.backward or not sum(given.spec.layout.lengths):
-            continue
-        elems = sum(math.prod(shape) for shape in given.case.shapes(given.spec).values())
-        badness = abs(math.log(total / GOOD_TOTAL)) + math.log1p(elems / GOOD_ELEMS)
-        for path in run_draw(given).paths:
-            # On the CPU the kernels of all operators have one name.
-            key = (given.op, path)
-            if key not in best or badness < best[key][0]:
-                best[key] = (badness, given)
-    kept: list[Draw] = []
+        if given.backward and sum(given.spec.layout.lengths):
+            consider(given)
     for _, given in best.values():
         if given not in kept:
             kept.append(given)
     return kept, kernel_paths(backend) - {path for _, path in best}
+
+
+def rare_draws(backend: str, device: str) -> list[Draw]:
+    """Draws for kernels that a search seldom meets, since they take lengths of one kind alone."""
+
+    def attention(
+        lengths: tuple[int, ...],
+        keys: tuple[int, ...] | None = None,
+        deterministic: bool = False,
+        **choices: Any,
+    ) -> Draw:
+        op = "jagged_flash_attention"
+        first = {name: values[0] for name, values in EVERY[op].choices.items()}
+        choices = first | {"cross": keys is not None, "max_len": False, "causal": False} | choices
+        kv_layout = None if keys is None else Layout(keys, base=2, tail=3)
+        spec = Spec(0, Layout(lengths, base=5, tail=7), choices, kv_layout)
+        return Draw(op, spec, "bfloat16", backend, device, deterministic=deterministic)
+
+    narrow, middle, wide = ({"dims": (dim, dim), "heads": (2, 2)} for dim in (64, 128, 256))
+    grouped = {"dims": (64, 64), "heads": (2, 1)}
+    return [
+        # Long sequences, several tiles of keys in turn.
+        *(
+            attention((1100, 40), deterministic=in_order, **choices)
+            for choices in (narrow, middle, grouped, middle | {"causal": True})
+            for in_order in (False, True)
+        ),
+        # Neither short nor long: many keys for few queries; and no row of a long sequence.
+        attention((100, 60), (300, 400), **narrow),
+        attention((300, 290, 310), **grouped),
+        # So many that the kernels for short and tiny sequences have tiles enough.
+        attention((100, 70) * 40, **narrow),
+        *(attention((20, 9) * 150, max_len=True, **choices) for choices in (narrow, middle, wide)),
+        attention((20, 9) * 150, max_len=True, dims=(32, 32), heads=(2, 2)),
+    ]

@@ -9,8 +9,8 @@
 // Grid: one CTA for each virtual tile of kTileM rows of the result (prim/jagged.cuh) and kTileN of
 // its columns, those of one tile beside each other, or all of them, part by part (kAllColumns). Each of
 // two warpgroups has 64 of the columns, each of its warps 16, for all rows. The sum runs over K in
-// order, kStepK at a time: deterministic, and alike in any batch. Tensor cores truncate as they add: every kDepth of K the sum is added to a
-// rounded one (RoundedSum).
+// order, kStepK at a time: deterministic, and alike in any batch. Tensor cores truncate as they add:
+// every kDepth of K the sum is added to a rounded one (RoundedSum).
 //
 // y comes by TMA, which rounds it to TF32 if that is all. A_b begins at any element and has any
 // pitch: it comes by loads of single elements, a step ahead, in registers, and is rounded or split
@@ -32,9 +32,9 @@
 //
 // Shared memory: kSlots slots of y [kStepK, kTileN]; twice A [kTileM, kStepK], F32 twice that.
 //
-// Barriers: full[slot], on which the bytes of y complete; a thread of each warp arrives. One __syncthreads a step: A_i has been
-// written, y_i has been read by all, and all have seen the product before end, whose A is written
-// next.
+// Barriers: full[slot], on which the bytes of y complete; a thread of each warp arrives. One
+// __syncthreads a step: A_i has been written, y_i has been read by all, and all have seen the product
+// before end, whose A is written next.
 //
 // Virtual tiles without rows return at once. Rows outside every sequence, those of a matrix that
 // does not fit, and those of a matrix without columns take no step: zeros. A tile ends with its

@@ -20,8 +20,9 @@
 // Shared memory: kSlots slots of y [kStepK, kTileN] and of A's granules, lines of [64, kStepK], or,
 // transposed, of [kStepK, 64].
 //
-// Barriers: full[slot], on which the bytes of y complete; a thread of each warp arrives. One __syncthreads a step: A_i and the
-// zeros have been written by all, and all have seen the product end whose slots are filled next.
+// Barriers: full[slot], on which the bytes of y complete; a thread of each warp arrives. One
+// __syncthreads a step: A_i and the zeros have been written by all, and all have seen the product end
+// whose slots are filled next.
 //
 // Virtual tiles without rows return at once. Rows outside every sequence, those of a matrix that
 // does not fit, and those of a matrix without columns take no step: zeros. A tile ends with its

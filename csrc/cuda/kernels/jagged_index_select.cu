@@ -15,7 +15,7 @@
 // has no other. Forward the offsets of the copies are made here too: each CTA adds the lengths of all
 // copies before its own. Grid: x, a CTA for each 32 of these M + B + 1 counts, a lane for each; each of
 // its warps counts over a part of the keys, four at a time from shared memory, where all are. Shared
-// memory: keys (16 KiB) and the counts and lengths of all warps (2 KiB), each published by a barrier.
+// memory: keys (16 KiB) and the counts and lengths of all warps (8 KiB), each published by a barrier.
 // Where a sort has found the order already, it is only followed.
 //
 // Second kernel, which starts while the first runs, and waits for it once it has found its tile.

@@ -67,8 +67,9 @@ def _in_ranges(spec: Spec, q: Tensor) -> Tensor:
 
 # --- biases
 
-# Times grow with the square of a row's place, in steps of this: no float32 holds their distances.
-_TIME_UNIT = 3_000_000_017
+# Times grow with the square of a row's place, in steps of this: no float32 holds their distances,
+# or 32 bits hold those of neighbouring rows.
+_TIME_UNITS = {"coarse": 3_000_000_017, "fine": 1_009}
 BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     "ranges": (None, None, "hstu", "scattered"),
     "kv_lengths": (False, True),
@@ -77,6 +78,7 @@ BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     # Heads of a bias, one for all (1) or one each (True); and R of a table, or None for no table.
     "bias_heads": (1, True),
     "time": ("symmetric", "past"),
+    "clock": tuple(_TIME_UNITS),
     "first": (0, -2, 3),
     "buckets": (1, 5, 7, 33, 70),  # R of both tables
 }
@@ -95,12 +97,13 @@ def _places(layout: Layout, device: torch.device) -> Tensor:
     return unpad(rows[..., None], layout)[:, 0]
 
 
-def _times(places: Tensor) -> Tensor:
-    return places.long() ** 2 * _TIME_UNIT + places % 3
+def _times(spec: Spec, places: Tensor) -> Tensor:
+    return places.long() ** 2 * _TIME_UNITS[spec.choices["clock"]] + places % 3
 
 
 def _boundaries(spec: Spec, device: torch.device) -> Tensor:
-    return jagged_cuda.log_boundaries(spec.choices["buckets"], 0.6, _TIME_UNIT).to(device)
+    unit = _TIME_UNITS[spec.choices["clock"]]
+    return jagged_cuda.log_boundaries(spec.choices["buckets"], 0.6, unit).to(device)
 
 
 def bias_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -141,7 +144,7 @@ def bias_options(
         kv_bias, time_table, position_table = (
             t.squeeze(1) for t in (kv_bias, time_table, position_table)
         )
-    time = _times(places), _times(key_places), _boundaries(spec, given.device)
+    time = _times(spec, places), _times(spec, key_places), _boundaries(spec, given.device)
     symmetric = spec.choices["time"] == "symmetric"
     options: dict[str, Any] = {"kv_bias": kv_bias}
     if spec.choices["tables"] is True:
@@ -172,8 +175,9 @@ def padded_bias(spec: Spec, tensors: Tensors) -> Tensor | None:
     if not spec.choices["tables"]:
         return bias
     if spec.choices["tables"] is True:
-        then = pad(_times(_places(spec.kv, device)), spec.kv)
-        away = pad(_times(_places(spec.layout, device)), spec.layout)[:, :, None] - then[:, None]
+        then = pad(_times(spec, _places(spec.kv, device)), spec.kv)
+        now = pad(_times(spec, _places(spec.layout, device)), spec.layout)
+        away = now[:, :, None] - then[:, None]
         away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)
         bucket = torch.searchsorted(_boundaries(spec, device), away.contiguous(), right=True)
         bias = bias + each_head(tensors["time_table"][bucket].permute(0, 3, 1, 2))

@@ -34,8 +34,8 @@ def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     x = sample.tensors["x"]
     copies = torch.ones((total, *x.shape[1:]), dtype=x.dtype, device=x.device)
     return {
-        "jagged_index_select_plan": planning,
         "jagged_index_select": (x, sample.offsets, index, total),
+        "jagged_index_select_plan": planning,
         "jagged_index_select_backward": (
             copies.requires_grad_(),
             *(sample.offsets, taken, index, None, None),

@@ -6,7 +6,20 @@
 //
 // Grid: y = heads; x = first the tiles of the former, then CTAs of the latter, numbered over x and y,
 // whose warps take 16 queries of one head of a sequence each, and all of which write to the rows
-// outside all sequences. One CTA per SM has as many registers as the latter want.
+// outside all sequences. forward_few is compiled for one CTA per SM, so that these have the registers
+// that they want.
+//
+// forward_few: shared memory, barriers and edges are those of forward_wgmma.cuh; tiny sequences need
+// none.
+//
+// forward_few_short, a tile of a short sequence, four warps of 16 queries each:
+//     warps 0, 1, 2: copy K, Q, V of the tile;  all wait;  warp 3: zeros in V past the end
+//     __syncthreads;  each warp its 16 queries against all keys (attend_short)
+// Shared memory: all keys and values of a sequence, kShortRows rows each, and the tile's queries, in
+// rows of 128 bytes: 72 KiB. O leaves through the warp's own rows of Q.
+// Barriers: `full`: warps 0 to 2, each with the bytes of its copies; all threads wait, once per CTA.
+// One __syncthreads once it is initialised, one behind the zeros.
+// A CTA whose tile has no rows, or is of a sequence that is tiny or not short, ends at once.
 #pragma once
 
 #include "cuda/kernels/attention/few_forward.h"
@@ -155,11 +168,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_fe
 }
 
 // The CTAs for tiles and behind them those for tiny sequences, a warp for each item: of y * kTinyWarps,
-// where y is the number of heads.
+// where y is the number of heads. At least one, since they write the rows outside all sequences, which
+// may be all there are.
 template <typename Config>
 Grid few_grid(const AttentionParams& attention, int64_t tile_ctas) {
-  return {tile_ctas + (attention.q_offsets.num_seqs * Config::kBlocks + Config::kTinyWarps - 1) /
-                          Config::kTinyWarps,
+  const int64_t items = attention.q_offsets.num_seqs * Config::kBlocks;
+  return {tile_ctas + (items > 0 ? (items + Config::kTinyWarps - 1) / Config::kTinyWarps : 1),
           attention.heads};
 }
 

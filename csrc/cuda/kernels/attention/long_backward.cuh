@@ -44,11 +44,13 @@
 // they add, heads fastest, and walk over the queries the other way, so that the tile before is ahead.
 //
 // Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
-// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves.
+// stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves. 195, 226 KiB for
+// kDim 64, 128.
 //
 // Barriers:           arrives                              waits
 //     items.full      scheduler                            copier, senders, computing warps
 //     items.empty     copier, senders, computing warps     scheduler
+//                     (kOrdered: each of their lanes)
 //     wanted          copier, near the end of an item      scheduler, before it takes one in order
 //     keys_full       copier, with the bytes of K, V       computing warps
 //     keys_empty      computing warps, after an item       copier
@@ -344,7 +346,7 @@ struct KeyItem {
 
 // Queries [query, query + kStep) of one head.
 struct alignas(16) LongStep {
-  float* grad_q;  // its sums
+  float* grad_q;  // its sums, without an order
   int query;
   int next;  // flags of the next step: nothing waits for them when it begins
 };
@@ -654,6 +656,8 @@ struct LongBackwardConsumer {
   static constexpr int kStep = Config::kStep, kScoreBlocks = kStep / 8,
                        kOutBlocks = Config::kDim / 8;
   static constexpr int kZeroedBarrier = 1;
+  // Whether every lane arrives for what it has read of an item.
+  static constexpr bool kAllArrive = Config::kOrdered;
   using Packed = PackedRows<Element, kScoreBlocks>;
 
   // lse or delta of the queries that are this lane's columns.
@@ -882,12 +886,23 @@ struct LongBackwardConsumer {
     ptx::wgmma_fence();
     wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
     ptx::wgmma_commit_group();
-    const int4 words = *reinterpret_cast<const int4*>(&shared.steps[stage]);
-    step.grad_q = reinterpret_cast<float*>(static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
-                                           static_cast<uint64_t>(words.y) << 32);
-    step.query = words.z;
-    step.next = words.w;
+    read_step();
     load_first_chunks(lse, 0);
+  }
+  __device__ __forceinline__ void read_step() {
+    if constexpr (Config::kOrdered) {
+      // The lane that reads is the one that arrives, as racecheck follows it.
+      int2 words = {};
+      if (lane == 0) words = *reinterpret_cast<const int2*>(&shared.steps[stage].query);
+      step.query = __shfl_sync(0xffffffffu, words.x, 0);
+      step.next = __shfl_sync(0xffffffffu, words.y, 0);
+    } else {
+      const int4 words = *reinterpret_cast<const int4*>(&shared.steps[stage]);
+      step.grad_q = reinterpret_cast<float*>(static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
+                                             static_cast<uint64_t>(words.y) << 32);
+      step.query = words.z;
+      step.next = words.w;
+    }
   }
   // dP^T = V dO^T
   __device__ __forceinline__ void start_grad_probs(Accumulator<1, kScoreBlocks>& dp) {
@@ -1040,7 +1055,8 @@ struct LongBackwardConsumer {
         if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
       }
       store_item(item);
-      if (lane == 0) shared.items.release(stage);
+      __syncwarp();  // all lanes have read the item
+      if (kAllArrive || lane == 0) shared.items.release(stage);
     }
     if (!Config::kOrdered && lane == 0) ptx::cp_async_bulk_wait();
   }
@@ -1057,7 +1073,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     ptx::prefetch_tensormap(params.grad_out);
-    shared.items.init(kConsumerWarps + 1 + (Config::kOrdered ? Config::kWarpgroups : 0));
+    shared.items.init(Config::kOrdered ? kConsumerWarps * 32 + 1 + Config::kWarpgroups
+                                       : kConsumerWarps + 1);
     shared.ring.init(kConsumerWarps);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);

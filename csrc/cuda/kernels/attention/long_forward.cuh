@@ -484,6 +484,7 @@ struct LongForwardConsumer {
     if (lane == 0) shared.ring.release(stage);
   }
   __device__ __forceinline__ void release_item(int stage) {
+    __syncwarp();  // all lanes have read it
     if (lane == 0) shared.items.release(stage);
   }
   __device__ __forceinline__ int query_tile(int item_stage) const {

@@ -7,6 +7,9 @@
 
 namespace jagged_cuda::attention {
 
+// What is below hides: times log2(e) it would be -inf.
+constexpr float kLeastMaximum = -2.3e38f;
+
 // Running maximum and sum of the rows that a lane shares with the three others of its quad, [row
 // block][half].
 template <int kRowBlocks>
@@ -37,8 +40,8 @@ struct OnlineSoftmax {
       }
       const float new_max = fmaxf(row_max[r][half], quad_max(tile_max));
       // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
-      // instead.
-      const float finite_max = new_max == -INFINITY ? 0.0f : new_max;
+      // instead. Likewise where a bias like the least float makes it -inf by log2(e).
+      const float finite_max = new_max < kLeastMaximum ? 0.0f : new_max;
       const float shift = finite_max * scale_log2;
       // 1 to the last bit while the maximum stays: how many tiles a row is in of which it sees
       // nothing depends on the tiles' size, and so on the batch.

@@ -12,15 +12,15 @@
 
 namespace jagged_cuda::attention {
 
-// A bias over the scale, which is not 0. What is finite stays so.
+// A bias over the scale, which is not 0. What is finite stays so, times scale and log2(e), too.
 class BiasOverScale {
  public:
   __device__ __forceinline__ explicit BiasOverScale(const AttentionParams& params)
       : factor_(1.0f / static_cast<float>(params.scale)) {}
   __device__ __forceinline__ float operator()(float bias) const {
-    constexpr float kMost = 1e37f;
+    constexpr float kMost = 1e29f;  // scales are up to 1e9
     const float quotient = bias * factor_;
-    return isinf(quotient) && !isinf(bias) ? copysignf(kMost, quotient) : quotient;
+    return fabsf(quotient) > kMost && !isinf(bias) ? copysignf(kMost, quotient) : quotient;
   }
 
  private:

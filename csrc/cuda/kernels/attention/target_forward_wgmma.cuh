@@ -24,8 +24,8 @@
 //     items.empty   computing warps, when they have read it   producer
 //     ring.full     producer, with the bytes of a tile        computing warps
 //     ring.empty    computing warps, after their product      producer
-//     1 + w         warpgroup w, after its copies of Q, and   the same
-//                   after it has written zeros
+//     1 + w         warpgroup w, before and after its copies  the same
+//                   of Q, and after it has written zeros
 //
 // A copy may reach into the next sequence: scores of its keys are masked, its rows of V overwritten
 // with zeros, since 0 times NaN is NaN. A warpgroup without rows only releases what the other reads.
@@ -154,6 +154,8 @@ __device__ __forceinline__ void consume_target(const TargetForwardWgmmaParams& p
       continue;
     }
 
+    // Until each warp has computed its last S of the item before, Q is read.
+    ptx::bar_sync(barrier, 128);
     load_query_rows<128>(sQ, attention.q, target, item.first_row + warpgroup * 64,
                          rows - warpgroup * 64, attention.dim_qk, attention.aligned);
     ptx::cp_async_commit();
@@ -296,8 +298,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void target_forward_wgmma(
   }
 }
 
-// Rows of a key/value head from which on it serves, head dims above 32: fewer leave its tiles empty.
-constexpr int64_t kTargetWgmmaRows = 64;
+// Rows of a key/value head from which on it serves, head dims above 32: fewer fit a tile of mma.sync.
+constexpr int64_t kTargetWgmmaRows = 33;
 
 inline bool takes_target_wgmma(const TargetAttentionParams& params) {
   const int dim = dim_bucket(params);

@@ -6,7 +6,7 @@
 
 namespace jagged_cuda::attention {
 
-// kCompensated: three products of TF32 in place of one, to f32's accuracy.
+// kCompensated: a product in bf16 beside each in TF32, to f32's accuracy.
 template <bool kCompensated>
 cudaError_t launch_forward_tf32(const AttentionParams& params, cudaStream_t stream);
 template <bool kCompensated>

@@ -1,5 +1,5 @@
 // Backward of jagged_flash_attention of f32 on mma.sync (compute capability 8.0 and later): in TF32, or
-// as three products of TF32 (tf32_tile.cuh).
+// compensated by a product in bf16 beside it (tf32_tile.cuh).
 //
 // The mathematics, grid, order of the kernels and mapping are those of backward_mma_sync.cuh: first
 // backward_dq_tf32, which leaves delta behind, then backward_dkdv_tf32, which works on S^T and dP^T.

@@ -1,11 +1,12 @@
 // Forward of jagged_flash_attention of f32 on mma.sync (compute capability 8.0 and later): in TF32, or
-// as three products of TF32 (tf32_tile.cuh).
+// compensated by a product in bf16 beside it (tf32_tile.cuh).
 //
 // The mathematics, grid and mapping are those of forward_mma_sync.cuh. In TF32 each element is rounded
 // once, as it lies in shared memory, and P in registers; compensated, operands are split in registers.
 //
-// Shared memory: Q kTileM rows, K and V kTileN rows, of 4 kDim bytes. One stage each: while S is
-// computed V arrives, while O is computed the next K.
+// Shared memory: Q kTileM rows, K and V kTileN rows, of 4 kDim bytes: 24, 48 or 64, 96 or 192, 192 KiB
+// for kDim 32, 64, 128, 256. One stage each: while S is computed V arrives, while O is computed the
+// next K.
 //
 //     for each tile j of keys:   wait for K_j, round it;  __syncthreads;  start the copy of V_j
 //                                S = Q K_j^T, P

@@ -8,7 +8,6 @@
 // the same banks, each row is a run of its own.
 #pragma once
 
-#include "cuda/kernels/prim/bulk_store.cuh"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/prim/tma.cuh"
@@ -105,7 +104,9 @@ struct RaggedBand {
     const int before = (kChunkBytes - phase_of(global)) % kChunkBytes / sizeof(Element);
     const int chunks = max(count - before, 0) / kChunk * kChunk;
     if (edge == 0 && chunks > 0) {
-      ptx::cp_async_bulk_store(global + before, shared + before * static_cast<int>(sizeof(Element)),
+      const uint32_t first = shared + before * static_cast<int>(sizeof(Element));
+      ptx::cp_async_bulk_store(global + before,
+                               reinterpret_cast<const void*>(__cvta_shared_to_generic(first)),
                                chunks * static_cast<int>(sizeof(Element)));
       ptx::cp_async_bulk_commit();
     }

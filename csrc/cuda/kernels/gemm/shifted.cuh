@@ -2,9 +2,9 @@
 //
 // The lines of a matrix with an odd pitch begin anywhere, and neither cp.async of 16 bytes nor
 // ldmatrix takes such an address. So the granules of 16 bytes that hold a line are copied as they
-// lie, and shifted into place once they have arrived: in shared memory, where a line has room for
-// one granule more than its elements. A line belongs to neighbouring lanes of one warp, so no
-// barrier beyond the warp's own is needed.
+// lie, to shared memory, where a line has room for one granule more than its elements. Once they have
+// arrived, elements are picked from there (gemm/raw_lines.cuh), or shifted into place: a line belongs
+// to neighbouring lanes of one warp, so no barrier beyond the warp's own is needed.
 #pragma once
 
 #include "cuda/kernels/prim/ptx.cuh"
@@ -73,15 +73,6 @@ struct ShiftedTile {
   static_assert(32 % kGranules == 0, "a line belongs to one warp");
   static_assert(kThreads % kGranules == 0 && kLines % kLineStep == 0);
 
-  // shift(), into the tile itself. A barrier must follow before other warps read it.
-  static __device__ __forceinline__ void shift_in_place(Element* sTile, const Element* global,
-                                                        int64_t stride, int lines, int elems) {
-    shift(sTile, global, stride, lines, elems, [&](int line, int index, uint4 granule) {
-      __syncwarp();  // the lane before has read this granule
-      *reinterpret_cast<uint4*>(&sTile[line * kLine + kGranule * index]) = granule;
-    });
-  }
-
   // Starts the copies of all granules that hold an element of the tile.
   static __device__ __forceinline__ void copy(Element* sTile, const Element* global, int64_t stride,
                                               int lines, int elems, bool at_edge,
@@ -105,11 +96,10 @@ struct ShiftedTile {
     }
   }
 
-  // Calls store(line, index, granule) for each eight elements of the tile, zeros where none exist.
-  // The calling thread's own copies must have arrived.
-  template <typename Store>
-  static __device__ __forceinline__ void shift(const Element* sTile, const Element* global,
-                                               int64_t stride, int lines, int elems, Store store) {
+  // Shifts the tile into place, zeros where no element exists. The calling thread's own copies must have
+  // arrived; a barrier must follow before other warps read the tile.
+  static __device__ __forceinline__ void shift_in_place(Element* sTile, const Element* global,
+                                                        int64_t stride, int lines, int elems) {
     const int first = threadIdx.x / kGranules, index = threadIdx.x % kGranules;
     // Only the address within a granule counts.
     uint32_t element = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(global) / 2) +
@@ -118,11 +108,12 @@ struct ShiftedTile {
 #pragma unroll
     for (int step = 0; step < kLines; step += kLineStep) {
       const int line = first + step;
-      const uint4* sGranule =
-          reinterpret_cast<const uint4*>(&sTile[line * kLine + kGranule * index]);
+      uint4* sGranule = reinterpret_cast<uint4*>(&sTile[line * kLine + kGranule * index]);
       const int exist = line < lines ? elems - kGranule * index : 0;
-      store(line, index,
-            shift_granules(sGranule[0], sGranule[1], element % kGranule, exist > 0 ? exist : 0));
+      const uint4 shifted =
+          shift_granules(sGranule[0], sGranule[1], element % kGranule, exist > 0 ? exist : 0);
+      __syncwarp();  // the lane before has read this granule
+      *sGranule = shifted;
       element += kLineStep * static_cast<uint32_t>(stride);
     }
   }

@@ -86,26 +86,26 @@ __device__ __forceinline__ OffsetsView elements_of(const MatricesView& matrices)
   return {matrices.offsets, matrices.rows.num_seqs, matrices.capacity, true};
 }
 
-// The operands of one pass, forward or backward, as the threads see them.
+// The operands of one pass, forward or backward.
 template <typename Params>
 struct Operands {
   static constexpr bool kBackward = std::is_same_v<Params, Jagged2SoftmaxBackwardParams>;
 
-  static __device__ __forceinline__ const void* x(const Params& params) {
+  static __host__ __device__ __forceinline__ const void* x(const Params& params) {
     if constexpr (kBackward) {
       return params.out;
     } else {
       return params.a;
     }
   }
-  static __device__ __forceinline__ const void* grad(const Params& params) {
+  static __host__ __device__ __forceinline__ const void* grad(const Params& params) {
     if constexpr (kBackward) {
       return params.grad_out;
     } else {
       return nullptr;
     }
   }
-  static __device__ __forceinline__ void* result(const Params& params) {
+  static __host__ __device__ __forceinline__ void* result(const Params& params) {
     if constexpr (kBackward) {
       return params.grad_a;
     } else {

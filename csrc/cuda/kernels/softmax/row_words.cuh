@@ -33,8 +33,10 @@ struct RowWordsConfig {
   static constexpr int kCtas = 6;  // per SM: 80 registers
   // Of a row that lanes keep: 32 lanes with 12 words, or forward 24 of floats
   static constexpr int kMaxWords = sizeof(Element) == 2 || kBackward ? 384 : 768;
-  // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers.
-  static constexpr int kMaxWarpWords = 16'320;
+  // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers. Each is off
+  // by up to 2^-23, all of them to one side if they are alike, which f16 bears of 8,192.
+  static constexpr int kMaxWarpWords =
+      std::is_same_v<Element, __half> && !kBackward ? 4'096 : 16'320;
   static constexpr int kMinElems = 512;  // of a warp's share
   // What long_lines.cuh wants to know
   static constexpr bool kByWindows = false;
