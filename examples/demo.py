@@ -30,8 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 # The profiler, which measures memory on the CPU, would look for a GPU and report on stderr that it
-# found none.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+# found none, and when it starts and stops.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 # CPU threads that wait go to sleep. On idle cores that costs each step 15 to 50 %, but beside other
 # programs spinning ones would slow both trainings down several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

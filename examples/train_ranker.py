@@ -241,6 +241,10 @@ class Trainer:
             self.trained, self.evaluated, self.split_time = split_by_time(
                 histories, args.time_split
             )
+        if len(self.trained.lengths) == 0:
+            raise DataError(
+                "a user must have three events or more, the last to be held out, got none"
+            )
         lengths = (self.trained.lengths - 1).clamp(max=args.cap)
         self.sampler = Sampler(
             lengths,
@@ -367,6 +371,8 @@ class Trainer:
         hits, gain = 0.0, 0.0
         # As many parts for each: where rows of a table are spread, all look them up together.
         for some in users.tensor_split(math.ceil(len(lengths) / count / users_at_once)):
+            if len(some) == 0 and not self.tables:
+                continue
             batch = cut_batch(self.evaluated, some, self.args.cap, candidates)
             batch = move(pad(batch) if self.args.padded else batch, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops._contract import check_offsets, fail_argument
+from jagged_cuda.ops._contract import check_offsets, dtype_name, fail_argument, shape_text
 
 __all__ = ["from_jagged", "to_jagged"]
 
@@ -43,6 +43,16 @@ def to_jagged(
     """
     if len(tensors) == 0:
         fail_argument("lists.to_jagged", "tensors", "at least one tensor", "none")
+    if dtype not in (torch.int32, torch.int64):
+        fail_argument("lists.to_jagged", "dtype", "int32 or int64", dtype_name(dtype))
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0:
+            kind = f"a {type(tensor).__name__}"
+            actual = shape_text(tensor.shape) if kind == "a Tensor" else kind
+            fail_argument("lists.to_jagged", f"tensors[{i}]", "a tensor [L, ...]", actual)
+        if _kind_of(tensor) != _kind_of(tensors[0]):
+            expected = f"{_kind_of(tensors[0])}, as tensors[0]"
+            fail_argument("lists.to_jagged", f"tensors[{i}]", expected, _kind_of(tensor))
     values = torch.cat([*tensors])
     ends = [*accumulate((len(tensor) for tensor in tensors), initial=0)]
     return values, torch.tensor(ends, dtype=dtype).to(values.device, non_blocking=True)
@@ -60,9 +70,23 @@ def from_jagged(values: Tensor, offsets: Tensor | Sequence[int]) -> list[Tensor]
         B views of values, `[L, ...]` each.
 
     Raises:
-        RuntimeError: a shape or dtype does not fit.
+        RuntimeError: a shape or dtype does not fit; offsets decrease, or end behind the rows.
     """
     if isinstance(offsets, Tensor):
         check_offsets("lists.from_jagged", offsets)
         offsets = offsets.tolist()
+    for i, (begin, end) in enumerate(pairwise(offsets)):
+        if not 0 <= begin <= end:
+            expected = f">= offsets[{i}] = {begin}" if begin >= 0 else ">= 0"
+            which, actual = (i + 1, end) if begin >= 0 else (i, begin)
+            fail_argument("lists.from_jagged", f"offsets[{which}]", expected, actual)
+        if end > len(values):
+            expected = f"<= the number of rows {len(values)}"
+            fail_argument("lists.from_jagged", f"offsets[{i + 1}]", expected, end)
     return [values[begin:end] for begin, end in pairwise(offsets)]
+
+
+def _kind_of(tensor: Tensor) -> str:
+    """What all tensors have in common, but for the number of their rows."""
+    shape = shape_text(["L", *tensor.shape[1:]])
+    return f"{shape} {dtype_name(tensor.dtype)} on {tensor.device}"

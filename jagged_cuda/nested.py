@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops._contract import fail_argument, shape_text
+from jagged_cuda.ops._contract import check_offsets, fail_argument, shape_text
 
 __all__ = ["from_jagged", "to_jagged", "with_values"]
 
@@ -68,7 +68,15 @@ def from_jagged(
 
     Returns:
         A view of values that holds this offsets tensor.
+
+    Raises:
+        RuntimeError: a shape or dtype does not fit; the message names the argument.
     """
+    for name, tensor in (("values", values), ("offsets", offsets)):
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            actual = "a nested tensor" if is_nested(tensor) else f"a {type(tensor).__name__}"
+            fail_argument("nested.from_jagged", name, "a tensor", actual)
+    check_offsets("nested.from_jagged", offsets)
     return torch.nested.nested_tensor_from_jagged(
         values, offsets, min_seqlen=min_len, max_seqlen=max_len
     )
@@ -92,6 +100,9 @@ def with_values(nt: Any, values: Tensor) -> Tensor:
     _check("with_values", nt)
     if nt.lengths() is not None:
         fail_argument("nested.with_values", "nt", "without holes", "one made with lengths")
+    if not isinstance(values, Tensor) or values.is_nested:
+        actual = "a nested tensor" if is_nested(values) else f"a {type(values).__name__}"
+        fail_argument("nested.with_values", "values", "a tensor", actual)
     total = _rows_first(nt.values(), nt).shape[0]
     if values.shape[0] != total:
         expected = shape_text([total, "..."])

@@ -126,6 +126,8 @@ def with_values(jt: Any, values: Tensor) -> Any:
     if not keyed and not is_jagged_tensor(jt):
         expected = "a JaggedTensor or a KeyedJaggedTensor"
         fail_argument("torchrec.with_values", "jt", expected, describe(jt))
+    if not isinstance(values, Tensor) or values.is_nested:
+        fail_argument("torchrec.with_values", "values", "a tensor", describe(values))
     if values.shape[0] != jt.values().shape[0]:
         expected = shape_text([jt.values().shape[0], "..."])
         fail_argument("torchrec.with_values", "values", expected, shape_text(values.shape))
@@ -161,7 +163,7 @@ def describe(x: object) -> str:
         return "a KeyedJaggedTensor: take one feature of it, with features_to_jagged(...)[key]"
     if isinstance(x, Tensor):
         return "a nested tensor" if x.is_nested else "a tensor"
-    return f"a {type(x).__name__}"
+    return "None" if x is None else f"a {type(x).__name__}"
 
 
 def _has_methods(x: object, *names: str) -> bool:

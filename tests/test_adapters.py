@@ -114,6 +114,48 @@ WRONG = {
         lambda: lists.from_jagged(torch.ones(3), torch.ones(2)),
         "lists.from_jagged: offsets must be int32 or int64, got float32",
     ),
+    "offsets made as floats": (
+        lambda: lists.to_jagged([torch.ones(3)], dtype=torch.float32),
+        "lists.to_jagged: dtype must be int32 or int64, got float32",
+    ),
+    "offsets past the rows": (
+        lambda: lists.from_jagged(torch.ones(5), OFFSETS + 1),
+        "lists.from_jagged: offsets[3] must be <= the number of rows 5, got 6",
+    ),
+    "decreasing offsets": (
+        lambda: lists.from_jagged(torch.ones(5), [0, 3, 2]),
+        "lists.from_jagged: offsets[2] must be >= offsets[1] = 3, got 2",
+    ),
+    "negative offsets": (
+        lambda: lists.from_jagged(torch.ones(5), [-1, 3]),
+        "lists.from_jagged: offsets[0] must be >= 0, got -1",
+    ),
+    "other features": (
+        lambda: lists.to_jagged([torch.ones(2, 3), torch.ones(2, 4)]),
+        "lists.to_jagged: tensors[1] must be [L, 3] float32 on cpu, as tensors[0], got [L, 4]"
+        " float32 on cpu",
+    ),
+    "other dtypes": (
+        lambda: lists.to_jagged([torch.ones(2), torch.ones(2).double()]),
+        "lists.to_jagged: tensors[1] must be [L] float32 on cpu, as tensors[0], got [L] float64 on"
+        " cpu",
+    ),
+    "a list of lists": (
+        lambda: lists.to_jagged([[1, 2]]),
+        "lists.to_jagged: tensors[0] must be a tensor [L, ...], got a list",
+    ),
+    "a list of numbers": (
+        lambda: lists.to_jagged([torch.tensor(1.0)]),
+        "lists.to_jagged: tensors[0] must be a tensor [L, ...], got []",
+    ),
+    "a list as rows": (
+        lambda: nested.with_values(NESTED, [1.0]),
+        "nested.with_values: values must be a tensor, got a list",
+    ),
+    "a list as offsets": (
+        lambda: nested.from_jagged(torch.ones(5, 4), [0, 2, 5]),
+        "nested.from_jagged: offsets must be a tensor, got a list",
+    ),
 }
 
 

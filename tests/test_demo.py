@@ -199,6 +199,7 @@ def test_demo_trains_both_and_shows_the_cost(tmp_path, with_events):
         assert re.search(rf"^{row}.* \d", ran.stdout, re.MULTILINE), ran.stdout
     assert "losses    equal within rounding at 3 of 3 steps" in ran.stdout
     assert "padded  [" in ran.stderr and "jagged  [" in ran.stderr and "100%" in ran.stderr
+    assert "rofiler" not in ran.stderr
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
     assert out.read_bytes().startswith(PNG_SIGNATURE)
 

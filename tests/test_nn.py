@@ -962,6 +962,19 @@ WRONG = {
         "JaggedMultiheadAttention: x must be a tensor, a JaggedTensor or a nested tensor,"
         " got a list",
     ),
+    "nothing, with offsets": (
+        lambda: ATTENTION(None, OFFSETS),
+        "JaggedMultiheadAttention: x must be a tensor, a JaggedTensor or a nested tensor, got None",
+    ),
+    "a pair of nested tensors": (
+        lambda: ATTENTION(X, OFFSETS, kv=(NESTED, NESTED)),
+        "JaggedMultiheadAttention: kv must be a pair of tensors, or one JaggedTensor or nested"
+        " tensor, got a pair with a nested tensor",
+    ),
+    "three for two": (
+        lambda: TARGET(torch.ones(2, N, E), (X, X, X), OFFSETS),
+        "TargetAttention: history must be a pair of tensors, got 3",
+    ),
     "jagged targets": (
         lambda: TARGET(NESTED, X, OFFSETS),
         "TargetAttention: targets must be a tensor, got a nested tensor",
@@ -980,6 +993,19 @@ WRONG = {
 @pytest.mark.parametrize(("call", "expected"), WRONG.values(), ids=WRONG)
 def test_wrong_calls(call: Callable[[], Any], expected: str) -> None:
     assert sentence(call) == expected
+
+
+@EACH_MODULE
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripts_are_refused_in_a_sentence(example: Example) -> None:
+    """Also in a model."""
+    module = make(example)
+    expected = (
+        f"{type(module).__name__}: torch.jit.script is not supported; use torch.export or"
+        " torch.compile"
+    )
+    for model in (module, nn.Sequential(module)):
+        assert sentence(torch.jit.script, model) == expected
 
 
 def test_examples_in_docstrings() -> None:

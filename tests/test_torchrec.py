@@ -318,6 +318,9 @@ def test_wrong_calls() -> None:
     assert sentence(with_values, X, X) == (
         "torchrec.with_values: jt must be a JaggedTensor or a KeyedJaggedTensor, got a tensor"
     )
+    assert sentence(with_values, jagged_tensor(), [1.0]) == (
+        "torchrec.with_values: values must be a tensor, got a list"
+    )
     assert sentence(with_values, jagged_tensor(), X[1:]) == (
         "torchrec.with_values: values must be [7, ...], got [6, 16]"
     )

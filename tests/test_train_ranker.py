@@ -242,6 +242,25 @@ def test_trainings_agree(tmp_path, capsys):
         assert capsys.readouterr().err.endswith(sentence)
 
 
+def test_a_log_without_anything_to_train_on(tmp_path, capsys):
+    log = tmp_path / "log.csv"
+    log.write_text("user_id,item_id,timestamp\n1,1,1\n1,2,2\n2,1,1\n2,2,5\n")
+    assert train_ranker.main([*TINY.split(), "--events", str(log)]) == 2
+    sentence = "a user must have three events or more, the last to be held out, got none\n"
+    assert capsys.readouterr().err.endswith(sentence)
+
+
+@pytest.mark.parametrize("options", ["", "--padded"])
+def test_a_process_without_users_to_evaluate(options, monkeypatch):
+    """Its part of the sums is 0."""
+    trainer = trainer_of(f"{TINY} {options}")
+    trainer.evaluated = split_by_time(trainer.evaluated, 1e-9)[1]
+    assert len(trainer.evaluated.lengths) == 1
+    monkeypatch.setattr(Processes, "total", lambda _, *values: list(values))
+    trainer.processes = trainer.processes._replace(rank=1, count=2)
+    assert trainer.evaluate() == (0.0, 0.0)
+
+
 def test_a_training_that_is_killed_while_it_saves_keeps_its_checkpoint(tmp_path, monkeypatch):
     """Whichever process is killed: no file has its name before all are written."""
     trainer, path = trainer_of(TINY), tmp_path / "ranker.pt"

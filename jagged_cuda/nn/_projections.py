@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jagged_cuda.nn._rows import Rows, take_apart
+from jagged_cuda.nn._rows import Rows, check_pair, refuse_script, take_apart
 from jagged_cuda.ops._contract import fail_argument
 
 
@@ -21,6 +21,8 @@ class AttentionProjections(nn.Module):
 
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class AttentionProjections(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows for keys, for values, the same tensor if one is both, and their offsets."""
         module = type(self).__name__
-        keys, values = kv if isinstance(kv, tuple) else (kv, None)
+        keys, values = check_pair(module, name, kv) if isinstance(kv, tuple) else (kv, None)
         keys, key_offsets = take_apart(module, name, keys, offsets, self.kdim, default)
         if values is not None:
             values, _ = take_apart(module, name, values, key_offsets, self.vdim)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.fx import Proxy
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.overrides import handle_torch_function
 
 from jagged_cuda import nested, torchrec
@@ -68,15 +68,13 @@ def take_any_apart(
             expected = f"given with {name}, unless that is a JaggedTensor or a nested tensor"
             fail_argument(module, _offsets_of(name), expected, "None")
     else:
-        if offsets is not None:
-            fail_argument(module, _offsets_of(name), f"None, since {name} has its own", "a tensor")
-        if nested.is_nested(x):
-            values, offsets = nested.to_jagged(x)
-        elif torchrec.is_jagged_tensor(x):
-            values, offsets = torchrec.to_jagged(x)
-        else:
+        is_nested = nested.is_nested(x)
+        if not is_nested and not torchrec.is_jagged_tensor(x):
             expected = "a tensor, a JaggedTensor or a nested tensor"
             fail_argument(module, name, expected, torchrec.describe(x))
+        if offsets is not None:
+            fail_argument(module, _offsets_of(name), f"None, since {name} has its own", "a tensor")
+        values, offsets = nested.to_jagged(x) if is_nested else torchrec.to_jagged(x)
     if values.dim() != 2 or values.shape[1] != width:
         fail_argument(module, name, shape_text(["T", width]), shape_text(values.shape))
     return values, offsets
@@ -84,6 +82,27 @@ def take_any_apart(
 
 def _offsets_of(name: str) -> str:
     return "kv_offsets" if name == "kv" else "offsets"
+
+
+def check_pair(module: str, name: str, pair: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """pair, if it is one of tensors with offsets of their own beside them."""
+    if len(pair) != 2:
+        fail_argument(module, name, "a pair of tensors", f"{len(pair)}")
+    for part in pair:
+        if type(part) in _PLAIN or isinstance(part, Proxy):
+            continue
+        if not isinstance(part, Tensor) or part.is_nested:
+            expected = "a pair of tensors, or one JaggedTensor or nested tensor"
+            fail_argument(module, name, expected, f"a pair with {torchrec.describe(part)}")
+    return pair[0], pair[1]
+
+
+def refuse_script(module: Module) -> None:
+    """What torch.jit.script calls first."""
+    raise RuntimeError(
+        f"{type(module).__name__}: torch.jit.script is not supported; use torch.export or"
+        " torch.compile"
+    )
 
 
 def check_targets(module: str, targets: Tensor, width: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jagged_cuda.nn._rows import Rows, check_targets, take_apart
+from jagged_cuda.nn._rows import Rows, check_targets, refuse_script, take_apart
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_dense_bmm import jagged_dense_bmm
 from jagged_cuda.ops.jagged_jagged_bmm import jagged_jagged_bmm
@@ -61,6 +61,8 @@ class DINAttention(nn.Module):
         >>> attention(targets, history, torch.tensor([0, 2, 5])).shape
         torch.Size([2, 3, 16])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from jagged_cuda.nn._rows import Rows, given, put_together, take_apart
+from jagged_cuda.nn._rows import Rows, given, put_together, refuse_script, take_apart
 from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_hstu_attention import jagged_hstu_attention
@@ -65,6 +65,8 @@ class HSTULayer(nn.Module):
         >>> layer(x, offsets).shape
         torch.Size([5, 16])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jagged_cuda.nn._rows import Rows, check_targets, take_apart
+from jagged_cuda.nn._rows import Rows, check_targets, refuse_script, take_apart
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_mean import jagged_mean
 from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
@@ -45,6 +45,8 @@ class JaggedFeatureInteraction(nn.Module):
         >>> interaction(targets, history, torch.tensor([0, 2, 5])).shape
         torch.Size([2, 3, 48])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

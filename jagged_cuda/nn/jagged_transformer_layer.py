@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jagged_cuda.nn._rows import Rows, put_together, take_apart
+from jagged_cuda.nn._rows import Rows, put_together, refuse_script, take_apart
 from jagged_cuda.nn.jagged_multihead_attention import JaggedMultiheadAttention
 from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
@@ -59,6 +59,8 @@ class JaggedTransformerLayer(nn.Module):
         >>> layer(x, offsets, causal=True).shape
         torch.Size([5, 16])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
