@@ -78,13 +78,12 @@ mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
 	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/mutations.py --device cuda; fi
 
 RESULTS = benchmarks/results/h200
-SWEEP = benchmarks/results/sweep_h200
 
 readme: $(READY) ## Make README's tables and figures anew from benchmarks/results
 	$(PY) -m benchmarks table $(RESULTS).json --update README.md
 	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS).png --panels time,memory
 	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS)_roofline.png --panels roofline
-	$(PY) -m benchmarks plot $(SWEEP).json --plot $(SWEEP).png --panels fill,operators
+	$(PY) -m benchmarks plot $(RESULTS).json --plot $(RESULTS)_sweep.png --panels fill,operators
 
 docs: $(DOCS_READY) ## Build the documentation in build/site; any warning is an error
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env \

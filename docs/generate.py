@@ -20,7 +20,7 @@ LINK = "../benchmarks/results"  # from docs/benchmarks.md
 PICTURES = {
     "h200": "Time and memory of attention over the longest sequence",
     "h200_roofline": "A roofline: each kernel's rate over its arithmetic intensity",
-    "sweep_h200": "Time over the fill of the padded batch: attention, and the operators of the"
+    "h200_sweep": "Time over the fill of the padded batch: attention, and the operators of the"
     " paper's Table 1",
 }
 # What judges the operators is described in testing.md; it is no interface to build on.
