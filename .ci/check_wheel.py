@@ -28,6 +28,8 @@ FROM_TORCH = ("libtorch_cpu.so", "libtorch_cuda.so", "libcudart.so.*")
 # Names that change from one torch, or one Python, to the next.
 UNSTABLE = re.compile(r" (_ZNK?2at\S*|_ZNK?3c10\S*|_?Py[A-Z_]\S*)")
 TIED = re.compile(r"libpython\S*|libtorch_python\S*|RPATH|RUNPATH")
+# What nvcc makes, without a word, of a device function that a template calls on the host.
+EXIT = re.compile(r" exit(?:@|$)", re.MULTILINE)
 
 
 def output_of(*command: str | Path) -> str:
@@ -57,6 +59,8 @@ def problems_of_library(library: Path) -> list[str]:
     tied = TIED.findall(output_of("readelf", "-d", library))
     print(f"{library.name}: {len(undefined.splitlines())} undefined symbols")
     found = [f"{library.name} needs {name}, which is not stable" for name in unstable[:5]]
+    if EXIT.search(undefined):
+        found.append(f"{library.name} calls exit(): does host code call a device function?")
     return found + [f"{library.name} is tied to one Python or one folder: {name}" for name in tied]
 
 

@@ -201,6 +201,17 @@ def test_the_wheel_passes_what_ci_checks(
     assert len(check_wheel.problems_of_file(other)) == 2
 
 
+@pytest.mark.parametrize("body", ["return 1;", "std::exit(1);"])
+def test_a_library_that_would_end_the_process(
+    body: str, check_wheel: ModuleType, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "host.cpp", tmp_path / "host.so"
+    source.write_text(f'#include <cstdlib>\nextern "C" int launch() {{ {body} }}\n')
+    subprocess.run(["c++", "-shared", "-fPIC", source, "-o", library], check=True)
+    problems = check_wheel.problems_of_library(library)
+    assert [("exit()" in problem) for problem in problems] == [True] * ("exit" in body)
+
+
 # --- docs/building.md
 
 
