@@ -151,6 +151,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   constexpr bool kTranspose = Config::kTranspose, kSplit = Config::Math::kCompensated;
   constexpr int kProductK = 8, kProducts = kStepK / kProductK;
   extern __shared__ __align__(1024) char array_f32_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(array_f32_shared_bytes);
   const ArrayJaggedBmmJaggedOutParams& params = launch.product;
   const MatricesView& matrices = params.matrices;

@@ -88,6 +88,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   constexpr int kSlots = Config::kSlots, kBlocks = kTileN / 8;
   constexpr bool kTranspose = Config::kTranspose;
   extern __shared__ __align__(1024) char array_wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(array_wgmma_shared_bytes);
   const ArrayJaggedBmmJaggedOutParams& params = launch.product;
   const MatricesView& matrices = params.matrices;

@@ -169,6 +169,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   using Storage = MatricesWgmmaStorage<Config>;
   constexpr int kTileM = Config::kTileM, kStepK = Config::kStepK;
   extern __shared__ __align__(1024) char matrices_wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(matrices_wgmma_shared_bytes);
   const JaggedJaggedBmmJaggedOutParams& params = launch.product;
   Element* gOut = static_cast<Element*>(params.out);

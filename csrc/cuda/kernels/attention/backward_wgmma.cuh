@@ -229,6 +229,7 @@ template <typename Config, bool kLooped>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kLooped) {
@@ -384,6 +385,7 @@ template <typename Config, bool kLooped>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
   if constexpr (kLooped) {
     TilesOfCta<Config::kRows> tiles(params, params.kv_offsets);

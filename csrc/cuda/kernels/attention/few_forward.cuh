@@ -71,6 +71,7 @@ __global__ __launch_bounds__(Config::kThreads,
                              1) void forward_few(const __grid_constant__ FewForwardParams params) {
   using Tiles = typename Config::Tiles;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   const AttentionParams& attention = params.attention;
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x < params.tile_ctas) {
@@ -158,6 +159,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_few_short(
     const __grid_constant__ FewShortParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x < params.tile_ctas) {
     run_short_tile<Config>(params, *reinterpret_cast<FewShortStorage*>(wgmma_shared_bytes));

@@ -304,6 +304,7 @@ template <typename Config, bool kLooped>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wgmma(
     const __grid_constant__ ForwardWgmmaParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   ptx::griddepcontrol_launch_dependents();
   run_forward_wgmma<Config, kLooped>(
       params, *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));

@@ -1066,6 +1066,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     const __grid_constant__ LongBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<LongBackwardStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {

@@ -727,6 +727,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     const __grid_constant__ LongForwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<LongForwardStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   if (threadIdx.x == 0) {

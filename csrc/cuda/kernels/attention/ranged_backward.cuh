@@ -385,6 +385,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kDqCtas) void ranged_dq(
     const __grid_constant__ RangedBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<RangedDqStorage<Config>*>(wgmma_shared_bytes);
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   const JaggedTile tile = find_tile<Config::kRows>(params.attention.q_offsets, blockIdx.x);
@@ -400,6 +401,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_
     const __grid_constant__ RangedBackwardParams params) {
   constexpr int kRows = Config::kRows, kThreads = Config::kThreads;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<RangedTablesStorage<Config>*>(wgmma_shared_bytes);
   using Tables = TableGradients<Config::kBias>;
   const ScoreBias& bias = params.attention.bias;
@@ -432,6 +434,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
                 kThreads = Config::kThreads;
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<RangedDkdvStorage<Config>*>(wgmma_shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();

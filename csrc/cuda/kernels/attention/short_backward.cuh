@@ -695,6 +695,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
   using Storage = ShortBackwardStorage<Config>;
   static_assert(sizeof(Storage) <= 227 * 1024);
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) shared.init();

@@ -193,6 +193,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
     const __grid_constant__ ShortForwardParams params) {
   using Storage = typename Config::Storage;
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) shared.init(Config::kMaxUnits, Config::kConsumers / 32);

@@ -278,6 +278,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void target_forward_wgmma(
     const __grid_constant__ TargetForwardWgmmaParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<TargetForwardWgmmaStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumers = Config::kWarpgroups * 128;
   ptx::griddepcontrol_launch_dependents();

@@ -312,6 +312,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads,
                              1) void wide_dq(const __grid_constant__ WideBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<WideDqStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   ptx::griddepcontrol_launch_dependents();
@@ -669,6 +670,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads,
                              1) void wide_dkdv(const __grid_constant__ WideBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
+  if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<WideDkdvStorage<Config>*>(wgmma_shared_bytes);
   constexpr int kConsumerWarps = Config::kWarpgroups * 4;
   ptx::griddepcontrol_launch_dependents();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/kernels/prim/ptx.cuh"
+#include "cuda/kernels/prim/sm90a.cuh"
 
 #include <cuda.h>
 

@@ -4,6 +4,8 @@
 // Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
+#include "cuda/kernels/prim/sm90a.cuh"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
