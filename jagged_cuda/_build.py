@@ -56,8 +56,9 @@ class BuildError(RuntimeError):
 
 def source_files(csrc: Path) -> list[str]:
     """Returns every source and header below `csrc`, as paths relative to it, sorted."""
+    root = os.path.join(csrc, "")
     return sorted(
-        os.path.relpath(os.path.join(folder, name), csrc)
+        os.path.join(folder, name).removeprefix(root)
         for folder, _, names in os.walk(csrc)
         for name in names
         if name.endswith(SOURCE_SUFFIXES)

@@ -450,8 +450,8 @@ FAULTS = (
         name="infinity times a sign",
         device="cuda",
         path="cuda/kernels/attention/starting_bias.cuh",
-        text="return fabsf(quotient) > kMost && !isinf(bias) ? copysignf(kMost, quotient)",
-        instead="return fabsf(quotient) > kMost ? -INFINITY",
+        text="return copysignf(bias < 0.0f || isinf(bias) ? INFINITY : kMost, quotient);",
+        instead="return -INFINITY;",
         check="tests/test_key_ranges.py -k long_sequences_with_biases",
     ),
     Fault(

@@ -649,19 +649,23 @@ def test_prebuilt_libraries_for_another_gpu_or_cuda_are_not_used(toy: Toy) -> No
 
 
 def test_a_warm_import_takes_less_than_a_tenth_of_a_second(tmp_path: Path) -> None:
+    """Or, on a slow or busy machine, than a fifteenth of what torch takes in the same process."""
     # The time of this process alone: the clock on the wall would measure the other tests' too.
     script = """
-        import time, torch
+        import time
         began = time.process_time()
+        import torch
+        between = time.process_time()
         import jagged_cuda
-        print(time.process_time() - began)
+        print(time.process_time() - between, between - began)
     """
     cached = {"PYTHONDONTWRITEBYTECODE": ""}
-    times: list[float] = []
-    while len(times) < 6 and not (times and min(times) < 0.1):
+    shares: list[float] = []  # of what is allowed
+    while len(shares) < 6 and not (shares and min(shares) < 1):
         done = run_python("-c", script, PYTHONPYCACHEPREFIX=str(tmp_path), **cached)
-        times.append(float(done.stdout))
-    assert min(times) < 0.1, times
+        ours, of_torch = map(float, done.stdout.split())
+        shares.append(ours / max(0.1, of_torch / 15))
+    assert min(shares) < 1, shares
 
 
 def test_the_import_starts_no_process() -> None:
