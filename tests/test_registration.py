@@ -37,6 +37,18 @@ def test_the_layers_name_the_same_operators() -> None:
     assert registered(ROOT) >= operators(ROOT)
 
 
+def test_kernels_of_sm90a_alone_return_at_once_elsewhere() -> None:
+    """Their shared memory, aligned for TMA, tells which they are (prim/sm90a.cuh)."""
+    begins = re.compile(r"extern __shared__ __align__\(1024\) char \w+\[\];\n(.*)\n")
+    lines = [
+        (path.name, line.strip())
+        for path in sorted((ROOT / "csrc" / "cuda" / "kernels").rglob("*.cu*"))
+        for line in begins.findall(path.read_text())
+    ]
+    assert len(lines) > 15
+    assert [name for name, line in lines if line != "if (!ptx::kIsSm90a) return;"] == []
+
+
 def test_the_table_of_promises_names_tests() -> None:
     """Each test that docs/testing.md names exists."""
     text = (ROOT / "docs" / "testing.md").read_text()
