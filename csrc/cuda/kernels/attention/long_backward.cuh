@@ -843,8 +843,7 @@ struct LongBackwardConsumer {
   // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
   // The fence is that of the next dS, which saves waiting for another.
   __device__ __forceinline__ void send_grad_q() {
-    if (Config::kOrdered && lane == 0 && is_staged)
-      ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
+    if (Config::kOrdered && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
     if (!Config::kOrdered && lane == 0 && sums != nullptr) {
       ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
                                     LongWorkspace<Config>::kChunk * 4);
@@ -1076,7 +1075,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
     ptx::mbarrier_init(shared.wanted, 1);
     for (int i = 0; i < Config::kWarpgroups; ++i) {
-      ptx::mbarrier_init(shared.sums_full[i], 4);
+      ptx::mbarrier_init(shared.sums_full[i], 4 * 32);
       ptx::mbarrier_init(shared.sums_ready[i], 1);
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {
