@@ -3,8 +3,9 @@
 //
 //   out[row, head, c] = c < dim ? in[row, head, c] : 0    for c < out_dim
 //
-// Grid: x, a thread for each 16 bytes of the largest result; y, a copy each. Nothing of `in` need be
-// aligned, so a thread reads it in words, and where a line ends within its 16 bytes in elements.
+// Grid: x, a thread for each 16 bytes of the largest result; y, a copy each. A thread reads single
+// elements, since nothing of `in` need be aligned: those of a warp lie side by side, so that all but
+// the first read of a line meet it in L1.
 #include "cuda/kernels/attention/padded_heads.h"
 
 #include "cuda/kernels/prim/launch.cuh"
@@ -19,27 +20,6 @@ constexpr int kThreads = 256, kElems = 8;  // of 16 bytes
 
 __host__ __device__ inline int64_t num_elems(const HeadsCopy& copy) {
   return copy.rows * copy.heads * copy.out_dim;
-}
-
-// kElems elements of one line. Those of odd addresses lie across words, of which the first and the last
-// are not all theirs.
-__device__ __forceinline__ void load_in_words(uint32_t (&words)[kElems / 2], const uint16_t* in) {
-  const bool is_odd = reinterpret_cast<uintptr_t>(in) % 4 != 0;
-  const auto* gWords = reinterpret_cast<const uint32_t*>(in + (is_odd ? 1 : 0));
-#pragma unroll
-  for (int i = 0; i < kElems / 2 - 1; ++i) words[i] = __ldg(gWords + i);
-  if (!is_odd) {
-    words[kElems / 2 - 1] = __ldg(gWords + kElems / 2 - 1);
-    return;
-  }
-  uint32_t before = static_cast<uint32_t>(__ldg(in)) << 16;
-  words[kElems / 2 - 1] = __ldg(in + kElems - 1);
-#pragma unroll
-  for (int i = 0; i < kElems / 2; ++i) {
-    const uint32_t own = words[i];
-    words[i] = __funnelshift_l(before, own, 16);
-    before = own;
-  }
 }
 
 // Index counts the elements of a copy: 32 bits where they suffice, since it is divided twice.
@@ -58,22 +38,18 @@ __global__ __launch_bounds__(kThreads) void copy_heads(const __grid_constant__ H
                        static_cast<int64_t>(head) * copy.head_stride;
   const int valid = static_cast<int>(min(static_cast<Index>(kElems), total - first));
   uint32_t words[kElems / 2] = {};
-  if (valid == kElems && column + kElems <= min(copy.dim, copy.out_dim)) {
-    load_in_words(words, in + column);
-  } else {
 #pragma unroll
-    for (int i = 0; i < kElems; ++i) {
-      if (i < valid && column < copy.dim)
-        words[i / 2] |= static_cast<uint32_t>(__ldg(in + column)) << (i % 2 * 16);
-      if (++column == copy.out_dim) {
-        column = 0;
-        if (++head == heads) {
-          head = 0;
-          ++row;
-        }
-        in = gIn + static_cast<int64_t>(row) * copy.row_stride +
-             static_cast<int64_t>(head) * copy.head_stride;
+  for (int i = 0; i < kElems; ++i) {
+    if (i < valid && column < copy.dim)
+      words[i / 2] |= static_cast<uint32_t>(__ldg(in + column)) << (i % 2 * 16);
+    if (++column == copy.out_dim) {
+      column = 0;
+      if (++head == heads) {
+        head = 0;
+        ++row;
       }
+      in = gIn + static_cast<int64_t>(row) * copy.row_stride +
+           static_cast<int64_t>(head) * copy.head_stride;
     }
   }
   auto* out = static_cast<uint16_t*>(copy.out) + first;
