@@ -1459,7 +1459,7 @@ def test_out_of_memory_of_numbers(name: str) -> None:
 
 
 def requested_bytes(when: str = "current") -> int:
-    """What tensors asked for; the blocks that they got may be up to 1 MB larger, where one is free."""
+    """What tensors asked for: the free blocks that they got may be up to 1 MB larger."""
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
 
 
