@@ -1,10 +1,10 @@
 """cuDNN's ragged attention under a mask of key ranges, as a score_mod of its graph.
 
-What a score_mod may be is what cuDNN finds a kernel for. On Hopper, cuDNN 9.19 has comparisons of
-a key's or a row's index with a number for each row, and selections by them, a few in a row; logical
-operators it refuses, a comparison of the two indices alone, and in the backward a fourth number. So
-the mask is one range of keys for each row, and the row itself, which all masks of HSTU with groups
-of one target are. Nothing looks a number up in a table: a bias by position or time cannot be had.
+A score_mod may be what cuDNN finds a kernel for. For Hopper, cuDNN 9.19 has selections by comparing a
+key's index with its row's, or with a number of the row. It has none for logical operators, nor in
+the backward for a third number of a row. So a mask is one range of keys for each row, and the row
+itself; HSTU's are, with targets in groups of one. Nothing looks a number up in a table, so biases by
+position and time cannot be had; one of keys is cuDNN's own bias.
 """
 
 from __future__ import annotations
