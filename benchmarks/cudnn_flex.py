@@ -1,10 +1,10 @@
 """cuDNN's ragged attention under a mask of key ranges, as a score_mod of its graph.
 
-A score_mod may be what cuDNN finds a kernel for. For Hopper, cuDNN 9.19 has selections by comparing a
-key's index with its row's, or with a number of the row. It has none for logical operators, nor in
+A score_mod may be what cuDNN finds a kernel for. For Hopper, cuDNN 9.19 has selections by comparing
+a key's index with its row's, or with a number of the row. It has none for logical operators, nor in
 the backward for a third number of a row. So a mask is one range of keys for each row, and the row
-itself; HSTU's are, with targets in groups of one. Nothing looks a number up in a table, so biases by
-position and time cannot be had; one of keys is cuDNN's own bias.
+itself; HSTU's are, with targets in groups of one. Nothing looks a number up in a table, so biases
+by position and time cannot be had.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RangedAttention(RaggedAttention):
 
     Args:
         ranges: `[T, 2, 2]`
-        kv_bias: `[T]`; with `learns` its gradient is wanted.
+        kv_bias: `[T]`, without a gradient: cuDNN's for a bias of keys leaves its memory.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class RangedAttention(RaggedAttention):
         scale: float,
         ranges: Tensor,
         kv_bias: Tensor | None = None,
-        learns: bool = False,
     ) -> None:
         begins = layout.offsets(q.device).long()
         sizes: Sizes = (begins, begins, layout.max_len, layout.max_len)
@@ -61,13 +60,12 @@ class RangedAttention(RaggedAttention):
         self.operands |= {"range_end": end, "masked": q.new_full((1,) * 4, MASKED).float()}
         if bool(first.any()):
             self.operands["range_begin"] = first
-        self.learned: tuple[Tensor, ...] = ()
-        if kv_bias is not None:  # [B, 1, 1, M], in q's dtype, as cuDNN's gradient of a bias is
-            bias = padding.pad(kv_bias, layout)[:, None, None].to(self.dtype).contiguous()
-            self.operands["bias"] = bias
-            self.learned = (bias,) if learns else ()
+        if kv_bias is not None:
+            # [B, 1, M, M] with a stride of 0: as [B, 1, 1, M] the gradients would be wrong.
+            bias = padding.pad(kv_bias.float(), layout)[:, None, None]
+            self.operands["kv_bias"] = bias.expand(-1, -1, layout.max_len, -1)
 
-    def _masked(self, graph: Any, scores: Any, tensors: dict[str, Any]) -> Any:
+    def _modified(self, graph: Any, scores: Any, tensors: dict[str, Any]) -> Any:
         types = self.cudnn.data_type
         row, key = (graph.gen_index(input=scores, axis=axis) for axis in (2, 3))
         for index in (row, key):
@@ -80,19 +78,17 @@ class RangedAttention(RaggedAttention):
             condition.set_data_type(types.BOOLEAN)
             return graph.binary_select(input0=seen, input1=unseen, mask=condition)
 
+        if "kv_bias" in tensors:
+            bias = tensors["kv_bias"]
+            scores = graph.add(a=scores, b=bias, compute_data_type=types.FLOAT)
         masked = tensors["masked"]
         found = where("lt", tensors["range_end"], scores, masked)
         if "range_begin" in tensors:
             found = where("ge", tensors["range_begin"], found, masked)
         return where("eq", row, scores, found)
 
-    def _options(self, graph: Any, tensors: dict[str, Any], backward: bool) -> dict[str, Any]:
-        found = self.options | {"score_mod": lambda of, scores: self._masked(of, scores, tensors)}
-        if "bias" in tensors:
-            found["bias"] = tensors["bias"]
-        if not backward:
-            return found
-        if self.learned:
-            found["dBias"] = tensors["dbias"] = self._like(graph, "dbias", *self.learned)
-        # What is masked has no weight, so its gradient is zero without a mask.
-        return found | {"score_mod_bprop": lambda of, gradient: gradient}
+    def _options(self, tensors: dict[str, Any], backward: bool) -> dict[str, Any]:
+        found = self.options | {"score_mod": lambda of, scores: self._modified(of, scores, tensors)}
+        if backward:  # what is masked has no weight, so its gradient is zero without a mask
+            found["score_mod_bprop"] = lambda of, gradient: gradient
+        return found

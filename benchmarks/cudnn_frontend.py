@@ -84,7 +84,7 @@ class RaggedAttention:
         dim, stride = list(operand.shape), list(operand.stride())
         return graph.tensor(name=name, dim=dim, stride=stride, data_type=data_type)
 
-    def _options(self, graph: Any, tensors: dict[str, Any], backward: bool) -> dict[str, Any]:
+    def _options(self, tensors: dict[str, Any], backward: bool) -> dict[str, Any]:
         """What a graph is asked for beside q, k, v and lengths; a subclass may ask for more."""
         return self.options
 
@@ -127,9 +127,7 @@ class RaggedAttention:
         names = ("q", "k", "v", "seq_len_q", "seq_len_kv")
         graph, tensors = self._new_graph({"q": "q", "k": "k", "v": "k"})
         inputs = {name: tensors[name] for name in names}
-        out, stats = graph.sdpa(
-            **inputs, generate_stats=True, **self._options(graph, tensors, False)
-        )
+        out, stats = graph.sdpa(**inputs, generate_stats=True, **self._options(tensors, False))
         return self._build(graph, tensors, {"out": ("q", out), "stats": ("stats", stats)})
 
     @functools.cached_property
@@ -141,7 +139,7 @@ class RaggedAttention:
             f"max_total_seq_len_{name}": -(-self.sizes[side][0] // TOTAL_MULTIPLE) * TOTAL_MULTIPLE
             for name, side in (("q", "q"), ("kv", "k"))
         }
-        options = self._options(graph, tensors, True)
+        options = self._options(tensors, True)
         dq, dk, dv = graph.sdpa_backward(**inputs, **totals, **options)
         return self._build(graph, tensors, {"dq": ("q", dq), "dk": ("k", dk), "dv": ("k", dv)})
 
@@ -157,37 +155,31 @@ class RaggedAttention:
         pack = {tensors[name]: operand for name, operand in (self.operands | operands).items()}
         graph.execute(pack, workspace, handle=handle)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **learned: Tensor) -> tuple[Tensor, Tensor]:
-        """learned: further operands that have a gradient."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         stats = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # [Tq, H]
-        self._execute(self._forward, q=q, k=k, v=v, out=out, stats=stats, **learned)
+        self._execute(self._forward, q=q, k=k, v=v, out=out, stats=stats)
         return out, stats
 
-    def backward(self, *operands: Tensor, **learned: Tensor) -> Sequence[Tensor]:
+    def backward(self, *operands: Tensor) -> Sequence[Tensor]:
         """operands: q, k, v, out, grad_out, stats."""
-        inputs = dict(zip(("q", "k", "v", "o", "dO", "stats"), operands, strict=True)) | learned
-        differentiated = ("q", "k", "v", *learned)
-        gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in differentiated}
+        inputs = dict(zip(("q", "k", "v", "o", "dO", "stats"), operands, strict=True))
+        gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
         self._execute(self._backward, **inputs, **gradients)
         return tuple(gradients.values())
 
 
 class Attention(torch.autograd.Function):
-    """q, k, v `[rows, H, D]`, the RaggedAttention of their batch, and the bias if it is learned."""
+    """q, k, v `[rows, H, D]`, and the RaggedAttention of their batch."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ragged: RaggedAttention, *bias: Tensor
-    ) -> Tensor:
-        out, stats = ragged.forward(q, k, v, **dict(zip(("bias",), bias, strict=False)))
-        ctx.save_for_backward(q, k, v, out, stats, *bias)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ragged: RaggedAttention) -> Tensor:
+        out, stats = ragged.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, stats)
         ctx.ragged = ragged
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, stats, *bias = ctx.saved_tensors
-        learned = dict(zip(("bias",), bias, strict=False))
-        dq, dk, dv, *dbias = ctx.ragged.backward(q, k, v, out, grad_out, stats, **learned)
-        return dq, dk, dv, None, *dbias
+        q, k, v, out, stats = ctx.saved_tensors
+        return (*ctx.ragged.backward(q, k, v, out, grad_out, stats), None)

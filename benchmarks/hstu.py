@@ -253,11 +253,13 @@ def _cudnn_flex(o: _Operands) -> Candidate:
         raise peers.AbsentError(
             f"cudnn_flex has no {o.case.bias}: a score_mod of cuDNN's cannot look up in a table"
         )
+    if o.case.learns:
+        raise peers.AbsentError("cudnn_flex has no gradient of kv_bias: cuDNN's leaves its memory")
     scale = o.q.shape[-1] ** -0.5
-    ranged = cudnn_flex.RangedAttention(o.q, o.k, o.layout, scale, o.ranges, o.table, o.case.learns)
+    ranged = cudnn_flex.RangedAttention(o.q, o.k, o.layout, scale, o.ranges, o.table)
     return Candidate(
-        lambda *inputs: cudnn_frontend.Attention.apply(*inputs[:3], ranged, *inputs[3:]),
-        (o.q, o.k, o.v, *ranged.learned),
+        lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ranged),
+        o.inputs,
         o.grad_out,
         has_our_gradients=True,
     )
