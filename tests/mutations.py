@@ -90,6 +90,22 @@ FAULTS = (
         "--op layer_norm_mul_dropout",
     ),
     Fault(
+        "contextual keys one step each",
+        "cpu",
+        "contract/hstu_rule.h",
+        "const int64_t shared = contextual > 0 ? contextual - 1 : 0;",
+        "const int64_t shared = 0;",
+        "tests/test_hstu.py -k agrees_with_the_definition",
+    ),
+    Fault(
+        "contextual keys one step each",
+        "cuda",
+        "contract/hstu_rule.h",
+        "const int64_t shared = contextual > 0 ? contextual - 1 : 0;",
+        "const int64_t shared = 0;",
+        "tests/test_hstu.py -k agrees_with_the_definition",
+    ),
+    Fault(
         "tail mask off by one",
         "cpu",
         "cpu/kernels/attention.inl",
