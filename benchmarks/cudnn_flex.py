@@ -61,9 +61,7 @@ class RangedAttention(RaggedAttention):
         if bool(first.any()):
             self.operands["range_begin"] = first
         if kv_bias is not None:
-            # [B, 1, M, M] with a stride of 0: as [B, 1, 1, M] the gradients would be wrong.
-            bias = padding.pad(kv_bias.float(), layout)[:, None, None]
-            self.operands["kv_bias"] = bias.expand(-1, -1, layout.max_len, -1)
+            self.operands["kv_bias"] = padding.pad(kv_bias, layout)[:, None, None].contiguous()
 
     def _modified(self, graph: Any, scores: Any, tensors: dict[str, Any]) -> Any:
         types = self.cudnn.data_type
@@ -89,6 +87,12 @@ class RangedAttention(RaggedAttention):
 
     def _options(self, tensors: dict[str, Any], backward: bool) -> dict[str, Any]:
         found = self.options | {"score_mod": lambda of, scores: self._modified(of, scores, tensors)}
-        if backward:  # what is masked has no weight, so its gradient is zero without a mask
-            found["score_mod_bprop"] = lambda of, gradient: gradient
-        return found
+        if not backward:
+            return found
+        if "kv_bias" in tensors:
+            # Once more for each row, with a stride of 0: as [B, 1, 1, M] gradients come out wrong.
+            longest = self.sizes["k"][1]
+            bias = tensors["kv_bias"].set_dim([self.num_seqs, 1, longest, longest])
+            bias.set_stride([longest, longest, 0, 1])
+        # What is masked has no weight, so its gradient is zero without a mask.
+        return found | {"score_mod_bprop": lambda of, gradient: gradient}

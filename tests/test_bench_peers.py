@@ -110,7 +110,7 @@ class _ScoreModGraph:
     def of(self, given: Any, scores: Tensor) -> Tensor:
         if isinstance(given, _Value):
             return given.tensor
-        tensor = self.pack[given]
+        tensor = self.pack[given].as_strided(given.given["dim"], given.given["stride"])
         assert tensor.dtype in (torch.int32, torch.float32, torch.bfloat16)
         tensor = tensor[min(self.seq, len(tensor) - 1)]
         rows, keys = (min(*sizes) for sizes in zip(tensor.shape[1:], scores.shape[1:], strict=True))
