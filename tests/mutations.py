@@ -58,6 +58,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "columns behind a padded head not zero",
+        "cuda",
+        "cuda/kernels/attention/padded_heads.cu",
+        "if (i < valid && column < copy.dim)",
+        "if (i < valid)",
+    ),
+    Fault(
+        "a head begun at its second column",
+        "cuda",
+        "cuda/kernels/attention/padded_heads.cu",
+        "column = 0;",
+        "column = 1;",
+    ),
+    Fault(
         "a draw not repeated",
         "cpu",
         "cpu/kernels/layer_norm.inl",

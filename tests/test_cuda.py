@@ -210,15 +210,15 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         )
         for dtype in _DTYPES.values()
         for dims, path in (
-            ((1, 1), "mma_sync.d32"),
+            ((1, 1), "wgmma.d32" if HOPPER else "mma_sync.d32"),
             ((32, 16), "wgmma.d32" if HOPPER else "mma_sync.d32"),
-            ((33, 8), "mma_sync.d64"),
+            ((33, 8), "wgmma.d64" if HOPPER else "mma_sync.d64"),
             ((64, 64), "wgmma.d64" if HOPPER else "mma_sync.d64"),
             ((40, 16), "wgmma.d64" if HOPPER else "mma_sync.d64"),
-            ((16, 65), "mma_sync.d128"),
+            ((16, 65), "wgmma.d128" if HOPPER else "mma_sync.d128"),
             ((128, 128), "wgmma.d128" if HOPPER else "mma_sync.d128"),
             ((8, 72), "wgmma.d128" if HOPPER else "mma_sync.d128"),
-            ((129, 1), "mma_sync.d256"),
+            ((129, 1), "wide.d192" if HOPPER else "mma_sync.d256"),
             ((136, 8), "wide.d192" if HOPPER else "mma_sync.d256"),
             ((8, 192), "wide.d192" if HOPPER else "mma_sync.d256"),
             ((256, 256), "wide.d256" if HOPPER else "mma_sync.d256"),
@@ -259,7 +259,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for dtype in _DTYPES.values()
         for ranges in (None, "hstu near")
         for dims, path, long, backward in (
-            ((1, 1), "d32", False, "mma_sync.d32"),
+            ((1, 1), "d32", False, "wgmma.d64"),
             ((8, 32), "d32", False, "wgmma.d64"),
             ((64, 40), "d64", True, "wgmma.d64"),
             ((128, 128), "d128", True, "wgmma.d128"),
