@@ -104,6 +104,22 @@ FAULTS = (
         "--op layer_norm_mul_dropout",
     ),
     Fault(
+        "contextual keys one step each",
+        "cpu",
+        "contract/hstu_rule.h",
+        "const int64_t shared = contextual > 0 ? contextual - 1 : 0;",
+        "const int64_t shared = 0;",
+        "tests/test_hstu.py -k agrees_with_the_definition",
+    ),
+    Fault(
+        "contextual keys one step each",
+        "cuda",
+        "contract/hstu_rule.h",
+        "const int64_t shared = contextual > 0 ? contextual - 1 : 0;",
+        "const int64_t shared = 0;",
+        "tests/test_hstu.py -k agrees_with_the_definition",
+    ),
+    Fault(
         "tail mask off by one",
         "cpu",
         "cpu/kernels/attention.inl",
@@ -212,8 +228,8 @@ FAULTS = (
         "range of a row off by one",
         "cuda",
         "cuda/kernels/attention/row_ranges.cuh",
-        "const int begin = row.first.begin - first_key, end = row.first.end - first_key;",
-        "const int begin = row.first.begin - first_key, end = row.first.end - first_key + 1;",
+        "return columns_before(keys.end - first_key) & ~columns_before(keys.begin - first_key);",
+        "return columns_before(keys.end + 1 - first_key) & ~columns_before(keys.begin - first_key);",
         "--op jagged_hstu_attention",
     ),
     Fault(
