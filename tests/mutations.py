@@ -228,8 +228,8 @@ FAULTS = (
         "range of a row off by one",
         "cuda",
         "cuda/kernels/attention/row_ranges.cuh",
-        "const int begin = row.first.begin - first_key, end = row.first.end - first_key;",
-        "const int begin = row.first.begin - first_key, end = row.first.end - first_key + 1;",
+        "columns_before(keys.end - first_key)",
+        "columns_before(keys.end + 1 - first_key)",
         "--op jagged_hstu_attention",
     ),
     Fault(
