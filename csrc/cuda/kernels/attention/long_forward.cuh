@@ -959,10 +959,7 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return for_long_forward<Element>(params, [&](auto config) {
     constexpr int kTileM = decltype(config)::kTileM;
-    // Where all tiles of a sequence take the same time, fixed turns are as good for longer.
-    const int rounds = params.window_right < AttentionParams::kUnbounded ? 3 : 6;
-    params.plans_itself =
-        takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms, rounds);
+    params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
     if (!params.plans_itself) {
       return launch<plan_long<kTileM, AttentionParams>>(params, Grid{1}, kPlanThreads, 0, stream,
                                                         nullptr);

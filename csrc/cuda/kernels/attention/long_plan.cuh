@@ -199,18 +199,17 @@ cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
 
 // Whether a kernel of `num_sms` CTAs, one per SM, whose items are tiles of tile_rows rows, plans for
 // itself: a lane holds a sequence, two the rows outside, and without a counter that CTAs share items
-// are handed out in fixed turn, at most `rounds` times. So many rows hold only so many sequences of more
-// than long_rows().
+// are handed out in fixed turn. So many rows hold only so many sequences of more than long_rows().
 constexpr int kOwnPlanSeqs = 30;
 template <typename Params>
 bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_rows, int heads,
-                    int num_sms, int rounds = 3) {
-  constexpr int kMaxSeqs = 64;  // of which a warp reads all lengths
+                    int num_sms) {
+  constexpr int kRounds = 3, kMaxSeqs = 64;  // of which a warp reads all lengths
   const int64_t num_seqs = params.q_offsets.num_seqs,
                 most = params.q_offsets.total / (long_rows(params) + 1);
   return (num_seqs <= kOwnPlanSeqs || (num_seqs <= kMaxSeqs && most <= kOwnPlanSeqs)) &&
          num_tiles(offsets.total, 0, tile_rows) + (num_seqs < most ? num_seqs : most) <=
-             int64_t{rounds} * num_sms / heads;
+             int64_t{kRounds} * num_sms / heads;
 }
 
 // Launches a kernel that plans for itself: the first on the stream unless those for tiny or other
