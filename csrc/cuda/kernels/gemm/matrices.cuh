@@ -76,14 +76,4 @@ __device__ __forceinline__ void zero_outside(const MatricesView& matrices, Eleme
   }
 }
 
-// Zeros in all elements that belong to no matrix, by the first kThreads threads of every CTA.
-template <int kThreads, typename Element>
-__device__ __forceinline__ void zero_all_outside(const MatricesView& matrices, Element* global) {
-  const MatricesExtent extent = matrices_extent(matrices);
-  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = first; i < extent.begin; i += step) global[i] = Element(0.0f);
-  for (int64_t i = extent.end + first; i < matrices.capacity; i += step) global[i] = Element(0.0f);
-}
-
 }  // namespace jagged_cuda::gemm

@@ -50,13 +50,7 @@ struct RaggedBand {
       rows_of_lane[half] =
           shared + row * line_bytes + phase_of(is_run ? global : global + row * pitch);
     }
-    const bool in_chunks = sizeof(Element) == 2 && phase_of(global) == 0 && pitch % kChunk == 0 &&
-                           columns % kChunk == 0;
-    if (in_chunks) {
-      write_chunks(sum, shared, line_bytes, columns);
-    } else {
-      write(sum, rows_of_lane, columns);
-    }
+    write(sum, rows_of_lane, columns);
     ptx::fence_proxy_async();
     __syncwarp();  // the band is there for all lanes, and for bulk copies
     // Lanes in groups, one for each run: a lane for each element of its edges.
@@ -99,31 +93,6 @@ struct RaggedBand {
             ptx::st_shared_4(address, __float_as_uint(sum[block][i]));
           }
         }
-      }
-    }
-  }
-
-  // The same of all rows where these, and `columns`, are whole chunks of 16-bit elements.
-  template <int kBlocks>
-  __device__ __forceinline__ static void write_chunks(const float (&sum)[kBlocks][4],
-                                                      uint32_t shared, int line_bytes,
-                                                      int columns) {
-    if constexpr (sizeof(Element) == 2) {
-      // Matrix i of four has block i / 2 and the rows from 8 (i % 2) on; a lane names one of its rows.
-      const int lane = threadIdx.x % 32;
-      const uint32_t row = shared + lane % 16 * line_bytes;
-#pragma unroll
-      for (int block = 0; block < kBlocks; block += 2) {
-        if (8 * block >= columns) break;
-        // Where there is no second block, the first one is written twice.
-        const bool has_second = 8 * block + 8 < columns;
-        const uint32_t words[4] = {pack<Element>(sum[block][0], sum[block][1]),
-                                   pack<Element>(sum[block][2], sum[block][3]),
-                                   has_second ? pack<Element>(sum[block + 1][0], sum[block + 1][1])
-                                              : pack<Element>(sum[block][0], sum[block][1]),
-                                   has_second ? pack<Element>(sum[block + 1][2], sum[block + 1][3])
-                                              : pack<Element>(sum[block][2], sum[block][3])};
-        ptx::stmatrix_x4(row + (block + (has_second ? lane / 16 : 0)) * kChunkBytes, words);
       }
     }
   }

@@ -77,14 +77,7 @@ struct ShiftedTile {
   static __device__ __forceinline__ void copy(Element* sTile, const Element* global, int64_t stride,
                                               int lines, int elems, bool at_edge,
                                               const Extent& tensor) {
-    copy_by(threadIdx.x, sTile, global, stride, lines, elems, at_edge, tensor);
-  }
-
-  // The same by `thread` of kThreads.
-  static __device__ __forceinline__ void copy_by(int thread, Element* sTile, const Element* global,
-                                                 int64_t stride, int lines, int elems, bool at_edge,
-                                                 const Extent& tensor) {
-    const int first = thread / kGranules, index = thread % kGranules;
+    const int first = threadIdx.x / kGranules, index = threadIdx.x % kGranules;
     const Element* source = global + first * stride;
 #pragma unroll
     for (int step = 0; step < kLines; step += kLineStep) {
