@@ -98,6 +98,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.thin"),
         )
     ),
+    # Few columns, of y with stride 1 along N, and along D in gradients, or with one column.
+    *(
+        (name, dtype, False, {"D": dim, "N": columns}, f"{first}.{element}", f"{last}.{element}")
+        for element, dtype in _DTYPES.items()
+        for dim, columns in ((64, 8), (128, 8), (256, 8), (256, 1))
+        for name, first, last in (
+            ("jagged_dense_bmm", f"{_DENSE}.few_columns", f"{_JAGGED}.mma_sync"),
+            ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.few_columns"),
+        )
+    ),
     *(
         (
             "jagged_softmax",
@@ -571,6 +581,31 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[transpose]
     judge(case, spec, dtype, CUDA)
     assert last_kernel("cuda") == names[not transpose]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (0,) * 100 + (1, 2, 0, 3) * 50 + (0,) * 70 + (5, 40, 16),
+        (37, 0, 211, 5) * 300,
+        (37, 0, 211, 5) * 700,
+    ],
+    ids=["tiny", "many", "more"],
+)
+@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize("inner", [64, 128, 256])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_few_columns(
+    dtype: torch.dtype, inner: int, columns: int, lengths: tuple[int, ...]
+) -> None:
+    """Sequences that end anywhere within 16 rows, many of them or none; one to four times 16 rows
+    for a warp."""
+    case = CASES["jagged_dense_bmm"]
+    spec = spec_of(Layout(lengths, base=5, tail=9), D=inner, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in _DTYPES.items() if value is dtype)
+    assert last_kernel("cuda") == f"{_DENSE}.few_columns.{element}"
+    judge(case, spec, dtype, CUDA)
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
