@@ -57,6 +57,18 @@ struct ShortForwardParams {
   }
 };
 
+// In units of a step of 16 queries against 32 keys: what comes with each 16 queries takes as long as
+// five.
+struct ShortForwardItems {
+  __device__ __forceinline__ static bool is_first(const ShortSequence& /*sequence*/) {
+    return true;
+  }
+  __device__ __forceinline__ static int cost(const ShortSequence& sequence) {
+    const int queries = sequence.queries.len, keys = sequence.keys.len;
+    return queries == 0 ? 0 : 6 + (queries + 15) / 16 * (5 + (keys + 31) / 32);
+  }
+};
+
 template <typename Config>
 __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& params,
                                                       typename Config::Storage& shared, int warp,
@@ -64,11 +76,11 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   using Storage = typename Config::Storage;
   const AttentionParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short(attention, shared.listed, warp * 32 + lane, AnyShort{});
+  if (listed) list_short<ShortForwardItems>(attention, shared.listed, warp * 32 + lane);
   const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
-    producer.run(listed, [&](const ShortSequence& sequence, unsigned head) {
+    producer.template run<ShortForwardItems>(listed, [&](const ShortSequence& sequence, unsigned head) {
       ShortItem item{};
       item.queries = sequence.queries;
       item.keys = sequence.keys;
