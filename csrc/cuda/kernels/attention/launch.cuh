@@ -50,13 +50,15 @@ inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets,
           heads};
 }
 
-// A grid for TilesOfCta.
+// A grid for TilesOfCta: one search for each lane, but enough CTAs for a giant's tiles. Their number is
+// odd, since of a giant every other tile of a slab is none.
 inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
                         int heads) {
-  constexpr int64_t kLoopingCtas = 528;  // what an H100 holds of the smallest
+  constexpr int64_t kLeastCtas = 132;  // one per SM of an H100
   Grid grid = tile_grid(params, offsets, tile_rows, heads);
-  const int64_t enough = (kLoopingCtas + heads - 1) / heads;
-  if (params.longer_in_slabs && grid.x > enough) grid.x = enough;
+  if (!params.longer_in_slabs) return grid;
+  const int64_t searches = (grid.x + 31) / 32;
+  grid.x = (searches < kLeastCtas ? kLeastCtas : searches) | 1;
   return grid;
 }
 

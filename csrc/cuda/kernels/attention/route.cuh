@@ -51,7 +51,9 @@ class TilesOfCta {
 
   // False if there are no more.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
-    const int limit = tiny_limit(params_), stride = static_cast<int>(gridDim.x),
+    // Of sequences that no kernel for shorter ones takes, if these take the same of queries and keys.
+    const int limit = tiny_limit(params_), others = params_.short_apart ? kShortRows : limit,
+              stride = static_cast<int>(gridDim.x),
               num_tiles = static_cast<int>(num_longer_tiles(offsets_.total, limit));
     while (left_ == 0) {
       if (first_ >= num_tiles) return false;
@@ -61,7 +63,7 @@ class TilesOfCta {
       seq_ = static_cast<int>(found.seq);
       row_ = static_cast<int>(found.row);
       left_ = __ballot_sync(0xffffffffu,
-                            seq_ >= 0 && found.row < found.rows.len && found.rows.len > limit);
+                            seq_ >= 0 && found.row < found.rows.len && found.rows.len > others);
       first_ += 32 * stride;
     }
     const int source = __ffs(static_cast<int>(left_)) - 1;
