@@ -120,7 +120,7 @@ cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
   // Where sequences are short on average, most tiles would be those of tiny ones.
   params.longer_in_slabs =
       params.q_offsets.data == params.kv_offsets.data &&
-      params.q_offsets.total < params.q_offsets.num_seqs * (tiny_limit(params) / 2);
+      params.q_offsets.total < params.q_offsets.num_seqs * (tiny_limit(params) * 3 / 4);
   return launch_longer(params);
 }
 
@@ -243,7 +243,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
           longer.short_apart = error == cudaSuccess;
           // Few are longer where sequences are short on average: most tiles would be of others.
           if (longer.short_apart && longer.q_offsets.data == longer.kv_offsets.data &&
-              !attention::has_long_sequences(longer))
+              longer.q_offsets.total < longer.q_offsets.num_seqs * kShortRows)
             longer.longer_in_slabs = true;
         }
         error = attention::launch_backward_wgmma<Element>(longer, stream);

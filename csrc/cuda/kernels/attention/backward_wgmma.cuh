@@ -29,36 +29,28 @@ namespace jagged_cuda::attention {
 // Steps and CTAs per SM are chosen by time on an H100 (docs/performance_log.md): with 64 dims small
 // steps leave room for more CTAs, which hide each other's latency where sequences are short; where
 // they are long, large steps keep the tensor cores busier. `kStep_` is one of 32 and 64.
-// With kLongStep_ a sequence of at least kLongStepRows takes steps of that many: a giant among short
-// ones is then as fast as alone.
-constexpr int kLongStepRows = 192;
-
-template <typename Element_, int kDim_, int kStep_, int kLongStep_ = kStep_>
+template <typename Element_, int kDim_, int kStep_>
 struct DqWgmmaConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;      // queries that a CTA owns
   static constexpr int kStep = kStep_;  // keys of an iteration
-  static constexpr int kLongStep = kLongStep_;
-  using OfLong = DqWgmmaConfig<Element, kDim, kLongStep>;
-  static constexpr int kMinCtas = kDim == 128 ? 2 : kLongStep == 64 ? 4 : (kDim == 64 ? 5 : 6);
+  static constexpr int kMinCtas = kDim == 128 ? 2 : kStep == 64 ? 4 : (kDim == 64 ? 5 : 6);
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
                                     (kDim <= 64 && kStep == 64 ? ".step64" : "");
   static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
 };
 
-template <typename Element_, int kDim_, int kStep_, int kLongStep_ = kStep_>
+template <typename Element_, int kDim_, int kStep_>
 struct DkdvWgmmaConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;      // keys that a CTA owns
   static constexpr int kStep = kStep_;  // queries of an iteration
-  static constexpr int kLongStep = kLongStep_;
-  using OfLong = DkdvWgmmaConfig<Element, kDim, kLongStep>;
-  static constexpr int kMinCtas = kDim == 128       ? 2
-                                  : kLongStep == 64 ? (kDim == 64 ? 3 : 4)
+  static constexpr int kMinCtas = kDim == 128   ? 2
+                                  : kStep == 64 ? (kDim == 64 ? 3 : 4)
                                                 : (kDim == 64 ? 4 : 5);
   static_assert(kDim <= 64 || (kDim == 128 && kStep == 64));
 };
@@ -238,26 +230,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
-  const auto take = [&](const JaggedTile& tile) {
-    using Long = typename Config::OfLong;
-    if (Config::kLongStep != Config::kStep && tile.rows.len >= kLongStepRows) {
-      backward_dq_of_queries<Long>(
-          params, *reinterpret_cast<DqWgmmaStorage<Long>*>(wgmma_shared_bytes), tile);
-    } else {
-      backward_dq_of_queries<Config>(
-          params, *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes), tile);
-    }
-  };
+  auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kLooped) {
-    TilesOfCta<Config::kRows> tiles(params, params.q_offsets);
-    JaggedTile tile;
-    while (tiles.next(tile)) {
-      take(tile);
-      __syncthreads();  // before the next tile's copies
-    }
+    __shared__ JaggedTile shared_tile;
+    TilesOfCta<Config::kRows>(params, params.q_offsets)
+        .visit(shared_tile, [&](const JaggedTile& tile) {
+          backward_dq_of_queries<Config>(params, shared, tile);
+        });
   } else {
-    take(find_tile<Config::kRows>(params.q_offsets, blockIdx.x));
+    backward_dq_of_queries<Config>(params, shared,
+                                   find_tile<Config::kRows>(params.q_offsets, blockIdx.x));
   }
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
 }
@@ -402,52 +385,48 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
-  const auto take = [&](const JaggedTile& tile) {
-    using Long = typename Config::OfLong;
-    if (Config::kLongStep != Config::kStep && tile.rows.len >= kLongStepRows) {
-      backward_dkdv_of_keys<Long>(
-          params, *reinterpret_cast<DkdvWgmmaStorage<Long>*>(wgmma_shared_bytes), tile);
-    } else {
-      backward_dkdv_of_keys<Config>(
-          params, *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes), tile);
-    }
-  };
-  ptx::griddepcontrol_launch_dependents();  // its plan
+  auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  ptx::griddepcontrol_launch_dependents();  // the plan of the kernel for long sequences
   if constexpr (kLooped) {
-    TilesOfCta<Config::kRows> tiles(params, params.kv_offsets);
-    JaggedTile tile;
-    while (tiles.next(tile)) {
-      take(tile);
-      __syncthreads();  // before the next tile's copies
-    }
+    __shared__ JaggedTile shared_tile;
+    TilesOfCta<Config::kRows>(params, params.kv_offsets)
+        .visit(shared_tile, [&](const JaggedTile& tile) {
+          backward_dkdv_of_keys<Config>(params, shared, tile);
+        });
   } else {
-    take(find_tile<Config::kRows>(params.kv_offsets, blockIdx.x));
+    backward_dkdv_of_keys<Config>(params, shared,
+                                  find_tile<Config::kRows>(params.kv_offsets, blockIdx.x));
   }
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
 }
 
-template <typename Element, int kDim, int kStep, int kLongStep, bool kLooped>
+template <typename Element, int kDim, int kStep, bool kLooped>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
-  using Dq = DqWgmmaConfig<Element, kDim, kStep, kLongStep>;
-  using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep, kLongStep>;
+  using Dq = DqWgmmaConfig<Element, kDim, kStep>;
+  using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
   const cudaError_t error = launch_longer<backward_dq_wgmma<Dq, kLooped>>(
       params, params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
-      sizeof(DqWgmmaStorage<typename Dq::OfLong>), stream, Dq::kName);
+      sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
   return launch_dependent<backward_dkdv_wgmma<Dkdv, kLooped>>(
       params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
-      sizeof(DkdvWgmmaStorage<typename Dkdv::OfLong>), stream);
+      sizeof(DkdvWgmmaStorage<Dkdv>), stream);
 }
 
 template <typename Element>
 cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_dim<128>(params, [&](auto dim) {
-    constexpr int kShortStep = dim.value <= 64 ? 32 : 64, kLongStep = dim.value <= 32 ? 64 : kShortStep;
-    if (params.longer_in_slabs)
-      return launch_backward_step<Element, dim.value, kShortStep, kLongStep, true>(params, stream);
-    if (!has_long_sequences(params))
-      return launch_backward_step<Element, dim.value, kShortStep, kLongStep, false>(params, stream);
-    return launch_backward_step<Element, dim.value, 64, 64, false>(params, stream);
+    constexpr int kShortStep = dim.value <= 64 ? 32 : 64;
+    // What is longer than short, or may be and then has most of the work, gains by large steps.
+    const bool any_longer = params.max_len == 0 || params.max_len > kShortRows,
+               large_steps = has_long_sequences(params) ||
+                             (any_longer && (dim.value == 32 || params.short_apart));
+    if (params.longer_in_slabs) {
+      return large_steps ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
+                         : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+    }
+    return large_steps ? launch_backward_step<Element, dim.value, 64, false>(params, stream)
+                       : launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
   });
 }
 

@@ -50,15 +50,15 @@ inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets,
           heads};
 }
 
-// A grid for TilesOfCta: one search for each lane, but enough CTAs for a giant's tiles. Their number is
-// odd, since of a giant every other tile of a slab is none.
+// A grid for TilesOfCta: enough CTAs for a giant's tiles, and no more where there is little to search.
 inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
                         int heads) {
-  constexpr int64_t kLeastCtas = 132;  // one per SM of an H100
+  constexpr int64_t kManyCtas = 528, kFewCtas = 264;  // what an H100 holds of the smallest, and half
+  constexpr int64_t kFewSlabs = 8 * kFewCtas;
   Grid grid = tile_grid(params, offsets, tile_rows, heads);
-  if (!params.longer_in_slabs) return grid;
-  const int64_t searches = (grid.x + 31) / 32;
-  grid.x = (searches < kLeastCtas ? kLeastCtas : searches) | 1;
+  const int64_t ctas = grid.x / 2 <= kFewSlabs ? kFewCtas : kManyCtas,
+                enough = (ctas + heads - 1) / heads;
+  if (params.longer_in_slabs && grid.x > enough) grid.x = enough;
   return grid;
 }
 

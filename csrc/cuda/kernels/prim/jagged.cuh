@@ -156,25 +156,14 @@ __device__ __forceinline__ JaggedTile find_longer_tile_of_lane(const OffsetsView
   const int64_t slab = tile / 2 * slab_rows, last = offsets.total - 1,
                 row = slab + tile % 2 * (slab_rows - 1);
   int64_t low = 0, high = offsets.num_seqs + 2, begin = 0, end = offsets.total;
-  while (high - low > 1) {  // three places at once: half as many loads that wait for each other
-    const int64_t step = (high - low + 3) / 4, first = low;
-    int64_t bounds[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int64_t probe = first + step * (i + 1);
-      bounds[i] = segment_bound(offsets, probe < high ? probe : high);
-    }
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int64_t probe = first + step * (i + 1);
-      if (probe >= high) break;
-      if (bounds[i] <= (row < last ? row : last)) {
-        low = probe;
-        begin = bounds[i];
-      } else {
-        high = probe;
-        end = bounds[i];
-      }
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2, bound = segment_bound(offsets, middle);
+    if (bound <= (row < last ? row : last)) {
+      low = middle;
+      begin = bound;
+    } else {
+      high = middle;
+      end = bound;
     }
   }
   return longer_tile_of<kTile>(offsets, {low, begin, end}, slab, slab_rows, tile % 2 == 0);
