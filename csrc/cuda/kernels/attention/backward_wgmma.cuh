@@ -422,11 +422,13 @@ cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStr
                large_steps = has_long_sequences(params) ||
                              (any_longer && (dim.value == 32 || params.short_apart));
     if (params.longer_in_slabs) {
-      return large_steps ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
-                         : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+      return large_steps
+                 ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
+                 : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
     }
-    return large_steps ? launch_backward_step<Element, dim.value, 64, false>(params, stream)
-                       : launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
+    return large_steps
+               ? launch_backward_step<Element, dim.value, 64, false>(params, stream)
+               : launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
   });
 }
 

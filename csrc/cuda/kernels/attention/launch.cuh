@@ -53,7 +53,8 @@ inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets,
 // A grid for TilesOfCta: enough CTAs for a giant's tiles, and no more where there is little to search.
 inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
                         int heads) {
-  constexpr int64_t kManyCtas = 528, kFewCtas = 264;  // what an H100 holds of the smallest, and half
+  constexpr int64_t kManyCtas = 528,
+                    kFewCtas = 264;  // what an H100 holds of the smallest, and half
   constexpr int64_t kFewSlabs = 8 * kFewCtas;
   Grid grid = tile_grid(params, offsets, tile_rows, heads);
   const int64_t ctas = grid.x / 2 <= kFewSlabs ? kFewCtas : kManyCtas,

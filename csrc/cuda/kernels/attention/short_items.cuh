@@ -209,8 +209,7 @@ __device__ __forceinline__ bool list_round(const AttentionParams& params, ShortL
 template <typename Items, typename Visit>
 __device__ __forceinline__ void visit_short(const AttentionParams& params, ShortList& list,
                                             bool listed, int lane, Visit visit) {
-  for (int round = 0; listed ? round == 0 : list_round<Items>(params, list, round, lane);
-       ++round) {
+  for (int round = 0; listed ? round == 0 : list_round<Items>(params, list, round, lane); ++round) {
     const int num_first = list.num_first, num_all = num_first + list.num_last;
     for (int i = 0; i < num_all; ++i) {
       const ShortSequence sequence =
