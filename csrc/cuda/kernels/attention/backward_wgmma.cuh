@@ -60,6 +60,7 @@ struct DqWgmmaStorage {
   using Element = typename Config::Element;
   WarpgroupTile<Element, Config::kRows, Config::kDim> sQ, sGradOut;
   WarpgroupTile<Element, Config::kStep, Config::kDim> sK[2], sV[2];
+  JaggedTile tile;  // of TilesOfCta
 };
 
 template <typename Config>
@@ -69,6 +70,7 @@ struct DkdvWgmmaStorage {
   WarpgroupTile<Element, Config::kStep, Config::kDim> sQ[2], sGradOut[2];
   alignas(16) float sLse[2][Config::kStep];
   alignas(16) float sDelta[2][Config::kStep];
+  JaggedTile tile;  // of TilesOfCta
 };
 
 // A lane's quarter of one row of O, in registers: every fourth chunk of 8 elements.
@@ -233,9 +235,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kLooped) {
-    __shared__ JaggedTile shared_tile;
     TilesOfCta<Config::kRows>(params, params.q_offsets)
-        .visit(shared_tile, [&](const JaggedTile& tile) {
+        .visit(shared.tile, [&](const JaggedTile& tile) {
           backward_dq_of_queries<Config>(params, shared, tile);
         });
   } else {
@@ -388,9 +389,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();  // the plan of the kernel for long sequences
   if constexpr (kLooped) {
-    __shared__ JaggedTile shared_tile;
     TilesOfCta<Config::kRows>(params, params.kv_offsets)
-        .visit(shared_tile, [&](const JaggedTile& tile) {
+        .visit(shared.tile, [&](const JaggedTile& tile) {
           backward_dkdv_of_keys<Config>(params, shared, tile);
         });
   } else {

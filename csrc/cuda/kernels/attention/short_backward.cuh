@@ -11,8 +11,7 @@
 //       for each 64 of its queries (or the 32 that are left):
 //         S^T = K Q^T, dP^T = V dO^T
 //         P^T = exp2(...), dS^T = P^T * (dP^T - delta)
-//         dV += P^T dO, dK += dS^T Q, dQ += dS K, the last two from dS^T in shared memory, and under
-//         way while the next step begins
+//         dV += P^T dO, dK += dS^T Q, dQ += dS K, for which dS^T passes through shared memory
 //       if both take the item, the first adds the other's dK to its own, the second dV
 //       store dK, dV
 //     store dQ, which stayed in registers
@@ -432,7 +431,7 @@ struct ShortBackwardConsumer {
   }
 
   // This warp's 16 rows of its place for the next dS, which no product reads any more: all warps waited
-  // for those of the last but one before they met for the last.
+  // for the last but one before they met for the last.
   __device__ __forceinline__ uint32_t own_rows() const {
     return ptx::shared_address(shared.grad_scores[warpgroup][next_scores].data) +
            warp * 16 * Storage::kRowBytes;
@@ -486,8 +485,7 @@ struct ShortBackwardConsumer {
   }
 
   // The keys from `key` on, in `keys`, and kBlocks * 8 queries from `query` on, which are in a page's
-  // rows from `offset` on; adds to the dQ of that page. Leaves the products of dS running: the next
-  // step's S queues behind them, and its first wait is for these, too.
+  // rows from `offset` on; adds to the dQ of that page.
   template <int kBlocks>
   __device__ __forceinline__ void step(Accumulator<1, 8>& grad_q, const WindowOf<int>& seen,
                                        typename Storage::Page& keys, int key, int num_keys,
@@ -572,40 +570,28 @@ struct ShortBackwardConsumer {
         }
       }
     }
-    ptx::wgmma_wait_group<0>();  // P's registers are needed
-    ptx::fence_operands(dv[0]);
     write_rows(ds, offset / 8);
     Rows& scores = shared.grad_scores[warpgroup][next_scores];
     next_scores ^= 1;
+    ptx::fence_operands(dk[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(dk, ds, tile_q);
+    ptx::wgmma_commit_group();
     ptx::fence_proxy_async();
     ptx::bar_sync(kOwn + warpgroup, 128);
-    // dS^T from shared memory twice, so that nothing of it is left in registers. Rows of dQ whose
-    // queries are not of this step add up what is not used.
-    using Product = ptx::Wgmma<Element, true>;
-    using ProductOfTransposed = ptx::Wgmma<Element, true, true>;
-    const ptx::MatrixDescriptor a = scores.descriptor(), q = tile_q.descriptor(),
-                                k = keys.rows[0].descriptor();
-    ptx::fence_operands(dk[0]);
+    // Rows of dQ whose queries are not of this step add up what is not used.
+    using Product = ptx::Wgmma<Element, true, true>;
+    const ptx::MatrixDescriptor a = scores.descriptor(), b = keys.rows[0].descriptor();
     ptx::fence_operands(grad_q[0]);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kQueries; i += 16) {
-      Product::run(dk[0], a + (offset * Rows::kElementBytes + Rows::column_step_bytes(i)),
-                   q + Rows::row_step_bytes(i), true);
-    }
-#pragma unroll
-    for (int i = 0; i < 64; i += 16)
-      ProductOfTransposed::run(grad_q[0], a + Rows::row_step_bytes(i), k + Rows::row_step_bytes(i),
-                               true);
+    for (int k = 0; k < 64; k += 16)
+      Product::run(grad_q[0], a + Rows::row_step_bytes(k), b + Rows::row_step_bytes(k), true);
     ptx::wgmma_commit_group();
-  }
-
-  // Behind steps: their last products are done.
-  __device__ __forceinline__ void finish_steps() {
     ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
-    ptx::fence_operands(dq[0][0]);
-    ptx::fence_operands(dq[1][0]);
+    ptx::fence_operands(grad_q[0]);
   }
 
   // Adds the other warpgroup's `kept` to this one's, and gives it `given`, which is of no use here any
@@ -682,7 +668,6 @@ struct ShortBackwardConsumer {
           step<4>(dq[i], seen, shared.pages[place.slot], key, num_keys, own.slot, query, first[i]);
         }
       }
-      finish_steps();
       release(place);
       if (page + 1 == key_pages) release_queries();
       if (!alone) {
