@@ -39,7 +39,8 @@ struct TinyForwardConfig {
   // is spilled for that is of more keys than most have.
   static constexpr int kMinCtas = kHeads == 2 ? 12 : kDim == 32 ? 8 : 4;
   static constexpr int kColumnBlocks = kDim / 32;
-  static constexpr PathName kName = PathName("cuda.attention.forward.tiny.d") + kDim;
+  static constexpr PathName kName =
+      PathName("cuda.attention.forward.tiny.d") + kDim + (kHeads == 2 ? ".pairs" : "");
   static_assert(kDim == 32 || (kDim == 64 && kHeads == 1));
 };
 
