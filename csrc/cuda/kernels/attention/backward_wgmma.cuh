@@ -417,18 +417,16 @@ template <typename Element>
 cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_dim<128>(params, [&](auto dim) {
     constexpr int kShortStep = dim.value <= 64 ? 32 : 64;
-    // What is longer than short, or may be and then has most of the work, gains by large steps.
-    const bool any_longer = params.max_len == 0 || params.max_len > kShortRows,
-               large_steps = has_long_sequences(params) ||
-                             (any_longer && (dim.value == 32 || params.short_apart));
     if (params.longer_in_slabs) {
-      return large_steps
+      // Others than short ones are rare, and have most of the work if there are any.
+      const bool any_longer = params.max_len == 0 || params.max_len > kShortRows;
+      return any_longer && (dim.value == 32 || params.short_apart)
                  ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
                  : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
     }
-    return large_steps
-               ? launch_backward_step<Element, dim.value, 64, false>(params, stream)
-               : launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
+    if (!has_long_sequences(params))
+      return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
+    return launch_backward_step<Element, dim.value, 64, false>(params, stream);
   });
 }
 
