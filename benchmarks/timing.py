@@ -24,6 +24,7 @@ FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
 FLUSH_US = 120.0  # about what reading them takes
 BUDGET_S = 0.08  # of one measurement
 MIN_REPETITIONS, MAX_REPETITIONS = 5, 50
+RELEASE_S = 0.1  # after memory was given back: for a while kernels are up to a tenth slower
 HOST_CALLS_IN_A_ROW = 64  # then the GPU catches up: a full queue would make the host wait
 NVML_CLOCK_SM = 1
 
@@ -167,12 +168,20 @@ class CudaTimer(Timer):
             for _ in range(2):  # compiles, tunes and loads whatever the call needs
                 call()
             self.synchronize()
+            self._release_cache()
             graph = self._capture(call)
             run = call if graph is None else graph.replay
             trial_us = min(self._times(run, 3))
             times = self._times(run, self._repetitions((trial_us + FLUSH_US) / 1e6))
             sm_mhz = self.clock.now_mhz()
         return Measurement.of(times, "eager" if graph is None else "graph", sm_mhz)
+
+    def _release_cache(self) -> None:
+        """Give back what is cached, as a capture does, and wait until that has no effect."""
+        reserved = torch.cuda.memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        if torch.cuda.memory_reserved(self.device) < reserved:
+            time.sleep(RELEASE_S)
 
     def _capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()

@@ -236,6 +236,31 @@ def test_many_copies(device: torch.device, num_seqs: int, copies: int, columns: 
         assert torch.equal(grad.cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [1, 8, 64, 300])
+@pytest.mark.parametrize("longest", [40, 3000, 70000])
+def test_gradient_of_copies_of_long_sequences(
+    device: torch.device, longest: int, columns: int, dtype: torch.dtype
+) -> None:
+    """One sequence may have more tiles than all others, and rows may lie outside every sequence."""
+    if longest * columns > 5_000_000:
+        longest = 20000
+    generator = torch.Generator().manual_seed(columns)
+    lengths = torch.tensor([0, 3, longest, 0, 17, 1, 0, 64, 0, 2 * longest // 3, 5])
+    offsets = 9 + jagged_cuda.offsets_from_lengths(lengths)
+    index = torch.tensor([2, 9, 1, 1, 9, 2, 5, 2, 7, 1, 1, 1, 10, 3])
+    total = int(offsets[-1]) + 21
+    x = torch.zeros(total, columns, dtype=dtype, device=device, requires_grad=True)
+    taken = torch.cat([torch.arange(offsets[b], offsets[b + 1]) for b in index.tolist()])
+    out, _ = jagged_index_select(x, offsets.to(device), index.to(device), total=len(taken) + 7)
+    grad_out = torch.randint(-9, 10, out.shape, generator=generator).double()
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    expected.index_add_(0, taken, grad_out[: len(taken)])
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(out, x, grad_out.to(device, dtype), retain_graph=True)
+        assert torch.equal(grad.cpu().double(), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("columns", [1, 2, 8])
 def test_numbers_are_joined(device: torch.device, dtype: torch.dtype, columns: int) -> None:

@@ -117,35 +117,53 @@ Tensor jagged_index_select_backward(const Tensor& grad_out, const Tensor& offset
          std::to_string(kMostCounted) + " copies or sequences");
   }
   const Tensor seqs = as_contiguous(op, chosen);
-  std::optional<Tensor> numbers;
-  if (are_grouped) numbers = as_contiguous(op, *order);
-  const Tensor begins =
-      are_grouped ? as_contiguous(op, *groups) : allocate(op, chosen, {sizes.B + 1});
   const Tensor rows =
-      allocate(op, chosen, {sizes.M + sizes.B, 2});  // of all, and of the first ones
-  GroupCopiesParams grouping{};
-  grouping.taken = view_offsets(ends, sizes.N);
-  grouping.chosen = seqs.const_data_ptr<int64_t>();
-  grouping.order = numbers ? numbers->const_data_ptr<int64_t>() : nullptr;
-  grouping.copies = static_cast<CopyRows*>(rows.mutable_data_ptr());
-  grouping.firsts = grouping.copies + sizes.M;
-  grouping.groups = begins.mutable_data_ptr<int64_t>();  // written without order alone
-  grouping.num_copies = sizes.M;
-  grouping.num_seqs = sizes.B;
-  check_cuda(op, launch_group_copies(grouping, current_stream(grad_out)));
+      allocate(op, chosen, {sizes.M + sizes.B, 2});  // of all copies, and of the first ones
+  std::optional<Tensor> numbers, begins, tiles;      // until the launches
+  CopyRows* all = static_cast<CopyRows*>(rows.mutable_data_ptr());
 
-  SumCopiesParams params;
+  SumCopiesParams params{};
   params.grad_out = copies.const_data_ptr();
   params.out = out.mutable_data_ptr();
   params.offsets = view_offsets(bounds, total);
-  params.copies = grouping.copies;
-  params.firsts = grouping.firsts;
-  params.groups = begins.const_data_ptr<int64_t>();
+  params.copies = all;
   params.num_copies = sizes.M;
+  params.num_rows = sizes.N;
   params.columns = sizes.rest;
   params.stride = copies.stride(0);
   params.vectors = has_aligned_lines(copies, {0});
   params.type = element_type(grad_out.scalar_type());
+  if (are_grouped) {
+    numbers = as_contiguous(op, *order);
+    begins = as_contiguous(op, *groups);
+    FollowOrderParams following;
+    following.taken = view_offsets(ends, sizes.N);
+    following.chosen = seqs.const_data_ptr<int64_t>();
+    following.order = numbers->const_data_ptr<int64_t>();
+    following.groups = begins->const_data_ptr<int64_t>();
+    following.copies = all;
+    following.firsts = all + sizes.M;
+    following.num_copies = sizes.M;
+    following.num_seqs = sizes.B;
+    check_cuda(op, launch_follow_order(following, current_stream(grad_out)));
+    params.firsts = following.firsts;
+    params.groups = following.groups;
+  } else {
+    FindTilesParams finding;
+    finding.tile_log2 = found_tile_log2(sizes.rest * static_cast<int64_t>(copies.element_size()));
+    finding.num_tiles = num_tiles(total, sizes.B, 1 << finding.tile_log2);
+    tiles = allocate(op, chosen, {finding.num_tiles, 4});  // a FoundTile each
+    finding.taken = view_offsets(ends, sizes.N);
+    finding.source = params.offsets;
+    finding.chosen = seqs.const_data_ptr<int64_t>();
+    finding.copies = all;
+    finding.tiles = static_cast<FoundTile*>(tiles->mutable_data_ptr());
+    finding.num_copies = sizes.M;
+    finding.num_seqs = sizes.B;
+    check_cuda(op, launch_find_tiles(finding, current_stream(grad_out)));
+    params.tiles = finding.tiles;
+    params.num_tiles = finding.num_tiles;
+  }
   check_cuda(op, launch_jagged_index_select_backward(params, current_stream(grad_out)));
   return out;
 }
