@@ -24,12 +24,14 @@ class Candidate:
         grad_out: of the result; None for an implementation without a backward.
         rows: brings the result into our layout; None if the result is another one, since padding is
             not masked.
+        has_our_gradients: a peer's gradients come in our layout, and are judged as ours are.
     """
 
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
     grad_out: Tensor | None
     rows: Callable[[Tensor], Tensor] | None = _as_it_is
+    has_our_gradients: bool = False
 
     def forward(self) -> Tensor:
         with torch.no_grad():

@@ -72,6 +72,22 @@ class RaggedAttention:
             "stride": [longest * row, dim, row, 1],
         }
 
+    def _like(self, graph: Any, name: str, operand: Tensor) -> Any:
+        types = self.cudnn.data_type
+        data_type = {
+            torch.int32: types.INT32,
+            torch.int64: types.INT64,
+            torch.float32: types.FLOAT,
+            torch.bfloat16: types.BFLOAT16,
+            torch.float16: types.HALF,
+        }[operand.dtype]
+        dim, stride = list(operand.shape), list(operand.stride())
+        return graph.tensor(name=name, dim=dim, stride=stride, data_type=data_type)
+
+    def _options(self, tensors: dict[str, Any], backward: bool) -> dict[str, Any]:
+        """What a graph is asked for beside q, k, v and lengths; a subclass may ask for more."""
+        return self.options
+
     def _new_graph(self, sides: dict[str, str]) -> tuple[Any, dict[str, Any]]:
         """A graph, and its inputs by name: lengths, offsets, and those of `sides`."""
         types = self.cudnn.data_type
@@ -82,13 +98,7 @@ class RaggedAttention:
             **({"handle": _handle(self.device)} if self.device.type == "cuda" else {}),
         )
         tensors = {
-            name: graph.tensor(
-                name=name,
-                dim=list(operand.shape),
-                stride=list(operand.stride()),
-                data_type=types.INT32 if operand.dtype == torch.int32 else types.INT64,
-            )
-            for name, operand in self.operands.items()
+            name: self._like(graph, name, operand) for name, operand in self.operands.items()
         }
         for name, side in sides.items():
             options = {"data_type": types.FLOAT} if side == "stats" else {}
@@ -117,7 +127,7 @@ class RaggedAttention:
         names = ("q", "k", "v", "seq_len_q", "seq_len_kv")
         graph, tensors = self._new_graph({"q": "q", "k": "k", "v": "k"})
         inputs = {name: tensors[name] for name in names}
-        out, stats = graph.sdpa(**inputs, generate_stats=True, **self.options)
+        out, stats = graph.sdpa(**inputs, generate_stats=True, **self._options(tensors, False))
         return self._build(graph, tensors, {"out": ("q", out), "stats": ("stats", stats)})
 
     @functools.cached_property
@@ -129,7 +139,8 @@ class RaggedAttention:
             f"max_total_seq_len_{name}": -(-self.sizes[side][0] // TOTAL_MULTIPLE) * TOTAL_MULTIPLE
             for name, side in (("q", "q"), ("kv", "k"))
         }
-        dq, dk, dv = graph.sdpa_backward(**inputs, **totals, **self.options)
+        options = self._options(tensors, True)
+        dq, dk, dv = graph.sdpa_backward(**inputs, **totals, **options)
         return self._build(graph, tensors, {"dq": ("q", dq), "dk": ("k", dk), "dv": ("k", dv)})
 
     # --- calls

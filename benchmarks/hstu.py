@@ -3,7 +3,8 @@
 Each case is SiLU attention over sequences with 20 targets and 8 contextual rows. In the same run:
 the same with softmax, causal softmax attention without ranges or biases, the same call without its
 bias, FlexAttention (which has softmax) with the same mask and bias, its block mask made before the
-clock starts or within, and HSTU in plain PyTorch on padded data.
+clock starts or within, cuDNN's attention (softmax, too) with the same mask and kv_bias, and HSTU in
+plain PyTorch on padded data.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import jagged_cuda
-from benchmarks import peers, shapes
+from benchmarks import cudnn_flex, cudnn_frontend, peers, shapes
 from benchmarks.candidate import Candidate
 from benchmarks.checking import WrongResultError
 from benchmarks.session import OURS, Command, Row, Session
@@ -32,7 +33,7 @@ CAUSAL = f"{OURS} causal"  # softmax, causal and nothing else
 UNBIASED = f"{OURS} unbiased"  # without the bias
 RANGED = f"{OURS} ranges"  # the making of its ranges with it
 BESIDE = (SOFTMAX, CAUSAL, UNBIASED, RANGED)
-PEERS = ("flex", "flex_mask", "padded_hstu")
+PEERS = ("flex", "flex_mask", "cudnn_flex", "padded_hstu")
 HEADS, DIM, QUICK_DIM = 4, 64, 16
 TARGETS, CONTEXT, NEAR = 20, 8, 256
 TIME_BUCKETS, POSITION_BUCKETS = 128, 1024
@@ -246,6 +247,24 @@ def _flex(o: _Operands, with_mask: bool) -> Candidate:
     )
 
 
+def _cudnn_flex(o: _Operands) -> Candidate:
+    peers.need_cuda("cudnn_flex", o.q.device)
+    if o.case.bias not in ("", "kv_bias"):
+        raise peers.AbsentError(
+            f"cudnn_flex has no {o.case.bias}: a score_mod of cuDNN's cannot look up in a table"
+        )
+    if o.case.learns:
+        raise peers.AbsentError("cudnn_flex has no gradient of kv_bias: cuDNN's leaves its memory")
+    scale = o.q.shape[-1] ** -0.5
+    ranged = cudnn_flex.RangedAttention(o.q, o.k, o.layout, scale, o.ranges, o.table)
+    return Candidate(
+        lambda q, k, v: cudnn_frontend.Attention.apply(q, k, v, ranged),
+        o.inputs,
+        o.grad_out,
+        has_our_gradients=True,
+    )
+
+
 def _padded_visible(o: _Operands) -> Tensor:
     """`[B, 1, M, M]`"""
     ranges = padding.pad(o.ranges, o.layout)[:, None]  # [B, 1, M, 2, 2]
@@ -357,6 +376,7 @@ def _makers(o: _Operands) -> dict[str, Callable[[], Candidate]]:
         RANGED: partial(ours, partial(_silu, o, None), o.inputs),
         "flex": partial(_flex, o, False),
         "flex_mask": partial(_flex, o, True),
+        "cudnn_flex": partial(_cudnn_flex, o),
         "padded_hstu": partial(_padded, o),
     }
     if not o.case.bias:
@@ -376,7 +396,7 @@ def _run_case(session: Session, case: _Case, precision: Precision) -> None:
     ]
     makers = _makers(o)
     checks = {OURS: _Check(o), SOFTMAX: _Check(o, softmax=True)}
-    checks |= {RANGED: checks[OURS], "padded_hstu": checks[OURS]}
+    checks |= {RANGED: checks[OURS], "padded_hstu": checks[OURS], "cudnn_flex": checks[SOFTMAX]}
     wanted = (OURS, *BESIDE, *session.peers(COMMAND))
     for name in wanted:
         if name in makers:

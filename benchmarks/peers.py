@@ -24,6 +24,7 @@ DESCRIPTIONS = {
     "fa3": "FlashAttention-3: flash_attn_interface, or the wheel fa3-fwd (forward only)",
     "flex": "FlexAttention, compiled, with a block mask made beforehand; forward only but in hstu",
     "flex_mask": "the same with the making of its block mask",
+    "cudnn_flex": "cuDNN's ragged attention (softmax), the same mask and kv_bias as a score_mod",
     "padded_hstu": "HSTU's attention in PyTorch on padded data",
     "indexing": "plain PyTorch: boolean masks, cat, repeat_interleave, indexing",
     "pytorch": "plain PyTorch on packed rows: layer_norm, product, dropout",

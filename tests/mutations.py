@@ -58,6 +58,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "columns behind a padded head not zero",
+        "cuda",
+        "cuda/kernels/attention/padded_heads.cu",
+        "if (i < valid && column < copy.dim)",
+        "if (i < valid)",
+    ),
+    Fault(
+        "a head begun at its second column",
+        "cuda",
+        "cuda/kernels/attention/padded_heads.cu",
+        "column = 0;",
+        "column = 1;",
+    ),
+    Fault(
         "a draw not repeated",
         "cpu",
         "cpu/kernels/layer_norm.inl",
@@ -88,6 +102,22 @@ FAULTS = (
         "const float kept = draws.keep(g[e], r, i, e, dropped), product = kept * gate[e];",
         "const float kept = g[e], product = kept * gate[e];",
         "--op layer_norm_mul_dropout",
+    ),
+    Fault(
+        "contextual keys one step each",
+        "cpu",
+        "contract/hstu_rule.h",
+        "const int64_t shared = contextual > 0 ? contextual - 1 : 0;",
+        "const int64_t shared = 0;",
+        "tests/test_hstu.py -k agrees_with_the_definition",
+    ),
+    Fault(
+        "contextual keys one step each",
+        "cuda",
+        "contract/hstu_rule.h",
+        "const int64_t shared = contextual > 0 ? contextual - 1 : 0;",
+        "const int64_t shared = 0;",
+        "tests/test_hstu.py -k agrees_with_the_definition",
     ),
     Fault(
         "tail mask off by one",
@@ -198,8 +228,8 @@ FAULTS = (
         "range of a row off by one",
         "cuda",
         "cuda/kernels/attention/row_ranges.cuh",
-        "const int begin = row.first.begin - first_key, end = row.first.end - first_key;",
-        "const int begin = row.first.begin - first_key, end = row.first.end - first_key + 1;",
+        "return columns_before(keys.end - first_key) & ~columns_before(keys.begin - first_key);",
+        "return columns_before(keys.end + 1 - first_key) & ~columns_before(keys.begin - first_key);",
         "--op jagged_hstu_attention",
     ),
     Fault(
@@ -387,7 +417,7 @@ FAULTS = (
         "rows of another warp",
         "cuda",
         "cuda/kernels/rows/combine_backward.cuh",
-        "const int64_t begin = warp * warp_rows, left",
+        "const int64_t begin = warp * launch.warp_rows, left",
         "const int64_t begin = warp * kRows, left",
         "tests/test_cuda.py -k test_gradients_beside_padded_rows_of_any_width",
     ),

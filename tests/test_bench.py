@@ -150,7 +150,8 @@ def test_hstu_beside_padded_hstu(tmp_path: Path, capsys: pytest.CaptureFixture[s
         names = {OURS, hstu.SOFTMAX, hstu.CAUSAL, "padded_hstu"}
         names |= {hstu.UNBIASED} if "bias" in row["case"] else set()
         assert all(results[name]["median_us"] > 0 for name in names)
-        assert results["flex"] == {"absent": "flex needs a GPU"}
+        for name in ("flex", "cudnn_flex"):
+            assert results[name] == {"absent": f"{name} needs a GPU"}
         assert ("grad" in row["case"]) == (hstu.RANGED not in results)
     assert {row["pass"] for row in found["rows"] if "grad" in row["case"]} == {"backward"}
     assert "masks of HSTU" in capsys.readouterr().out
@@ -420,6 +421,20 @@ def test_a_wrong_gradient_leaves_the_forward(
     found = run(tmp_path, "table1", "--cases", "jagged_softmax", "--against", "none", status=1)
     forward, backward = rows_of(found, OURS)
     assert "median_us" in forward and list(backward) == ["wrong"]
+
+
+@pytest.mark.parametrize("has_our_gradients", [False, True])
+def test_a_peers_gradients_in_our_layout_are_judged(has_our_gradients: bool) -> None:
+    x = torch.ones(3)
+    peer = Candidate(torch.exp, (x,), x, has_our_gradients=has_our_gradients)
+    check = mock.Mock()
+    check.require_gradients.side_effect = WrongResultError("wrong gradient")
+    session = Session(CpuTimer(1), Options())
+    rows = [dataclasses.replace(row_of(), pass_name=name) for name in ("forward", "backward")]
+    session.run(rows, {"peer": lambda: peer}, check)
+    forward, backward = (row.results["peer"] for row in rows)
+    assert "median_us" in forward and not session.failed
+    assert ("wrong" in backward) == has_our_gradients == ("median_us" not in backward)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import checking, cudnn_frontend, implementations, peers, shapes
+import jagged_cuda
+from benchmarks import checking, cudnn_frontend, hstu, implementations, peers, shapes
 from benchmarks.operands import Operands
 from jagged_cuda.testing.lengths import Layout
 
@@ -18,7 +19,14 @@ LENGTHS = (20, 3, 33)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, kv_begins: Tensor, scale: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begins: Tensor,
+    kv_begins: Tensor,
+    scale: float,
+    causal: bool,
+    modify: Callable[[int, Tensor], Tensor] = lambda seq, logits: logits,
 ) -> Tensor:
     """q, k, v `[rows, H, D]`, sequence by sequence; computed in float32, as kernels do."""
     dtype, found = q.dtype, []
@@ -26,7 +34,7 @@ def _attention(
     for seq in range(len(begins) - 1):
         rows = slice(int(begins[seq]), int(begins[seq + 1]))
         keys = slice(int(kv_begins[seq]), int(kv_begins[seq + 1]))
-        logits = scale * torch.einsum("qhd,khd->hqk", q[rows], k[keys])
+        logits = modify(seq, scale * torch.einsum("qhd,khd->hqk", q[rows], k[keys]))
         if causal:
             logits = logits + torch.full_like(logits, -torch.inf).triu(1)
         found.append(torch.einsum("hqk,khd->qhd", logits.softmax(2), v[keys]))
@@ -80,6 +88,64 @@ class _CudnnTensor:
         return pack[self.given["ragged_offset"]].flatten() // stride[2]
 
 
+class _Value:
+    """What a score_mod computes with: a tensor that broadcasts with `[H, L, L]` scores."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def set_data_type(self, value: Any) -> None:
+        assert (value == "i32") == (self.tensor.dtype == torch.int32)
+
+
+class _ScoreModGraph:
+    """The operators of a score_mod on the scores of one sequence, done at once.
+
+    operands: the graph's inputs, `[B, ...]` or `[1, ...]` of padded sequences.
+    """
+
+    def __init__(self, pack: dict[Any, Tensor], seq: int) -> None:
+        self.pack, self.seq = pack, seq
+
+    def of(self, given: Any, scores: Tensor) -> Tensor:
+        if isinstance(given, _Value):
+            return given.tensor
+        tensor = self.pack[given].as_strided(given.given["dim"], given.given["stride"])
+        assert tensor.dtype in (torch.int32, torch.float32, torch.bfloat16)
+        tensor = tensor[min(self.seq, len(tensor) - 1)]
+        rows, keys = (min(*sizes) for sizes in zip(tensor.shape[1:], scores.shape[1:], strict=True))
+        return tensor[:, :rows, :keys]
+
+    def modified(self, score_mod: Any, scores: Tensor) -> Tensor:
+        self.scores = scores
+        return self.of(score_mod(self, _Value(scores)), scores)
+
+    def gen_index(self, input: _Value, axis: int) -> _Value:
+        _, rows, keys = input.tensor.shape
+        found = torch.arange(rows if axis == 2 else keys, dtype=torch.int32)
+        return _Value(found[:, None] if axis == 2 else found[None])
+
+    def _compare(self, compare: str, input: Any, comparison: Any) -> _Value:
+        pair = (self.of(each, self.scores) for each in (input, comparison))
+        return _Value(getattr(torch, compare)(*pair))
+
+    def cmp_lt(self, input: Any, comparison: Any, compute_data_type: str) -> _Value:
+        return self._compare("lt", input, comparison)
+
+    def cmp_ge(self, input: Any, comparison: Any, compute_data_type: str) -> _Value:
+        return self._compare("ge", input, comparison)
+
+    def cmp_eq(self, input: Any, comparison: Any, compute_data_type: str) -> _Value:
+        return self._compare("eq", input, comparison)
+
+    def add(self, a: Any, b: Any, compute_data_type: str) -> _Value:
+        return _Value(self.of(a, self.scores) + self.of(b, self.scores))
+
+    def binary_select(self, input0: Any, input1: Any, mask: _Value) -> _Value:
+        chosen = (self.of(each, self.scores) for each in (input0, input1))
+        return _Value(torch.where(mask.tensor, *chosen))
+
+
 class _CudnnGraph:
     """Does in PyTorch what was asked of the graph."""
 
@@ -94,7 +160,6 @@ class _CudnnGraph:
         return self.results
 
     def sdpa_backward(self, **options: Any) -> tuple[_CudnnTensor, ...]:
-        assert options["max_total_seq_len_kv"] == 64  # 56 rows, rounded up
         self.options, self.results = options, tuple(_CudnnTensor() for _ in range(3))
         return self.results
 
@@ -104,30 +169,53 @@ class _CudnnGraph:
     def get_workspace_size(self) -> int:
         return 0
 
-    def execute(self, pack: dict[Any, Tensor], workspace: Tensor, handle: object) -> None:
-        assert self.built[0] == "validate" and self.built[-1] == "build_plans"
+    def _attend(self, pack: dict[Any, Tensor], *leaves: Tensor) -> Tensor:
+        """leaves: q, k, v."""
         options = self.options
-        q, k, v = (pack[options[name]] for name in ("q", "k", "v"))
         begins, kv_begins = (options[name].begins_in(pack) for name in ("q", "k"))
         assert torch.equal(begins.diff(), pack[options["seq_len_q"]].flatten())
         assert torch.equal(kv_begins.diff(), pack[options["seq_len_kv"]].flatten())
-        causal = options["diagonal_band_right_bound"] == 0
-        arguments = (begins, kv_begins, options["attn_scale"], causal)
-        assert all(tensor.given["output"] for tensor in self.results)
+        causal = options.get("diagonal_band_right_bound") == 0
+        score_mod = options.get("score_mod")
+        assert options.get("use_padding_mask", False) == (score_mod is None)
+
+        def modify(seq: int, scores: Tensor) -> Tensor:
+            return _ScoreModGraph(pack, seq).modified(score_mod, scores) if score_mod else scores
+
+        return _attention(*leaves, begins, kv_begins, options["attn_scale"], causal, modify)
+
+    def execute(self, pack: dict[Any, Tensor], workspace: Tensor, handle: object) -> None:
+        assert self.built[0] == "validate" and self.built[-1] == "build_plans"
+        options, results = self.options, self.results
+        leaves = [pack[options[name]] for name in ("q", "k", "v")]
+        assert all(tensor.given["output"] for tensor in results)
+        found: Sequence[Tensor]
+        stats = options["stats"] if "dO" in options else results[1]
+        assert torch.equal(stats.begins_in(pack), options["q"].begins_in(pack))
         if "dO" in options:
-            assert torch.equal(options["stats"].begins_in(pack), begins)
-            found = _gradients((q, k, v), pack[options["dO"]], *arguments)
+            rounded_up = -(-len(leaves[1]) // 64) * 64
+            assert options["max_total_seq_len_kv"] == rounded_up
+            with torch.enable_grad():
+                leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+                out = self._attend(pack, *leaves)
+                found = torch.autograd.grad(out, leaves, pack[options["dO"]])
+            if "score_mod" in options:
+                assert options["score_mod_bprop"](None, found) is found
         else:
-            assert torch.equal(self.results[1].begins_in(pack), begins)
-            found = (_attention(q, k, v, *arguments), pack[self.results[1]].zero_())
-        for tensor, value in zip(self.results, found, strict=True):
+            found = (self._attend(pack, *leaves), pack[stats].zero_())
+        for tensor, value in zip(results, found, strict=True):
             pack[tensor].copy_(value)
 
 
 def _cudnn() -> Any:
     return types.SimpleNamespace(
         data_type=types.SimpleNamespace(
-            BFLOAT16="bf16", HALF="half", FLOAT="float", INT32="i32", INT64="i64"
+            BFLOAT16="bf16",
+            HALF="half",
+            FLOAT="float",
+            INT32="i32",
+            INT64="i64",
+            BOOLEAN="bool",
         ),
         heur_mode=types.SimpleNamespace(A=0, FALLBACK=1),
         pygraph=_CudnnGraph,
@@ -169,6 +257,50 @@ def test_operands_arrive(name: str, kind: str) -> None:
     check.require_out(candidate.rows(out))
     dq, dk, dv = gradients
     check.require_gradients((candidate.rows(dq), dk, dv))
+
+
+def _hstu(bias: str = "", near: int = 0, learns: bool = False) -> hstu._Operands:
+    case = hstu._Case("case", 4, 64, near, bias, learns)
+    return hstu._draw(case, True, torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("bias", ["", "kv_bias"])
+@pytest.mark.parametrize("near", [0, 5])
+def test_cudnn_has_the_masks_of_hstu(bias: str, near: int) -> None:
+    o = _hstu(bias, near)
+    candidate = hstu._makers(o)["cudnn_flex"]()
+    out, *gradients = candidate.step()
+    check = hstu._Check(o, softmax=True)
+    check.require_out(out)
+    check.require_gradients(gradients)
+    for other in (o._replace(ranges=_hstu(near=8).ranges), _hstu("" if bias else "kv_bias", near)):
+        with pytest.raises(checking.WrongResultError):
+            hstu._Check(other, softmax=True).require_out(out)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("bias", "learns", "reason"),
+    [
+        ("position_bias", False, "cannot look up"),
+        ("time_bias", True, "cannot look up"),
+        ("kv_bias", True, "no gradient of kv_bias"),
+    ],
+)
+def test_biases_that_cudnn_has_not_are_refused(bias: str, learns: bool, reason: str) -> None:
+    with pytest.raises(peers.AbsentError, match=reason):
+        hstu._makers(_hstu(bias, learns=learns))["cudnn_flex"]()
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_masks_that_cudnn_has_not_are_refused() -> None:
+    o = _hstu()
+    groups = jagged_cuda.hstu_key_ranges(o.offsets, num_targets=o.targets, target_group=2)
+    without_itself = o.ranges - torch.tensor([[0, 1], [0, 0]], dtype=torch.int32)
+    for ranges in (groups, without_itself):
+        with pytest.raises(peers.AbsentError, match="one range of keys"):
+            hstu._makers(o._replace(ranges=ranges))["cudnn_flex"]()
 
 
 def test_cudnn_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

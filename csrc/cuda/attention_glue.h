@@ -4,9 +4,14 @@
 #include "contract/biases.h"
 #include "cuda/glue.h"
 #include "cuda/kernels/attention/launch.h"
+#include "cuda/kernels/attention/padded_heads.h"
+#include "cuda/kernels/attention/time_tiles.h"
 #include "cuda/kernels/jagged_flash_attention.h"
+#include "cuda/kernels/prim/hopper.h"
 
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace jagged_cuda {
 
@@ -70,6 +75,75 @@ inline void fill_common(const char* op, AttentionParams& params, const Sizes& si
       has_aligned_lines(q, {0, 1}) && has_aligned_lines(k, {0, 1}) && has_aligned_lines(v, {0, 1});
 }
 
+// Where the wgmma kernels would take operands but for their rows, which are no whole vectors of 16
+// bytes (head dims of 25 and 50, odd offsets): copies with zeros behind the columns, which change no
+// result. A row's own tensors alone decide, so a sequence's bits do not depend on the batch.
+class PaddedHeads {
+ public:
+  // `heads`: all operands, [rows, heads, dim] with a contiguous last dimension.
+  PaddedHeads(const char* op, std::initializer_list<const Tensor*> heads) : op_(op) {
+    for (const Tensor* each : heads)
+      wanted_ = wanted_ || (each->numel() > 0 && !has_aligned_lines(*each, {0, 1}));
+    const Tensor& first = **heads.begin();
+    wanted_ = wanted_ && first.element_size() == 2 && !mma_sync_only(op) && has_wgmma();
+    for (const Tensor* each : heads) wanted_ = wanted_ && each->size(2) <= kMaxDim;
+  }
+
+  // What kernels take for head dims.
+  Sizes sizes(Sizes given) const {
+    if (wanted_) {
+      given.D = attention::padded_dim(given.D);
+      given.Dv = attention::padded_dim(given.Dv);
+    }
+    return given;
+  }
+  // What they take for an operand: itself, or a copy, which copy_in() makes.
+  Tensor operand(const Tensor& heads) {
+    if (!wanted_ || has_aligned_lines(heads, {0, 1})) return heads;
+    const Tensor copy = padded(heads);
+    in_.add(copy_of(heads, copy));
+    return copy;
+  }
+  // What they take for a result: itself, or what copy_out() copies to it.
+  Tensor result(const Tensor& heads) {
+    if (!wanted_ || has_aligned_lines(heads, {0, 1})) return heads;
+    Tensor wide = padded(heads);
+    out_.add(copy_of(wide, heads));
+    kept_.push_back(wide);
+    return wide;
+  }
+  void copy_in(cudaStream_t stream) const {
+    check_cuda(op_, attention::launch_copy_heads(in_, stream));
+  }
+  void copy_out(cudaStream_t stream) const {
+    check_cuda(op_, attention::launch_copy_heads(out_, stream));
+  }
+
+ private:
+  static constexpr int64_t kMaxDim = 256;
+
+  Tensor padded(const Tensor& heads) const {
+    return allocate(op_, heads,
+                    {heads.size(0), heads.size(1), attention::padded_dim(heads.size(2))});
+  }
+  static attention::HeadsCopy copy_of(const Tensor& from, const Tensor& to) {
+    const HeadsView view = view_heads(from);
+    return {view.data,
+            const_cast<void*>(to.const_data_ptr()),
+            from.size(0),
+            from.size(1),
+            view.row_stride,
+            view.head_stride,
+            static_cast<int>(from.size(2)),
+            static_cast<int>(to.size(2))};
+  }
+
+  const char* op_;
+  bool wanted_ = false;
+  attention::HeadsCopies in_{}, out_{};
+  std::vector<Tensor> kept_;
+};
+
 inline void set_out(AttentionParams& params, const Tensor& out) {
   params.out = view_heads(out);
   params.aligned = params.aligned && has_aligned_lines(out, {0, 1});
@@ -94,7 +168,8 @@ inline std::optional<Tensor> allocate_tile_bounds(const char* op, AttentionBackw
                                                   const Tensor& like) {
   if (!takes_ranged_backward(params)) return std::nullopt;
   constexpr int64_t kWordBytes = 4;
-  const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs);
+  const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs) +
+                        time_tiles_bytes(params);
   Tensor bounds = allocate(op, like, {bytes / kWordBytes}, ScalarType::Int);
   params.tile_bounds = bounds.mutable_data_ptr();
   return bounds;

@@ -30,19 +30,23 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
                       position_table, position_first);
-  const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
-               v = as_contiguous(op, v_any, -1);
+  const Tensor given_q = as_contiguous(op, q_any, -1), given_k = as_contiguous(op, k_any, -1),
+               given_v = as_contiguous(op, v_any, -1);
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = key_offsets(op, sizes, offsets, kv_offsets_any);
   const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
-  Tensor out = allocate(op, q, {sizes.Tq, sizes.H, sizes.Dv});
-  Tensor lse = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
-  if (sizes.Tq == 0 || sizes.H == 0) return {out, lse};
+  Tensor given_out = allocate(op, given_q, {sizes.Tq, sizes.H, sizes.Dv});
+  Tensor lse = allocate(op, given_q, {sizes.Tq, sizes.H}, sum_dtype(given_q.scalar_type()));
+  if (sizes.Tq == 0 || sizes.H == 0) return {given_out, lse};
+
+  PaddedHeads padded(op, {&given_q, &given_k, &given_v, &given_out});
+  const Tensor q = padded.operand(given_q), k = padded.operand(given_k),
+               v = padded.operand(given_v), out = padded.result(given_out);
 
   AttentionParams params{};
-  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-              max_len, allow_tf32, key_ranges, biases);
+  fill_common(op, params, padded.sizes(sizes), q, k, v, offsets, kv_offsets, window_left,
+              window_right, scale, max_len, allow_tf32, key_ranges, biases);
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
   Tensor long_plan;
@@ -50,8 +54,11 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
       is_general(params) ? takes_ranged_forward(params)
                          : sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type);
   if (wants_plan) long_plan = allocate_long_plan(op, params, q);
-  check_cuda(op, launch_jagged_flash_attention(params, current_stream(q)));
-  return {out, lse};
+  const cudaStream_t stream = current_stream(q);
+  padded.copy_in(stream);
+  check_cuda(op, launch_jagged_flash_attention(params, stream));
+  padded.copy_out(stream);
+  return {given_out, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attention_backward(
@@ -77,23 +84,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   const torch::stable::accelerator::DeviceGuard guard(q_any.get_device_index());
   const Biases biases(op, kv_lengths, kv_bias, time_table, q_time, kv_time, boundaries, symmetric,
                       position_table, position_first);
-  const Tensor q = as_contiguous(op, q_any, -1), k = as_contiguous(op, k_any, -1),
-               v = as_contiguous(op, v_any, -1);
-  const Tensor grad_out = as_contiguous(op, grad_out_any, -1), out = as_contiguous(op, out_any, -1),
-               lse = as_contiguous(op, lse_any);
+  const Tensor given_q = as_contiguous(op, q_any, -1), given_k = as_contiguous(op, k_any, -1),
+               given_v = as_contiguous(op, v_any, -1),
+               given_grad_out = as_contiguous(op, grad_out_any, -1),
+               given_out = as_contiguous(op, out_any, -1), lse = as_contiguous(op, lse_any);
   const std::optional<Tensor> grad_lse =
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;
   const Tensor offsets = as_contiguous(op, offsets_any),
                kv_offsets = key_offsets(op, sizes, offsets, kv_offsets_any);
   const std::optional<Tensor> key_ranges = aligned_ranges(op, key_ranges_any);
   validate(op, sizes, offsets, kv_offsets_any, max_len);
-  Tensor grad_q = allocate(op, q, {sizes.Tq, sizes.H, sizes.D});
-  Tensor grad_k = allocate(op, q, {sizes.Tk, sizes.G, sizes.D});
-  Tensor grad_v = allocate(op, q, {sizes.Tk, sizes.G, sizes.Dv});
-  const Tensor delta = allocate(op, q, {sizes.Tq, sizes.H}, sum_dtype(q.scalar_type()));
+  Tensor grad_q = allocate(op, given_q, {sizes.Tq, sizes.H, sizes.D});
+  Tensor grad_k = allocate(op, given_q, {sizes.Tk, sizes.G, sizes.D});
+  Tensor grad_v = allocate(op, given_q, {sizes.Tk, sizes.G, sizes.Dv});
+  const Tensor delta = allocate(op, given_q, {sizes.Tq, sizes.H}, sum_dtype(given_q.scalar_type()));
+  PaddedHeads padded(op, {&given_q, &given_k, &given_v, &given_out, &given_grad_out});
+  const Tensor q = padded.operand(given_q), k = padded.operand(given_k),
+               v = padded.operand(given_v), out = padded.operand(given_out),
+               grad_out = padded.operand(given_grad_out);
   AttentionBackwardParams params{};
-  fill_common(op, params, sizes, q, k, v, offsets, kv_offsets, window_left, window_right, scale,
-              max_len, allow_tf32, key_ranges, biases);
+  fill_common(op, params, padded.sizes(sizes), q, k, v, offsets, kv_offsets, window_left,
+              window_right, scale, max_len, allow_tf32, key_ranges, biases);
   BiasSums sums(op, params, q, sizes, biases, kv_bias_gradient, table_gradients);
   const auto& [grad_kv_bias, grad_time_table, grad_position_table] = sums.gradients;
   if (sizes.H == 0) {
@@ -107,9 +118,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   set_grad_out(params, grad_out);
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
   params.delta = delta.mutable_data_ptr();
-  params.grad_q = view_heads(grad_q);
-  params.grad_k = view_heads(grad_k);
-  params.grad_v = view_heads(grad_v);
+  params.grad_q = view_heads(padded.result(grad_q));
+  params.grad_k = view_heads(padded.result(grad_k));
+  params.grad_v = view_heads(padded.result(grad_v));
   Tensor long_plan, long_statistics, long_grad_q, tickets;
   if (is_wide(params)) {
     if (takes_long_backward(params)) long_plan = allocate_long_plan(op, params, q, /*plans=*/2);
@@ -128,8 +139,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
     params.long_grad_q = long_grad_q.mutable_data_ptr<float>();
   }
   const auto tile_bounds = allocate_tile_bounds(op, params, q);
-  check_cuda(op, launch_jagged_flash_attention_backward(params, current_stream(q)));
-  sums.finish(params, sizes, current_stream(q));
+  const cudaStream_t stream = current_stream(q);
+  padded.copy_in(stream);
+  check_cuda(op, launch_jagged_flash_attention_backward(params, stream));
+  padded.copy_out(stream);
+  sums.finish(params, sizes, stream);
   return {grad_q, grad_k, grad_v, grad_kv_bias, grad_time_table, grad_position_table};
 }
 

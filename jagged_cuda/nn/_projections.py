@@ -116,7 +116,8 @@ class AttentionProjections(nn.Module):
         weight = self.in_proj_weight
         assert weight is not None
         product = self._heads(F.linear(rows, weight, self.in_proj_bias))
-        q, k, v = product.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = product.split_with_sizes(heads, -2)  # of C++, where split() is of Python
         return q, k, v
 
     def project_apart(
@@ -128,14 +129,16 @@ class AttentionProjections(nn.Module):
         # Each of these takes its parts by number: torch.fx cannot count them.
         if weight is not None and keys is values:
             sizes = [self.embed_dim, 2 * self._kv_features]
-            q_weight, kv_weight = weight.split(sizes)
-            q_bias, kv_bias = (None, None) if bias is None else bias.split(sizes)
+            q_weight, kv_weight = weight.split_with_sizes(sizes)
+            q_bias, kv_bias = (None, None) if bias is None else bias.split_with_sizes(sizes)
             q = F.linear(queries, q_weight, q_bias)
             k, v = self._heads(F.linear(keys, kv_weight, kv_bias)).chunk(2, dim=-2)
             return self._heads(q), k, v
-        q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.split(sizes)
+        q_bias, k_bias, v_bias = (
+            (None, None, None) if bias is None else bias.split_with_sizes(sizes)
+        )
         if weight is not None:
-            q_weight, k_weight, v_weight = weight.split(sizes)
+            q_weight, k_weight, v_weight = weight.split_with_sizes(sizes)
         else:
             q_weight, k_weight, v_weight = (
                 self.q_proj_weight,

@@ -122,7 +122,7 @@ class DINAttention(nn.Module):
     def _scores(self, targets: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         """`[T, N]`"""
         scorer: Any = self._modules["scorer"]  # without nn.Module's search for an attribute
-        first, _, *layers = scorer
+        first, _, *layers = scorer._modules.values()
         of_target, of_row, of_difference, of_product = first.weight.chunk(4, dim=1)  # [h, E] each
         # One matrix per target, those of a sequence side by side.
         matrices = (of_row - of_difference) + of_product * targets.unsqueeze(2)  # [B, N, h, E]
@@ -134,7 +134,7 @@ class DINAttention(nn.Module):
             bias=bias.flatten(1),
             activation=self.activation,
         )
-        x = hidden.unflatten(1, (-1, first.out_features))  # [T, N, h]
+        x = hidden.view(hidden.size(0), targets.size(1), first.out_features)  # [T, N, h]
         for layer in layers:
             x = layer(x)
         return x.squeeze(2)

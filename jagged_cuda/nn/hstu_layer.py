@@ -195,11 +195,13 @@ class HSTULayer(nn.Module):
         """`[T, E]` -> what out_proj takes, `[T, H * v_dim]`."""
         part: Any = self._modules
         projected = F.silu(part["uvqk_proj"](part["input_norm"](rows)))
-        u, v, q, k = projected.split(self._sizes, dim=-1)
+        # Functions of C++, where split() and unflatten() are of Python: 4 us of the host's.
+        u, v, q, k = projected.split_with_sizes(self._sizes, -1)
+        num_rows, num_heads = rows.size(0), self.num_heads
         read = jagged_hstu_attention(
-            q.unflatten(1, (self.num_heads, self.qk_dim)),
-            k.unflatten(1, (self.num_heads, self.qk_dim)),
-            v.unflatten(1, (self.num_heads, self.v_dim)),
+            q.view(num_rows, num_heads, self.qk_dim),
+            k.view(num_rows, num_heads, self.qk_dim),
+            v.view(num_rows, num_heads, self.v_dim),
             offsets,
             divisor=self.divisor,
             **options,

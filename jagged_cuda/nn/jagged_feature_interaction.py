@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jagged_cuda.nn._rows import Rows, check_targets, refuse_script, take_apart
+from jagged_cuda.nn._rows import Rows, check_targets, given, refuse_script, take_apart
 from jagged_cuda.ops._contract import fail_argument
 from jagged_cuda.ops.jagged_mean import jagged_mean
 from jagged_cuda.ops.jagged_target_attention import jagged_target_attention
@@ -100,7 +100,8 @@ class JaggedFeatureInteraction(nn.Module):
         q, values, num_heads = query(targets), rows, self.num_heads
         if num_heads > 1:
             q, values = q.unflatten(-1, (num_heads, -1)), rows.unflatten(-1, (num_heads, -1))
-        found: Any = jagged_target_attention(q, values, values, offsets, max_len=max_len)
+        options = given({}, ("max_len", max_len))
+        found: Any = jagged_target_attention(q, values, values, offsets, **options)
         mean = jagged_mean(rows, offsets).unsqueeze(1).expand_as(targets)
         found = found.flatten(-2) if num_heads > 1 else found
         return torch.cat([targets, found, mean], dim=-1)

@@ -93,7 +93,8 @@ def jagged_flash_attention(
         ``torch.use_deterministic_algorithms(True)`` they add in order, which costs some time. No
         double backward. q, k and v are read in place if their last dimension is contiguous (slices
         of a fused projection included), fastest if rows are 16-byte aligned and D, Dv are multiples
-        of 8; any other layout costs one copy of that operand.
+        of 8; any other layout costs one copy of that operand. In 16 bits on Hopper so do rows that
+        are not aligned: operands and results are copied, with D and Dv rounded up to 8.
 
     Source: "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with
     Jagged Flash Attention", RecSys '24, section 3; "FlashAttention-2" (Dao, 2023) for the

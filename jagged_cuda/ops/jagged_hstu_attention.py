@@ -80,7 +80,8 @@ def jagged_hstu_attention(
         bit. Tiles of keys that no row of a tile of queries sees cost nothing. A NaN or inf in v
         reaches rows of its own sequence that do not see its key, and never another sequence.
         Deterministic, forward and backward; no double backward. q, k and v are read in place if
-        their last dimension is contiguous; any other layout costs one copy of that operand.
+        their last dimension is contiguous; any other layout costs one copy of that operand, as do,
+        in 16 bits on Hopper, rows that are not 16-byte aligned or whole multiples of 16 bytes.
 
     Source: "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for
     Generative Recommendations" (Zhai et al., 2024), section 3.

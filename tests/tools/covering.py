@@ -92,8 +92,9 @@ def rare_draws(backend: str, device: str) -> list[Draw]:
         # Neither short nor long: many keys for few queries; and no row of a long sequence.
         attention((100, 60), (300, 400), **narrow),
         attention((300, 290, 310), **grouped),
-        # So many that the kernels for short and tiny sequences have tiles enough.
-        attention((100, 70) * 40, **narrow),
+        # So many that the kernels for short and tiny sequences have tiles enough; those for longer
+        # ones give the path its name unless max_len says that there are none.
+        *(attention((100, 70) * 40, max_len=is_known, **narrow) for is_known in (False, True)),
         *(attention((20, 9) * 150, max_len=True, **choices) for choices in (narrow, middle, wide)),
         attention((20, 9) * 150, max_len=True, dims=(32, 32), heads=(2, 2)),
     ]

@@ -23,8 +23,11 @@ def index_of(offsets: Tensor) -> Tensor:
 
 
 def function(ops: Any, spec: Spec, t: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
-    x, total = t["x"], layout_of(spec).total
-    return {"out": ops.jagged_index_select(x, offsets, index_of(offsets), total=total)[0]}
+    # A list is moved by a plan, one tensor without.
+    xs = [t["x"]] if spec.choices["is_list"] else t["x"]
+    total = layout_of(spec).total
+    out, _ = ops.jagged_index_select(xs, offsets, index_of(offsets), total=total)
+    return {"out": out[0] if spec.choices["is_list"] else out}
 
 
 def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
@@ -51,7 +54,7 @@ def reference(spec: Spec, t: Tensors) -> Tensors:
 
 CASE = Case(
     name="jagged_index_select",
-    choices={"trailing": TRAILING, "capacity": CAPACITIES},
+    choices={"trailing": TRAILING, "capacity": CAPACITIES, "is_list": (False, True)},
     shapes=lambda spec: {"x": (spec.layout.total, *spec.choices["trailing"])},
     rows={"x": "q", "out": layout_of},
     function=function,

@@ -49,13 +49,13 @@
 //
 // Barriers:           arrives                              waits
 //     items.full      scheduler                            copier, senders, computing warps
-//     items.empty     copier, senders, computing warps     scheduler
-//                     (kOrdered: each of their lanes)
+//     items.empty     copier, senders, computing threads   scheduler
 //     wanted          copier, near the end of an item      scheduler, before it takes one in order
 //     keys_full       copier, with the bytes of K, V       computing warps
 //     keys_empty      computing warps, after an item       copier
 //     ring.full       copier, with the bytes of a step     computing warps
-//     ring.empty      computing warps, after its products  copier
+//     ring.empty      computing threads, after its         copier
+//                     products
 //     scores_full     both warpgroups, dS is written       the same, before dQ
 //     scores_empty    both warpgroups, dQ is computed      the same, before they write dS
 //     sums_ready[w]   sender w: room for dQ, or the sum    warpgroup w
@@ -656,8 +656,6 @@ struct LongBackwardConsumer {
   static constexpr int kStep = Config::kStep, kScoreBlocks = kStep / 8,
                        kOutBlocks = Config::kDim / 8;
   static constexpr int kZeroedBarrier = 1;
-  // Whether every lane arrives for what it has read of an item.
-  static constexpr bool kAllArrive = Config::kOrdered;
   using Packed = PackedRows<Element, kScoreBlocks>;
 
   // lse or delta of the queries that are this lane's columns.
@@ -845,8 +843,7 @@ struct LongBackwardConsumer {
   // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
   // The fence is that of the next dS, which saves waiting for another.
   __device__ __forceinline__ void send_grad_q() {
-    if (Config::kOrdered && lane == 0 && is_staged)
-      ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
+    if (Config::kOrdered && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
     if (!Config::kOrdered && lane == 0 && sums != nullptr) {
       ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
                                     LongWorkspace<Config>::kChunk * 4);
@@ -891,11 +888,9 @@ struct LongBackwardConsumer {
   }
   __device__ __forceinline__ void read_step() {
     if constexpr (Config::kOrdered) {
-      // The lane that reads is the one that arrives, as racecheck follows it.
-      int2 words = {};
-      if (lane == 0) words = *reinterpret_cast<const int2*>(&shared.steps[stage].query);
-      step.query = __shfl_sync(0xffffffffu, words.x, 0);
-      step.next = __shfl_sync(0xffffffffu, words.y, 0);
+      const int2 words = *reinterpret_cast<const int2*>(&shared.steps[stage].query);
+      step.query = words.x;
+      step.next = words.y;
     } else {
       const int4 words = *reinterpret_cast<const int4*>(&shared.steps[stage]);
       step.grad_q = reinterpret_cast<float*>(static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
@@ -976,7 +971,7 @@ struct LongBackwardConsumer {
   __device__ __forceinline__ void finish_sums() {
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
-    if (lane == 0) shared.ring.release(stage);
+    shared.ring.release(stage);
     flags = {step.next};
   }
 
@@ -1055,8 +1050,7 @@ struct LongBackwardConsumer {
         if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
       }
       store_item(item);
-      __syncwarp();  // all lanes have read the item
-      if (kAllArrive || lane == 0) shared.items.release(stage);
+      shared.items.release(stage);
     }
     if (!Config::kOrdered && lane == 0) ptx::cp_async_bulk_wait();
   }
@@ -1074,14 +1068,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     ptx::prefetch_tensormap(params.grad_out);
-    shared.items.init(Config::kOrdered ? kConsumerWarps * 32 + 1 + Config::kWarpgroups
-                                       : kConsumerWarps + 1);
-    shared.ring.init(kConsumerWarps);
+    // Every lane arrives for what it has read, as racecheck follows it.
+    shared.items.init(kConsumerWarps * 32 + 1 + (Config::kOrdered ? Config::kWarpgroups : 0));
+    shared.ring.init(kConsumerWarps * 32);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
     ptx::mbarrier_init(shared.wanted, 1);
     for (int i = 0; i < Config::kWarpgroups; ++i) {
-      ptx::mbarrier_init(shared.sums_full[i], 4);
+      ptx::mbarrier_init(shared.sums_full[i], 4 * 32);
       ptx::mbarrier_init(shared.sums_ready[i], 1);
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {

@@ -121,12 +121,12 @@ class WindowMask {
   __device__ __forceinline__ bool cuts(int key) const {
     return key < first_uncut_ || key > last_uncut_;
   }
-  // What is known of a step before its scores are there: nothing.
-  __device__ __forceinline__ int kind_of(int, int) const { return 0; }
+  // Whether all is seen of a step, as far as that is known before its scores are there.
+  __device__ __forceinline__ bool is_uncut(int, int) const { return false; }
   // Scores of keys from `key` on that this lane's rows, of which own_row() is the first, do not see
   // become `value`.
   template <int kBlocks, typename OwnRow>
-  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int, int key,
+  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, bool, int key,
                                        int warpgroup, OwnRow own_row, int lane) const {
     if (!cuts(key)) return;
     const WindowOf<int> seen = window();
@@ -592,11 +592,11 @@ struct LongForwardConsumer {
     ptx::wgmma_commit_group();
   }
   // Masks of S, the scores of keys from `key` on, when their product is done.
-  __device__ __forceinline__ void finish_scores(const Mask& mask, int kind, int key) {
+  __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
     score.begin(s);
     mask.hide(
-        s, Config::Score::kHidden, kind, key, warpgroup, [&] { return row_of_thread(); }, lane);
+        s, Config::Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);
   }
   // O += P V
   __device__ __forceinline__ void start_output(int stage) {
@@ -728,13 +728,13 @@ struct LongForwardConsumer {
         const auto first_step = [&](auto finish_before) {
           ptx::fence_operands(s[0]);
           score.reset();
-          finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key);
+          finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
           if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128,
                               score.try_guessing(s, p, mask.cuts(key), row_of_thread(), tile.rows,
                                                  finish_before))) {
             start_scores(stage, score_slot);
             ptx::wgmma_wait_group<0>();
-            finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key);
+            finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
             score.move(s, p);
           } else {
             score.keep();
@@ -780,7 +780,7 @@ struct LongForwardConsumer {
         release_slot(score_slot);
         if (next >= last) release_queries();
         reset();
-        finish_scores(mask, mask.kind_of(row_of_thread() / 16, key), key);
+        finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
         score.update(s, p, [] {});
         if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
         if (pending) release_item(pending_stage);
@@ -796,7 +796,7 @@ struct LongForwardConsumer {
         value_slot = wait_for_slot();
         start_output(value_slot);
         pass_turn();
-        const int kind = mask.kind_of(row_of_thread() / 16, key);
+        const bool is_uncut = mask.is_uncut(row_of_thread() / 16, key);
         next = mask.next(key);
         ptx::wgmma_wait_group<1>();
         const auto finish_last = [&] {
@@ -804,13 +804,13 @@ struct LongForwardConsumer {
           is_ready = shared.ring.test(slot);
         };
         if constexpr (Config::kKeepsReference) {
-          finish_scores(mask, kind, key);
+          finish_scores(mask, is_uncut, key);
           if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128,
                               score.try_keeping(s, p, finish_last))) {
             // S once more, from K, which is still there.
             start_scores(stage, score_slot);
             ptx::wgmma_wait_group<0>();
-            finish_scores(mask, kind, key);
+            finish_scores(mask, is_uncut, key);
             score.move(s, p);
             rescale_rows(o, score.rescale);
           } else {
@@ -821,7 +821,7 @@ struct LongForwardConsumer {
         } else {
           release_slot(score_slot);
           if (next >= last) release_queries();
-          finish_scores(mask, kind, key);
+          finish_scores(mask, is_uncut, key);
           if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
         }
       }

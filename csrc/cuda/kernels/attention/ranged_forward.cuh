@@ -33,14 +33,13 @@ class RangesMask {
   __device__ __forceinline__ int next(int key) const { return keys_.steps.next(key, kTileN); }
   __device__ __forceinline__ int last() const { return keys_.steps.last; }
   __device__ __forceinline__ int own_last(int warpgroup) const { return keys_.last[warpgroup]; }
-  __device__ __forceinline__ int kind_of(int warp, int key) const {
-    return static_cast<int>(keys_.warps[warp].kind_of(key, kTileN));
+  __device__ __forceinline__ bool is_uncut(int warp, int key) const {
+    return keys_.warps[warp].see(key, kTileN);
   }
   template <int kBlocks, typename OwnRow>
-  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, int kind, int key,
-                                       int, OwnRow own_row, int lane) const {
-    if (kind != static_cast<int>(StepKind::kSeen))
-      replace_unseen(s, value, static_cast<StepKind>(kind), keys_.rows + own_row(), key, lane);
+  __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, bool is_uncut,
+                                       int key, int, OwnRow own_row, int lane) const {
+    if (!is_uncut) replace_unseen(s, value, keys_.rows + own_row(), key, lane);
   }
 
  private:

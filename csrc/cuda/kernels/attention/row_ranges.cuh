@@ -72,31 +72,19 @@ struct KeyHull {
   }
 };
 
-// What a step of keys is for a warp's rows.
-enum class StepKind : int {
-  kSeen,    // by all rows, all of it
-  kPrefix,  // each row sees it up to some key
-  kOne,     // each row sees one interval of it
-  kTwo,
-};
-
 // Bounds of 16 rows. Without rows: all is seen.
 struct alignas(16) WarpKeys {
   KeyInterval first{0, INT_MAX};  // in the first intervals of all rows
   KeyInterval second{0, INT_MAX};
-  KeyHull seconds;
 
   __device__ __forceinline__ void add(const RowKeys& row) {
     first = {max(first.begin, row.first.begin), min(first.end, row.first.end)};
     second = {max(second.begin, row.second.begin), min(second.end, row.second.end)};
-    seconds.widen(row.second);
   }
-  __device__ __forceinline__ StepKind kind_of(int key, int keys) const {
-    if ((key >= first.begin && key + keys <= first.end) ||
-        (key >= second.begin && key + keys <= second.end))
-      return StepKind::kSeen;
-    if (seconds.begin < key + keys && seconds.end > key) return StepKind::kTwo;
-    return key >= first.begin ? StepKind::kPrefix : StepKind::kOne;
+  // Whether all rows see all of a step of keys.
+  __device__ __forceinline__ bool see(int key, int keys) const {
+    return (key >= first.begin && key + keys <= first.end) ||
+           (key >= second.begin && key + keys <= second.end);
   }
 };
 
@@ -173,38 +161,32 @@ struct TileKeys {
   }
 };
 
+// Of the columns that a lane has of a step, two of each block of 8, those before `end`, which is counted
+// from its first one: a bit for each.
+__device__ __forceinline__ uint32_t columns_before(int end) {
+  const int columns = 2 * (end >> 3) + min(end & 7, 2);
+  return columns >= 32 ? ~0u : (1u << max(columns, 0)) - 1;
+}
+
 // Scores of keys that their row does not see become `value`. This lane has rows[0] and rows[8];
-// columns are keys from `key` on, in a step of the given kind.
+// columns are keys from `key` on. By bits, in few instructions whatever is hidden: a long item comes
+// here seldom, a short one finds them in no cache.
 template <int kBlocks>
 __device__ __forceinline__ void replace_unseen(Accumulator<1, kBlocks>& s, float value,
-                                               StepKind kind, const RowKeys* rows, int key,
-                                               int lane) {
+                                               const RowKeys* rows, int key, int lane) {
+  static_assert(kBlocks <= 16);
   const int first_key = key + 2 * (lane % 4);
-  const auto replace = [&](int half, auto is_hidden) {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (is_hidden(block * 8 + i)) s[0][block][2 * half + i] = value;
-      }
-    }
-  };
-  // Bits in place of &&, so that predicates are combined and not branched on.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const RowKeys row = rows[8 * half];
-    const int begin = row.first.begin - first_key, end = row.first.end - first_key;
-    if (kind == StepKind::kPrefix) {
-      replace(half, [&](int column) { return column >= end; });
-    } else if (kind == StepKind::kOne) {
-      replace(half, [&](int column) { return (column < begin) | (column >= end); });
-    } else {
-      const bool has_second = row.second.end != 0;
-      const int begin2 = has_second ? row.second.begin - first_key : INT_MAX,
-                end2 = has_second ? row.second.end - first_key : INT_MAX;
-      replace(half, [&](int column) {
-        return ((column >= end) & (column < begin2)) | (column < begin) | (column >= end2);
-      });
+    const auto within = [&](const KeyInterval& keys) {
+      return columns_before(keys.end - first_key) & ~columns_before(keys.begin - first_key);
+    };
+    const uint32_t seen = within(row.first) | within(row.second);
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; ++i) {
+      float& score = s[0][i / 2][2 * half + i % 2];
+      score = (seen & (1u << i)) != 0 ? score : value;
     }
   }
 }
