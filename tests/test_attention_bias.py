@@ -279,6 +279,7 @@ def times_of(kind: str, rows: int) -> list[int]:
 
 BOUNDARIES: dict[str, Callable[[], torch.Tensor]] = {
     "logarithms": lambda: log_boundaries(128, 0.3),
+    "fine logarithms": lambda: log_boundaries(200, 0.12),
     "square roots": lambda: sqrt_boundaries(2048, 30.0),
     "one by one": lambda: torch.arange(-3, 500),
     "two": lambda: torch.tensor([1, 2**40]),
@@ -423,16 +424,27 @@ def biases_on_cuda(names: str, tables: dict[str, torch.Tensor], time: torch.Tens
 
 
 # Milliseconds over months: their distances fit into 32 bits only if counted from the nearest one.
-STAMPS = {"k": "seconds", "p": "seconds", "t": "seconds", "kt": "milliseconds", "kpt": "any order"}
+STAMPS = [
+    ("k", "seconds"),
+    ("p", "seconds"),
+    *(("t", stamps) for stamps in ("seconds", "milliseconds", "any order", "equal")),
+    ("kt", "milliseconds"),
+    ("kpt", "any order"),
+]
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("names", list(STAMPS))
+@pytest.mark.parametrize(("names", "stamps"), STAMPS)
 def test_path_of_biases(
-    names: str, dtype: torch.dtype, dim: int, silu: bool, monkeypatch: pytest.MonkeyPatch
+    names: str,
+    stamps: str,
+    dtype: torch.dtype,
+    dim: int,
+    silu: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On Hopper their gradients come from wgmma, and are those of mma.sync."""
     device = torch.device("cuda")
@@ -441,7 +453,7 @@ def test_path_of_biases(
     offsets = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)) + 2).to(device)
     rows, heads = int(offsets[-1]) + 10, 2
     q, k, v, grad = (drawn(rows, heads, dim, device=device, seed=s).to(dtype) for s in range(4))
-    time = torch.tensor(times_of(STAMPS[names], rows), device=device)
+    time = torch.tensor(times_of(stamps, rows), device=device)
     shapes = {"k": (rows,), "p": (heads, 300), "t": (heads, 128)}
     tables = {
         name: drawn(*shape, device=device, seed=4).requires_grad_()

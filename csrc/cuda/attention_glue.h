@@ -5,6 +5,7 @@
 #include "cuda/glue.h"
 #include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/attention/padded_heads.h"
+#include "cuda/kernels/attention/time_tiles.h"
 #include "cuda/kernels/jagged_flash_attention.h"
 #include "cuda/kernels/prim/hopper.h"
 
@@ -167,7 +168,8 @@ inline std::optional<Tensor> allocate_tile_bounds(const char* op, AttentionBackw
                                                   const Tensor& like) {
   if (!takes_ranged_backward(params)) return std::nullopt;
   constexpr int64_t kWordBytes = 4;
-  const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs);
+  const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs) +
+                        time_tiles_bytes(params);
   Tensor bounds = allocate(op, like, {bytes / kWordBytes}, ScalarType::Int);
   params.tile_bounds = bounds.mutable_data_ptr();
   return bounds;

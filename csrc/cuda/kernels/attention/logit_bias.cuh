@@ -1,21 +1,46 @@
 // What is added to the scores of tiles of 64 by 64 on wgmma (ranged_backward.cuh): kv_bias alone,
-// position_bias alone, or any of them and time_bias, found at run time. Rows and columns of scores are
+// position_bias alone, time_bias alone, or any of them, found at run time. Rows and columns of scores are
 // queries and keys, or kTransposed keys and queries; a warp has 16 rows, and the columns come in steps.
 //
-// What a step brings is copied to shared memory with its operands; each thread scales what it has
-// copied itself, so that a score becomes a logit in the wanted unit (kLog2E for softmax) by one
-// multiplication and addition for the first bias and an addition for each other. A value of
-// position_bias belongs to a diagonal of the tile.
+// What a step brings comes to shared memory with its operands; each thread scales what it has loaded
+// itself, so that a score becomes a logit in the wanted unit (kLog2E for softmax) by one multiplication
+// and addition for the first bias and an addition for each other. A value of position_bias belongs to
+// a diagonal of the tile.
 //
-// Buckets of times are found for 32 groups of 16 columns at once, a group to each lane: which buckets
-// its columns and the warp's rows can have. Mostly that is one, whose value serves the group.
+// Times are looked at for a warp's 16 rows and 16 columns at once (TimeGroups): one value, one
+// comparison with a boundary, or a look at a cell of the table (time_tiles.cuh). A step with a group
+// for which none of these serves, such as of unsorted times further apart than 2^31, takes one score
+// after another.
 #pragma once
 
 #include "cuda/kernels/attention/bias.cuh"
+#include "cuda/kernels/attention/time_tiles.cuh"
 
 namespace jagged_cuda::attention {
 
-enum class BiasKind { kNone, kKeys, kPositions, kAny };
+enum class BiasKind { kNone, kKeys, kPositions, kTimes, kAny };
+
+// What may be among them.
+constexpr bool has_key_bias(BiasKind kind) {
+  return kind == BiasKind::kKeys || kind == BiasKind::kAny;
+}
+constexpr bool has_positions(BiasKind kind) {
+  return kind == BiasKind::kPositions || kind == BiasKind::kAny;
+}
+constexpr bool has_times(BiasKind kind) {
+  return kind == BiasKind::kTimes || kind == BiasKind::kAny;
+}
+
+// That of a call.
+inline BiasKind bias_kind(const ScoreBias& bias) {
+  const bool keys = bias.kv_bias != nullptr, times = bias.time_table != nullptr,
+             positions = bias.position_table != nullptr;
+  if (keys + times + positions > 1) return BiasKind::kAny;
+  return keys        ? BiasKind::kKeys
+         : times     ? BiasKind::kTimes
+         : positions ? BiasKind::kPositions
+                     : BiasKind::kNone;
+}
 
 // Of each diagonal, which is column - row + 63, its value. Twice, the second time one further on, so
 // that of every row the diagonals of columns 2 c and 2 c + 1 lie in one aligned pair; 16 banks apart.
@@ -33,11 +58,27 @@ struct LogitStep<BiasKind::kPositions> {
   alignas(16) DiagonalValues positions;
 };
 template <>
+struct LogitStep<BiasKind::kTimes> {
+  alignas(16) uint32_t times[64];  // the lower half
+};
+template <>
 struct LogitStep<BiasKind::kAny> {
-  alignas(16) int64_t times[64];
-  alignas(16) float keys[64];  // not kTransposed
+  alignas(16) uint32_t times[64];  // the lower half
+  alignas(16) float keys[64];      // not kTransposed
   alignas(16) DiagonalValues positions;
 };
+
+// What all steps of a head share.
+template <BiasKind kKind>
+struct LogitTable {};
+template <>
+struct LogitTable<BiasKind::kTimes> {
+  TimeTable times;
+  TimeSource source;
+  TimeGroup groups[4][32];  // of each warp
+};
+template <>
+struct LogitTable<BiasKind::kAny> : LogitTable<BiasKind::kTimes> {};
 
 // What each lane has of its two rows where they are keys, in shared memory, since registers are few.
 template <BiasKind kKind>
@@ -61,90 +102,15 @@ template <>
 struct KeyOfLane<BiasKind::kNone> {};
 template <>
 struct KeyOfLane<BiasKind::kPositions> {};
-
-// Which buckets the times between a warp's rows and 32 groups of 16 columns have.
-class TimeGroups {
- public:
-  static constexpr int kColumns = 16, kWindow = 32 * kColumns;
-  static constexpr uint64_t kNarrow = uint64_t{1} << 31;
-
-  // Of this lane's group: the buckets of its nearest and its farthest time, the value of the first in
-  // the unit of logits, the boundary behind it, and the value behind that.
-  int first;
-  int last;
-  float value;
-  uint32_t boundary;
-  float behind;
-  // The nearest distance of a group whose queries are all later than its keys, else 0: from it on
-  // distances are counted, modulo 2^32, `boundary` too.
-  uint32_t nearest;
-  // Groups with one bucket; those with one boundary; those whose distances are exact in 32 bits; and
-  // those whose queries are all later than its keys.
-  unsigned one;
-  unsigned two;
-  unsigned narrow;
-  unsigned ordered;
-
-  // Forgets what it knows: of another head.
-  __device__ __forceinline__ void reset() { window_ = -1; }
-
-  // Finds the groups of the step from `column` on, and returns the lane that has its first. All 32
-  // lanes of a warp together.
-  template <bool kTransposed>
-  __device__ __forceinline__ int find(const ScoreBias& bias, const float* table, float unit,
-                                      const TimeSpan& rows, const int64_t* gTimes, int num_columns,
-                                      int column) {
-    constexpr unsigned kAll = 0xffffffffu;
-    if (column / kWindow != window_) {
-      window_ = column / kWindow;
-      const int begin = window_ * kWindow + static_cast<int>(threadIdx.x) % 32 * kColumns;
-      TimeSpan columns;
-#pragma unroll 4
-      for (int i = 0; i < kColumns; ++i)
-        columns.include(__ldg(gTimes + min(begin + i, num_columns - 1)));
-      const TimeRange range =
-          kTransposed ? TimeRange(bias, columns, rows) : TimeRange(bias, rows, columns);
-      first = range.first;
-      last = range.last;
-      value = __ldg(table + first) * unit;
-      const TimeSpan &queries = kTransposed ? columns : rows, &keys = kTransposed ? rows : columns;
-      const bool in_order = queries.soonest >= keys.latest;
-      const uint64_t least = in_order ? time_between(queries.soonest, keys.latest) : 0;
-      nearest = static_cast<uint32_t>(least);
-      boundary = 0;
-      behind = value;
-      if (first < last) {
-        boundary = boundary_behind(bias, first, nearest);
-        behind = __ldg(table + first + 1) * unit;
-      }
-      one = __ballot_sync(kAll, first == last);
-      two = __ballot_sync(kAll, first + 1 == last);
-      const bool is_exact = in_order
-                                ? time_between(queries.latest, keys.soonest) - least < kNarrow
-                                : time_between(max(rows.latest, columns.latest),
-                                               min(rows.soonest, columns.soonest)) < kNarrow / 2;
-      narrow = __ballot_sync(kAll, is_exact);
-      ordered = __ballot_sync(kAll, in_order);
-    }
-    return column % kWindow / kColumns;
-  }
-
-  // The boundary behind bucket `bucket`, as distances are counted.
-  __device__ __forceinline__ static uint32_t boundary_behind(const ScoreBias& bias, int bucket,
-                                                             uint32_t nearest) {
-    return static_cast<uint32_t>(__ldg(bias.boundaries + bucket)) - nearest;
-  }
-
- private:
-  int window_ = -1;
-};
+template <>
+struct KeyOfLane<BiasKind::kTimes> {};
 
 template <BiasKind kKind, bool kTransposed>
 class LogitBias {
   static constexpr int kRows = 64, kColumns = 64, kThreads = 128, kBlocks = kColumns / 8;
-  static constexpr bool kAny = kKind == BiasKind::kAny;
-  static constexpr bool kKeys = kAny || kKind == BiasKind::kKeys;
-  static constexpr bool kPositions = kAny || kKind == BiasKind::kPositions;
+  static constexpr bool kKeys = has_key_bias(kKind);
+  static constexpr bool kPositions = attention::has_positions(kKind);
+  static constexpr bool kTimes = attention::has_times(kKind);
 
  public:
   using Step = LogitStep<kKind>;
@@ -153,17 +119,42 @@ class LogitBias {
 
   // Of a tile from row `row` of its sequence on, of which `queries` and `kv` are the rows. All 32
   // lanes of a warp together.
-  __device__ __forceinline__ LogitBias(const AttentionParams& params, const RowRange& queries,
-                                       const RowRange& kv, int row, int warp_row, float unit)
-      : params_(params), queries_(queries), kv_(kv), row_(row), warp_row_(warp_row), unit_(unit) {
-    if constexpr (kAny) {
-      if (bias().time_table == nullptr) return;
+  __device__ __forceinline__ LogitBias(const AttentionBackwardParams& params, int64_t seq,
+                                       const RowRange& queries, const RowRange& kv, int row,
+                                       int warp_row, float unit, LogitTable<kKind>& table)
+      : params_(params),
+        queries_(queries),
+        kv_(kv),
+        row_(row),
+        warp_row_(warp_row),
+        unit_(unit),
+        table_(table) {
+    if constexpr (kPositions) {
+      constexpr int64_t kFar = int64_t{1} << 29;  // more than any distance
+      const int shift = static_cast<int>(kv.len - queries.len),
+                first = static_cast<int>(max(min(bias().position_first, kFar), -kFar));
+      // The queries and keys of diagonal 0 are the nearest if kTransposed, else the farthest.
+      first_diagonal_ = (kTransposed ? shift - row - (kRows - 1) : row + shift + kRows - 1) - first;
+    }
+    if constexpr (kTimes) {
+      if (!has_times()) return;
+      const TimeTiles tiles(params);
+      const TimeSpan* of_queries = tiles.queries + TimeTiles::block_of_rows(queries.begin, seq, 0);
+      const TimeSpan* of_keys = tiles.keys + TimeTiles::block_of_rows(kv.begin, seq, 0);
+      const int64_t *q_time = bias().q_time + queries.begin, *kv_time = bias().kv_time + kv.begin;
+      column_times_ = kTransposed ? q_time : kv_time;
       for_each_row([&](int half, int own) {
-        const int64_t time = __ldg(times_of_rows() + own);
-        row_times_[half] = static_cast<uint32_t>(time);
-        span_.include(time);
+        row_times_[half] = static_cast<uint32_t>(__ldg((kTransposed ? kv_time : q_time) + own));
       });
-      span_.combine();
+      if (threadIdx.x == 0) {
+        table.source = {nullptr,
+                        kTransposed ? kv_time : q_time,
+                        kTransposed ? q_time : kv_time,
+                        kTransposed ? of_keys : of_queries,
+                        kTransposed ? of_queries : of_keys,
+                        num_rows(),
+                        num_columns()};
+      }
     }
   }
 
@@ -178,11 +169,18 @@ class LogitBias {
         });
       }
     }
-    if constexpr (kAny) {
-      if (bias().time_table != nullptr) {
-        times_ = static_cast<const float*>(bias().time_table) +
-                 head / (params_.heads / bias().time_heads) * bias().time_buckets;
+    if constexpr (kTimes) {
+      if (has_times()) {
+        const int column = head / (params_.heads / bias().time_heads);
         groups_.reset();
+        if (threadIdx.x == 0)
+          table_.source.values =
+              static_cast<const float*>(bias().time_table) + column * bias().time_buckets;
+        const auto* g = reinterpret_cast<const uint4*>(TimeTiles(params_).tables + column);
+        constexpr int kChunks = sizeof(TimeTable) / sizeof(uint4);
+        for (int i = threadIdx.x; i < kChunks; i += kThreads)
+          ptx::cp_async_16(reinterpret_cast<uint4*>(&table_.times) + i, g + i, 16);
+        ptx::cp_async_commit();
       }
     }
   }
@@ -199,118 +197,124 @@ class LogitBias {
     }
   }
 
-  // Copies the step from `column` on, of which some columns are there; the caller commits and waits.
-  __device__ __forceinline__ void load(Step& step, int column) const {
+  // Asks for the step from `column` on, of which some columns are there; the caller commits and waits.
+  __device__ __forceinline__ void load(Step& step, int column) {
     const int own = static_cast<int>(threadIdx.x), last = num_columns() - 1;
     if constexpr (!kTransposed && kKeys) {
       if (own < kColumns && has_keys())
-        ptx::cp_async_4(&step.keys[own],
-                        load_keys_ + int64_t{min(column + own, last)} * bias().kv_heads, 4);
+        key_ = __ldg(load_keys_ + int64_t{min(column + own, last)} * bias().kv_heads);
     }
     static_assert(kThreads == 2 * kColumns && kThreads == kRows + kColumns);
-    if constexpr (kAny) {
-      if (bias().time_table != nullptr) {
-        const int64_t* time = times_of_columns() + min(column + own / 2, last);
-        ptx::cp_async_4(reinterpret_cast<int*>(step.times) + own,
-                        reinterpret_cast<const int*>(time) + own % 2, 4);
+    if constexpr (kTimes) {
+      if (has_times()) {
+        if (own < kColumns)
+          ptx::cp_async_4(&step.times[own], column_times_ + min(column + own, last), 4);
       }
     }
     if constexpr (kPositions) {
       if (has_positions()) {
-        const int bucket = bucket_of_distance(distance_of(own, column));
         if (own > 0 && has_one_position(column)) return;
-        ptx::cp_async_4(&step.positions[0][own], load_positions_ + bucket, 4);
-        ptx::cp_async_4(&step.positions[1][own + 1], load_positions_ + bucket, 4);
+        const int bucket =
+            kTransposed ? first_position(column) + own : first_position(column) - own;
+        position_ = __ldg(load_positions_ + max(min(bucket, bias().position_buckets - 1), 0));
       }
     }
   }
 
-  // Behind the wait for a step, and before the barrier: each thread scales what it has copied.
+  // Behind the wait for a step, and before the barrier: each thread writes what it has loaded.
   __device__ __forceinline__ void finish_load(Step& step, int column) const {
     const int own = static_cast<int>(threadIdx.x);
     if constexpr (!kTransposed && kKeys) {
-      if (own < kColumns && has_keys()) step.keys[own] *= unit_;
+      if (own < kColumns && has_keys()) step.keys[own] = key_ * unit_;
     }
     if constexpr (kPositions) {
       if (has_positions()) {
         if (own > 0 && has_one_position(column)) return;
-        const float value = step.positions[0][own] * unit_;
+        const float value = position_ * unit_;
         step.positions[0][own] = value;
         step.positions[1][own + 1] = value;
       }
     }
   }
 
-  // Scores become logits: `scale` has the unit in it. `column` is the first of the step.
+  // Scores become logits: `scale` has the unit in it. `column` is the first of the step; `hidden` names
+  // groups of 16 columns of which the warp's rows see nothing, whose values do not matter.
   __device__ __forceinline__ void scale_and_add(Scores& s, float scale, const Step& step,
-                                                const Keys& keys, int column, int lane) {
+                                                const Keys& keys, int column, unsigned hidden,
+                                                int lane) {
     if constexpr (kKind == BiasKind::kKeys) {
       add_keys(s, scale, step, keys, lane);
     } else if constexpr (kKind == BiasKind::kPositions) {
       add_positions(s, scale, step, column, lane);
-    } else if constexpr (kAny) {
+    } else if constexpr (kKind == BiasKind::kTimes) {
+      add_times(s, scale, step, column, hidden, lane);
+    } else if constexpr (kKind == BiasKind::kAny) {
       if (has_positions()) {
         add_positions(s, scale, step, column, lane);
         scale = 1.0f;
       }
-      if (bias().kv_bias != nullptr) {
+      if (has_keys()) {
         add_keys(s, scale, step, keys, lane);
         scale = 1.0f;
       }
-      if (bias().time_table != nullptr) add_times(s, scale, step, column, lane);
+      if (has_times()) add_times(s, scale, step, column, hidden, lane);
     }
   }
 
   // --- for the gradients of tables (table_gradients.cuh)
 
   __device__ __forceinline__ const ScoreBias& bias() const { return params_.bias; }
-  // How far row and column of a diagonal of the tile and the step from `column` on are apart.
-  __device__ __forceinline__ int distance_of(int diagonal, int column) const {
-    const int shift = static_cast<int>(kv_.len - queries_.len), away = diagonal - (kRows - 1);
-    return kTransposed ? column - row_ + shift + away : row_ - column + shift - away;
+  // The bucket of diagonal 0 of the step from `column` on, if there were as many; those of the others
+  // fall by one each, or grow if kTransposed.
+  __device__ __forceinline__ int first_position(int column) const {
+    return kTransposed ? first_diagonal_ + column : first_diagonal_ - column;
   }
   // Finds the groups of a step, and returns the lane that has its first.
   __device__ __forceinline__ int find_groups(int column) {
-    return groups_.template find<kTransposed>(bias(), times_, unit_, span_, times_of_columns(),
-                                              num_columns(), column);
+    return groups_.template find<kTransposed>(table_.groups[threadIdx.x / 32], bias(), table_.times,
+                                              table_.source, unit_, row_ + warp_row_, column);
   }
   __device__ __forceinline__ const TimeGroups& groups() const { return groups_; }
+  __device__ __forceinline__ const TimeGroup& group(int place) const {
+    return table_.groups[threadIdx.x / 32][place];
+  }
+  __device__ __forceinline__ const TimeTable& table() const { return table_.times; }
 
-  // The distances of the lane's scores in a group of a step, of which `lane_of_group` knows, and what
-  // they are counted from; they are exact in 32 bits.
-  __device__ __forceinline__ uint32_t distances(uint32_t (&away)[8], int group, int lane_of_group,
-                                                const Step& step, int lane) const {
-    const uint32_t nearest = __shfl_sync(0xffffffffu, groups_.nearest, lane_of_group);
-    const uint32_t rows[2] = {kTransposed ? row_times_[0] + nearest : row_times_[0] - nearest,
-                              kTransposed ? row_times_[1] + nearest : row_times_[1] - nearest};
+  // Calls use(i, distance) for the lane's 8 scores of a group of two buckets, whose distances are
+  // counted from `nearest` on, or, if that is null, of a narrow one.
+  template <typename Use>
+  __device__ __forceinline__ void for_each_distance(int group, const uint32_t* nearest,
+                                                    const Step& step, int lane, Use use) const {
+    const uint32_t from = nearest == nullptr ? 0 : *nearest;
+    const uint32_t rows[2] = {kTransposed ? row_times_[0] + from : row_times_[0] - from,
+                              kTransposed ? row_times_[1] + from : row_times_[1] - from};
+    const int mirrored = bias().symmetric ? -1 : 0;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const auto pair =
-          *reinterpret_cast<const uint4*>(&step.times[group * 16 + b * 8 + 2 * (lane % 4)]);
+          *reinterpret_cast<const uint2*>(&step.times[group * 16 + b * 8 + 2 * (lane % 4)]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t other = i % 2 == 0 ? pair.x : pair.z, row = rows[i / 2];
-        away[b * 4 + i] = kTransposed ? other - row : row - other;
+        const uint32_t other = i % 2 == 0 ? pair.x : pair.y, row = rows[i / 2];
+        uint32_t away = kTransposed ? other - row : row - other;
+        if (nearest == nullptr) {
+          const auto difference = static_cast<int>(away);
+          away = static_cast<uint32_t>(max(difference, difference * mirrored));
+        }
+        use(b * 4 + i, away);
       }
     }
-    if (groups_.ordered >> lane_of_group & 1) return nearest;
-    const int mirrored = bias().symmetric ? -1 : 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const auto difference = static_cast<int>(away[i]);
-      away[i] = static_cast<uint32_t>(max(difference, difference * mirrored));
-    }
-    return nearest;
   }
 
   // The bucket of one score, whatever its times.
   __device__ __forceinline__ int time_bucket(int block, int i, int column, int lane) const {
-    const int row = own_row(i / 2, lane),
-              other = min(column + block * 8 + 2 * (lane % 4) + i % 2, num_columns() - 1);
-    const int64_t row_time = __ldg(times_of_rows() + row), time = __ldg(times_of_columns() + other);
+    const TimeSource& source = table_.source;
+    const int row = min(row_ + warp_row_ + 8 * (i / 2) + lane / 4, source.num_rows - 1),
+              other = min(column + block * 8 + 2 * (lane % 4) + i % 2, source.num_columns - 1);
+    const int64_t row_time = __ldg(source.rows + row), time = __ldg(source.columns + other);
     const int64_t query = kTransposed ? time : row_time, key = kTransposed ? row_time : time;
-    const uint64_t away = !bias().symmetric && query < key ? 0 : time_between(query, key);
-    return bucket_of(bias(), away, 0, bias().time_buckets - 1);
+    return table_.times.bucket(bias(),
+                               !bias().symmetric && query < key ? 0 : time_between(query, key));
   }
 
  private:
@@ -320,17 +324,14 @@ class LogitBias {
   __device__ __forceinline__ bool has_positions() const {
     return kKind == BiasKind::kPositions || bias().position_table != nullptr;
   }
+  __device__ __forceinline__ bool has_times() const {
+    return kKind == BiasKind::kTimes || bias().time_table != nullptr;
+  }
   __device__ __forceinline__ int num_rows() const {
     return static_cast<int>(kTransposed ? kv_.len : queries_.len);
   }
   __device__ __forceinline__ int num_columns() const {
     return static_cast<int>(kTransposed ? queries_.len : kv_.len);
-  }
-  __device__ __forceinline__ const int64_t* times_of_rows() const {
-    return kTransposed ? bias().kv_time + kv_.begin : bias().q_time + queries_.begin;
-  }
-  __device__ __forceinline__ const int64_t* times_of_columns() const {
-    return kTransposed ? bias().q_time + queries_.begin : bias().kv_time + kv_.begin;
   }
   __device__ __forceinline__ const float* key_column(int head) const {
     return static_cast<const float*>(bias().kv_bias) + kv_.begin * bias().kv_heads +
@@ -346,12 +347,6 @@ class LogitBias {
     for (int half = 0; half < 2; ++half)
       visit(half, own_row(half, static_cast<int>(threadIdx.x) % 32));
   }
-  __device__ __forceinline__ int bucket_of_distance(int distance) const {
-    constexpr int64_t kFar = int64_t{1} << 29;  // more than any distance
-    const int first = static_cast<int>(max(min(bias().position_first, kFar), -kFar));
-    return max(min(distance - first, bias().position_buckets - 1), 0);
-  }
-
   __device__ __forceinline__ void add_keys(Scores& s, float scale, const Step& step,
                                            const Keys& keys, int lane) const {
     float2 of_rows;
@@ -373,10 +368,8 @@ class LogitBias {
   // Whether all diagonals of a step lie beyond the same end of the table: then the first alone is
   // copied.
   __device__ __forceinline__ bool has_one_position(int column) const {
-    const int ends[2] = {distance_of(0, column), distance_of(kRows + kColumns - 2, column)};
-    const int nearest = bucket_of_distance(ends[kTransposed ? 0 : 1]),
-              farthest = bucket_of_distance(ends[kTransposed ? 1 : 0]);
-    return nearest == farthest;
+    const int first = first_position(column), least = kTransposed ? first : first - 126;
+    return least + 126 <= 0 || least >= bias().position_buckets - 1;
   }
   __device__ __forceinline__ void add_positions(Scores& s, float scale, const Step& step,
                                                 int column, int lane) const {
@@ -403,27 +396,29 @@ class LogitBias {
   }
 
   __device__ __forceinline__ void add_times(Scores& s, float scale, const Step& step, int column,
-                                            int lane) {
-    constexpr unsigned kAll = 0xffffffffu, kOfStep = 0xf;
+                                            unsigned hidden, int lane) {
+    constexpr unsigned kOfStep = 0xf;
     const int source = find_groups(column);
-    const unsigned one = groups_.one >> source & kOfStep,
+    const unsigned one = (groups_.one >> source & kOfStep) | hidden,
+                   two = groups_.two >> source & kOfStep,
                    narrow = groups_.narrow >> source & kOfStep;
-    if ((one | narrow) != kOfStep) {  // one score after another, of all in registers
+    if ((one | two | narrow) !=
+        kOfStep) {  // in local memory, since this is code that is seldom used
+      float found[kBlocks * 4];
 #pragma unroll 1
-      for (int element = 0; element < kBlocks * 4; ++element) {
-        const float added =
-            __ldg(times_ + time_bucket(element / 4, element % 4, column, lane)) * unit_;
+      for (int element = 0; element < kBlocks * 4; ++element)
+        found[element] =
+            __ldg(table_.source.values + time_bucket(element / 4, element % 4, column, lane)) *
+            unit_;
 #pragma unroll
-        for (int e = 0; e < kBlocks * 4; ++e) {
-          if (e == element) s[0][e / 4][e % 4] = __fmaf_rn(s[0][e / 4][e % 4], scale, added);
-        }
-      }
+      for (int i = 0; i < kBlocks * 4; ++i)
+        s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, found[i]);
       return;
     }
     if (one == kOfStep) {  // in a row, so that their latencies overlap
 #pragma unroll
       for (int group = 0; group < 4; ++group) {
-        const float added = __shfl_sync(kAll, groups_.value, source + group);
+        const float added = this->group(source + group).value;
         float (*own)[4] = &s[0][group * 2];
 #pragma unroll
         for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, added);
@@ -432,54 +427,44 @@ class LogitBias {
     }
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      const float nearest = __shfl_sync(kAll, groups_.value, source + group);
       float (*own)[4] = &s[0][group * 2];
-      if (one >> group & 1) {
+      if ((one | two) >> group & 1) {
+        const TimeGroup own_group = this->group(source + group);
+        if (one >> group & 1) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, nearest);
-        continue;
-      }
-      uint32_t away[8];
-      float found[8];
-      const uint32_t from = distances(away, group, source + group, step, lane);
-      const uint32_t boundary = __shfl_sync(kAll, groups_.boundary, source + group);
-      const float behind = __shfl_sync(kAll, groups_.behind, source + group);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) found[i] = away[i] >= boundary ? behind : nearest;
-      if ((groups_.two >> (source + group) & 1) == 0) {
-        const int first = __shfl_sync(kAll, groups_.first, source + group),
-                  last = __shfl_sync(kAll, groups_.last, source + group);
-        // Asked for one boundary ahead.
-        uint32_t next_boundary = TimeGroups::boundary_behind(bias(), first + 1, from);
-        float next_value = __ldg(times_ + first + 2);
-#pragma unroll 1
-        for (int next = first + 1; next < last; ++next) {
-          const uint32_t farther = next_boundary;
-          const float value = next_value * unit_;
-          const int after = min(next + 1, last - 1);
-          next_boundary = TimeGroups::boundary_behind(bias(), after, from);
-          next_value = __ldg(times_ + after + 1);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) found[i] = away[i] >= farther ? value : found[i];
+          for (int i = 0; i < 8; ++i)
+            own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, own_group.value);
+          continue;
         }
+        for_each_distance(group, &own_group.nearest, step, lane, [&](int i, uint32_t away) {
+          own[i / 4][i % 4] =
+              __fmaf_rn(own[i / 4][i % 4], scale,
+                        away >= own_group.boundary ? own_group.behind : own_group.value);
+        });
+      } else {
+        for_each_distance(group, nullptr, step, lane, [&](int i, uint32_t away) {
+          const TimeCell cell = table_.times.cell(away);
+          own[i / 4][i % 4] =
+              __fmaf_rn(own[i / 4][i % 4], scale, away >= cell.boundary ? cell.behind : cell.value);
+        });
       }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, found[i]);
     }
   }
 
-  const AttentionParams& params_;
+  const AttentionBackwardParams& params_;
   RowRange queries_;
   RowRange kv_;
   int row_;
   int warp_row_;
   float unit_;
-  const float* load_keys_;       // kv_bias of the head that is loaded; not kTransposed
+  const float* load_keys_;  // kv_bias of the head that is loaded; not kTransposed
+  float key_;               // of the step that is loaded
+  float position_;          // likewise
+  int first_diagonal_;
   const float* load_positions_;  // [position_buckets] of that head
-  const float* times_;           // [time_buckets] of the head
-  uint32_t row_times_[2];        // of the lane's rows, the lower half
-  TimeSpan span_;                // of the warp's rows
+  const int64_t* column_times_;
+  uint32_t row_times_[2];  // of the lane's rows, the lower half
+  LogitTable<kKind>& table_;
   TimeGroups groups_;
 };
 

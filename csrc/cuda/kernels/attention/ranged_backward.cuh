@@ -7,7 +7,8 @@
 // stays in P and dS of ranged_dkdv.
 //
 // Three kernels, each a programmatic dependent launch:
-//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh)
+//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh); with time_bias
+//                       what is known of times before (time_tiles.cuh), too
 //     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
 //     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
 //                       ranged_dq, and fills the SMs as that drains
@@ -47,6 +48,7 @@
 #include "cuda/kernels/attention/visible.cuh"
 #include "cuda/kernels/prim/tanh.cuh"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace jagged_cuda::attention {
@@ -66,7 +68,7 @@ struct RangedBackwardConfig {
   static constexpr int kRows = 64;  // queries or keys that a CTA owns
   static constexpr int kStep = 64;  // keys or queries of an iteration
   // CTAs per SM.
-  static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
+  static constexpr int kDqCtas = kDim == 128 ? 2 : has_times(kBias) ? 3 : 4;
   static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
   static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
@@ -102,18 +104,20 @@ struct CopyBarriers {
 template <typename Config>
 struct RangedDqStorage : DqWgmmaStorage<Config> {
   LogitStep<Config::kBias> sBias[2];
+  LogitTable<Config::kBias> bias_table;
   CopyBarriers barriers;
 };
 template <typename Config>
 struct RangedDkdvStorage : DkdvWgmmaStorage<Config> {
   LogitStep<Config::kBias> sBias[2];
+  LogitTable<Config::kBias> bias_table;
   KeyOfLane<Config::kBias> keys[Config::kThreads];
   CopyBarriers barriers;
 };
 // With the gradients of tables; behind it their sums.
 template <typename Config>
 struct RangedTablesStorage : RangedDqStorage<Config> {
-  TableGradientStorage tables;
+  TableGradientStorage<Config::kBias> tables;
 };
 
 // Copies the same rows of two operands; one thread.
@@ -152,17 +156,44 @@ struct SiluOf {
 };
 
 // What logits are in: what the function of a score takes.
-template <typename Config>
-constexpr float kLogitUnit = Config::kSilu ? 0.5f : kLog2E;
+template <bool kSilu>
+constexpr float kLogitUnit = kSilu ? 0.5f : kLog2E;
 
 constexpr int kBoundsThreads = 128;
 
-// A warp for each tile of kRows queries: what it sees.
+// The rows of that grid behind the first.
+template <int kRows>
+__device__ __forceinline__ void find_times(const AttentionBackwardParams& params, int64_t index) {
+  const TimeTiles times(params);
+  const ScoreBias& bias = params.bias;
+  const int kind = static_cast<int>(blockIdx.y) - 1;
+  if (kind < 2) {
+    const bool of_keys = kind == 1;
+    const OffsetsView& offsets = of_keys ? params.kv_offsets : params.q_offsets;
+    if (index >= offsets.total / kRows + offsets.num_seqs + 2) return;
+    const JaggedTile tile = find_tile<kRows>(offsets, index);
+    if (tile.seq < 0 || tile.row >= tile.rows.len) return;
+    TimeTiles::find_spans(of_keys ? times.keys : times.queries, tile,
+                          of_keys ? bias.kv_time : bias.q_time);
+  } else if (blockIdx.x == 0) {
+    const int64_t table = kind - 2;
+    times.tables[table].fill<kBoundsThreads>(
+        bias, static_cast<const float*>(bias.time_table) + table * bias.time_buckets,
+        params.silu ? kLogitUnit<true> : kLogitUnit<false>);
+  }
+}
+
+// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With time_bias rows 1 and
+// 2 find the spans of times of queries and keys, and each other one fills a table of cells.
 template <int kRows>
 __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
     const __grid_constant__ AttentionBackwardParams params) {
   ptx::griddepcontrol_launch_dependents();
   const int64_t index = int64_t{blockIdx.x} * (kBoundsThreads / 32) + threadIdx.x / 32;
+  if (blockIdx.y > 0) {
+    find_times<kRows>(params, index);
+    return;
+  }
   if (index >= params.q_offsets.total / kRows + params.q_offsets.num_seqs + 2) return;
   const JaggedTile tile = find_tile<kRows>(params.q_offsets, index);
   if (tile.seq < 0 || tile.row >= tile.rows.len) return;
@@ -188,7 +219,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
   constexpr int kScoreBlocks = kStep / 8, kOutBlocks = kDim / 8;
   constexpr bool kTables = !std::is_void_v<Tables>;
   using Bias = LogitBias<Config::kBias, false>;
-  constexpr float kUnit = kLogitUnit<Config>;
+  constexpr float kUnit = kLogitUnit<Config::kSilu>;
 
   if (tile.row >= tile.rows.len) return;
   // Late queries, which often see more keys, come first, but for the first tile, which may hold
@@ -224,7 +255,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
               kv_head, shared.barriers.full[stage]);
   };
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  Bias bias(params, tile.rows, kv, row, warp_row, kUnit);
+  Bias bias(params, tile.seq, tile.rows, kv, row, warp_row, kUnit, shared.bias_table);
   bias.set_load_head(head);
   KeyOfLane<BiasKind::kNone> no_keys;
   bias.set_head(head, no_keys);
@@ -270,6 +301,8 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
                         : 0.0f;
     }
   }
+  VisibleHull hull;
+  if constexpr (has_times(Config::kBias)) hull = VisibleHull(visible);
   ptx::mbarrier_wait(shared.barriers.own, own_parity);
   own_parity ^= 1;
   if constexpr (!Config::kSilu) {
@@ -319,10 +352,11 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
       copy_bias(next_key, stage ^ 1);
     }
     if constexpr (kTables) tables->merge();
+    const unsigned hidden = has_times(Config::kBias) ? hull.hidden_groups(key) : 0;
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], no_keys, key, lane);
+      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], no_keys, key, hidden, lane);
     }
     if constexpr (Config::kSilu) {
       for_each_score(s, [&](float& score) {
@@ -360,7 +394,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     if constexpr (kTables) {
 #pragma unroll
       for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= table_factors[i % 4 / 2];
-      tables->add(bias, s, shared.sBias[stage], key, lane);
+      tables->add(bias, s, shared.sBias[stage], key, hidden, lane);
     }
     if constexpr (!Config::kOverlapsSteps) {
       ptx::wgmma_wait_group<0>();
@@ -406,8 +440,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_
   using Tables = TableGradients<Config::kBias>;
   const ScoreBias& bias = params.attention.bias;
   auto* sums = reinterpret_cast<float*>(&shared + 1);
-  const int num_sums =
-      TableGradientStorage::kWarps * Tables::time_buckets(bias) + Tables::position_buckets(bias);
+  const int num_sums = Tables::num_sums(bias);
   for (int i = threadIdx.x; i < num_sums; i += kThreads) sums[i] = 0.0f;
   shared.barriers.init();
   Tables tables(bias, shared.tables, sums);
@@ -469,15 +502,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  constexpr float kUnit = kLogitUnit<Config>;
-  LogitBias<Config::kBias, true> bias(params, queries, {tile.rows.begin, num_keys}, row, warp_row,
-                                      kUnit);
+  constexpr float kUnit = kLogitUnit<Config::kSilu>;
+  LogitBias<Config::kBias, true> bias(params, tile.seq, queries, {tile.rows.begin, num_keys}, row,
+                                      warp_row, kUnit, shared.bias_table);
   KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
   bias.set_load_head(kv_head * group);
   bias.set_head(kv_head * group, keys);
-  constexpr bool kLoadsBias =
-      Config::kBias == BiasKind::kPositions || Config::kBias == BiasKind::kAny;
-  constexpr bool kHasKeys = Config::kBias == BiasKind::kKeys || Config::kBias == BiasKind::kAny;
+  constexpr bool kLoadsBias = has_positions(Config::kBias) || has_times(Config::kBias);
+  constexpr bool kHasKeys = has_key_bias(Config::kBias);
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
@@ -563,11 +595,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
                       row + warp_row, lane);
     }
+    const unsigned hidden = has_times(Config::kBias) && hides ? seen.hidden_groups() : 0;
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], keys, query, lane);
+      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], keys, query, hidden, lane);
     }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {
@@ -661,7 +694,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           store_key_sums(params, key_sums, global_row, warp_row, rows, head, lane);
         }
       }
-      if (next_head < last_head) bias.set_head(next_head, keys);
+      if (next_head < last_head) {
+        if constexpr (has_times(Config::kBias)) __syncthreads();  // of the table before
+        bias.set_head(next_head, keys);
+      }
     }
     head = next_head;
     query = next_query;
@@ -683,18 +719,17 @@ cudaError_t launch_ranged_tables(const RangedBackwardParams& params, cudaStream_
   using Storage = RangedTablesStorage<Config>;
   using Tables = TableGradients<Config::kBias>;
   constexpr auto kKernel = ranged_dq_tables<Config>;
-  const auto bytes = [](int time_buckets, int position_buckets) {
-    const int sums = TableGradientStorage::kWarps * time_buckets + position_buckets;
+  const auto bytes = [](int sums) {
     return static_cast<int>(sizeof(Storage) + sums * sizeof(float));
   };
   constexpr int kMostBuckets = 2048;
-  const cudaError_t error = allow_shared_memory<kKernel>(bytes(kMostBuckets, kMostBuckets));
+  const cudaError_t error =
+      allow_shared_memory<kKernel>(bytes(Tables::num_sums(kMostBuckets, kMostBuckets)));
   if (error != cudaSuccess) return error;
   const AttentionBackwardParams& attention = params.attention;
-  return launch_dependent<kKernel>(
-      params, {attention.table_ctas, attention.heads}, Config::kThreads,
-      bytes(Tables::time_buckets(attention.bias), Tables::position_buckets(attention.bias)), stream,
-      Config::kName);
+  return launch_dependent<kKernel>(params, {attention.table_ctas, attention.heads},
+                                   Config::kThreads, bytes(Tables::num_sums(attention.bias)),
+                                   stream, Config::kName);
 }
 
 template <typename Element, int kDim, bool kSilu, BiasKind kBias>
@@ -723,12 +758,17 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
     return Grid{num_tiles(offsets.total, offsets.num_seqs, Config::kRows), heads};
   };
   constexpr int kWarps = kBoundsThreads / 32;
-  const int64_t tiles = num_tiles(q_offsets.total, q_offsets.num_seqs, Config::kRows);
+  int64_t tiles = num_tiles(q_offsets.total, q_offsets.num_seqs, Config::kRows);
+  int kinds = 1;  // rows of its grid
+  if (attention.bias.time_table != nullptr) {
+    tiles = std::max(tiles, num_tiles(kv_offsets.total, kv_offsets.num_seqs, Config::kRows));
+    kinds = 3 + attention.bias.time_heads;
+  }
   cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
-      attention, Grid{(tiles + kWarps - 1) / kWarps}, kBoundsThreads, 0, stream, nullptr);
+      attention, Grid{(tiles + kWarps - 1) / kWarps, kinds}, kBoundsThreads, 0, stream, nullptr);
   if (error != cudaSuccess) return error;
   error = [&] {
-    if constexpr (kBias == BiasKind::kPositions || kBias == BiasKind::kAny) {
+    if constexpr (has_positions(kBias) || has_times(kBias)) {
       if (attention.table_ctas > 0) return launch_ranged_tables<Config>(params, stream);
     }
     return launch_dependent<ranged_dq<Config>>(params, grid(q_offsets, attention.heads),
@@ -748,13 +788,18 @@ cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaSt
                        : launch_ranged_backward<Element, dim.value, false, kBias>(params, stream);
   };
   const auto launch_dim = [&](auto dim) {
-    const bool only_positions = params.bias.kv_bias == nullptr && params.bias.time_table == nullptr;
-    if (params.bias.has_tables()) {
-      return only_positions ? launch(dim, Constant<int(BiasKind::kPositions)>{})
-                            : launch(dim, Constant<int(BiasKind::kAny)>{});
+    switch (bias_kind(params.bias)) {
+      case BiasKind::kNone:
+        return launch(dim, Constant<int(BiasKind::kNone)>{});
+      case BiasKind::kKeys:
+        return launch(dim, Constant<int(BiasKind::kKeys)>{});
+      case BiasKind::kPositions:
+        return launch(dim, Constant<int(BiasKind::kPositions)>{});
+      case BiasKind::kTimes:
+        return launch(dim, Constant<int(BiasKind::kTimes)>{});
+      default:
+        return launch(dim, Constant<int(BiasKind::kAny)>{});
     }
-    if (params.bias.kv_bias != nullptr) return launch(dim, Constant<int(BiasKind::kKeys)>{});
-    return launch(dim, Constant<int(BiasKind::kNone)>{});
   };
   const cudaError_t error =
       dim_bucket(params) <= 64 ? launch_dim(Constant<64>{}) : launch_dim(Constant<128>{});

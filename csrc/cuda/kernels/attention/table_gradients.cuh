@@ -2,7 +2,9 @@
 // bucket, in an order that sizes and times alone decide.
 //
 // Times: each warp has sums of its own, in shared memory; what belongs to the same bucket as before
-// stays in registers. Positions: a step's diagonals are added up by each warp, and those of the four
+// stays in registers. Where 16 rows and 16 columns have more than two buckets, what a step brings is
+// rounded to whole numbers of a unit, 2^-20 of the largest or less: their sums are the same in any
+// order, and shared memory adds them. Positions: a step's diagonals are added up by each warp, and those of the four
 // warps behind the next barrier by one thread each, to the sums of the CTA. What lies beyond the ends
 // of the table stays in registers till the end.
 #pragma once
@@ -12,7 +14,9 @@
 
 namespace jagged_cuda::attention {
 
-// In shared memory; behind it [kWarps][time_buckets] and [position_buckets] sums.
+// In shared memory; behind it [kWarps][time_buckets] and [position_buckets] sums, and
+// [kWarps][whole_sums()] of whole numbers.
+template <BiasKind kKind>
 struct TableGradientStorage {
   static constexpr int kWarps = 4, kDiagonals = 16 + 64 - 1;
   // dS added up over rows and columns 8 further on: [column block less row block][row][column].
@@ -21,10 +25,14 @@ struct TableGradientStorage {
   float planes[kWarps][kSomePlanes][kPlane];
   float diagonals[2][kWarps][kDiagonals + 1];
 };
+template <>
+struct TableGradientStorage<BiasKind::kTimes> {
+  static constexpr int kWarps = 4;
+};
 
 template <BiasKind kKind>
 class TableGradients {
-  using Storage = TableGradientStorage;
+  using Storage = TableGradientStorage<kKind>;
   using Scores = Accumulator<1, 8>;
   using Bias = LogitBias<kKind, false>;
 
@@ -33,7 +41,17 @@ class TableGradients {
   __device__ __forceinline__ TableGradients(const ScoreBias& bias, Storage& shared, float* sums)
       : shared_(shared),
         times_(sums + threadIdx.x / 32 * time_buckets(bias)),
-        positions_(sums + Storage::kWarps * time_buckets(bias)) {}
+        positions_(sums + Storage::kWarps * time_buckets(bias)),
+        whole_(reinterpret_cast<int*>(positions_ + position_buckets(bias)) +
+               threadIdx.x / 32 * whole_sums(time_buckets(bias))) {}
+
+  // What stands behind TableGradientStorage.
+  __host__ __device__ __forceinline__ static int num_sums(int times, int positions) {
+    return Storage::kWarps * (times + whole_sums(times)) + positions;
+  }
+  __host__ __device__ __forceinline__ static int num_sums(const ScoreBias& bias) {
+    return num_sums(time_buckets(bias), position_buckets(bias));
+  }
 
   __host__ __device__ __forceinline__ static int time_buckets(const ScoreBias& bias) {
     return bias.time_table == nullptr ? 0 : bias.time_buckets;
@@ -42,18 +60,57 @@ class TableGradients {
     return bias.position_table == nullptr ? 0 : bias.position_buckets;
   }
 
-  // dS of the step from `column` on, 0 where a key is not seen. All threads.
+  // dS of the step from `column` on, 0 where a key is not seen, as in all of the groups of 16 columns
+  // in `hidden`. All threads.
   __device__ __forceinline__ void add(Bias& bias, const Scores& ds, const typename Bias::Step& step,
-                                      int column, int lane) {
-    if constexpr (kKind == BiasKind::kAny) {
-      if (bias.bias().time_table != nullptr) add_times(bias, ds, step, column, lane);
+                                      int column, unsigned hidden, int lane) {
+    if constexpr (has_times(kKind)) {
+      if (kKind == BiasKind::kTimes || bias.bias().time_table != nullptr)
+        add_times(bias, ds, step, column, hidden, lane);
     }
-    if (kKind == BiasKind::kPositions || bias.bias().position_table != nullptr)
-      add_positions(bias, ds, column, lane);
+    if constexpr (has_positions(kKind)) {
+      if (kKind == BiasKind::kPositions || bias.bias().position_table != nullptr)
+        add_positions(bias, ds, column, lane);
+    }
   }
 
   // Behind the barrier that follows add(): the four warps' diagonals. All threads.
   __device__ __forceinline__ void merge() {
+    if constexpr (has_positions(kKind)) merge_positions();
+  }
+
+  // Behind the last tile: the CTA's sums leave. All threads.
+  __device__ __forceinline__ void finish(const AttentionBackwardParams& params, int lane) {
+    const ScoreBias& bias = params.bias;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    for (PendingSum& pending : pending_times_) pending.flush(times_, lane);
+    __syncthreads();  // all sums of times are there, and the diagonals have been read
+    float ends[2] = {};
+    if constexpr (has_positions(kKind)) add_ends(ends, lane);
+    const int times = time_buckets(bias), positions = position_buckets(bias);
+    const TableSums<float> results(params, blockIdx.x, blockIdx.y);
+    const float* first = times_ - warp * times;
+    for (int i = threadIdx.x; i < times; i += 128) {
+      float sum = 0.0f;
+      for (int each = 0; each < Storage::kWarps; ++each) sum += first[each * times + i];
+      results.times[i] = sum;
+    }
+    for (int i = threadIdx.x; i < positions; i += 128) {
+      float sum = positions_[i];
+      // One bucket alone has both ends.
+      if (i == 0) sum += ends[0];
+      if (i == positions - 1) sum += ends[1];
+      results.positions[i] = sum;
+    }
+  }
+
+ private:
+  static constexpr int kFewBuckets = 64, kCopiesLog2 = 3;
+  __host__ __device__ __forceinline__ static int whole_sums(int times) {
+    return times == 0 ? 0 : times > kFewBuckets << kCopiesLog2 ? times : kFewBuckets << kCopiesLog2;
+  }
+
+  __device__ __forceinline__ void merge_positions() {
     if (!pending_) return;
     pending_ = false;
     const int diagonal = static_cast<int>(threadIdx.x);
@@ -75,37 +132,20 @@ class TableGradients {
     }
   }
 
-  // Behind the last tile: the CTA's sums leave. All threads.
-  __device__ __forceinline__ void finish(const AttentionBackwardParams& params, int lane) {
-    const ScoreBias& bias = params.bias;
+  // What lies beyond the ends of the table, of all warps.
+  __device__ __forceinline__ void add_ends(float (&ends)[2], int lane) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    for (PendingSum& pending : pending_times_) pending.flush(times_, lane);
-    __syncthreads();  // the diagonals have been read
-    float* ends = &shared_.diagonals[0][0][0];
+    float* of_warps = &shared_.diagonals[0][0][0];
     const float low = warp_sum(low_), high = warp_sum(high_);
     if (lane == 0) {
-      ends[warp] = low;
-      ends[Storage::kWarps + warp] = high;
+      of_warps[warp] = low;
+      of_warps[Storage::kWarps + warp] = high;
     }
     __syncthreads();
-    const int times = time_buckets(bias), positions = position_buckets(bias);
-    const TableSums<float> results(params, blockIdx.x, blockIdx.y);
-    const float* first = times_ - warp * times;
-    for (int i = threadIdx.x; i < times; i += 128) {
-      float sum = 0.0f;
-      for (int each = 0; each < Storage::kWarps; ++each) sum += first[each * times + i];
-      results.times[i] = sum;
-    }
-    for (int i = threadIdx.x; i < positions; i += 128) {
-      float sum = positions_[i];
-      // One bucket alone has both ends.
-      if (i == 0) sum += (ends[0] + ends[1]) + (ends[2] + ends[3]);
-      if (i == positions - 1) sum += (ends[4] + ends[5]) + (ends[6] + ends[7]);
-      results.positions[i] = sum;
-    }
+    ends[0] = (of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3]);
+    ends[1] = (of_warps[4] + of_warps[5]) + (of_warps[6] + of_warps[7]);
   }
 
- private:
   __device__ __forceinline__ static float warp_sum(float value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
@@ -122,10 +162,7 @@ class TableGradients {
 
   __device__ __forceinline__ void add_positions(const Bias& bias, const Scores& ds, int column,
                                                 int lane) {
-    constexpr int64_t kFar = int64_t{1} << 29;
-    const int first = static_cast<int>(max(min(bias.bias().position_first, kFar), -kFar)),
-              last = bias.bias().position_buckets - 1;
-    const int farthest = bias.distance_of(0, column) - first;  // of diagonal 0
+    const int last = bias.bias().position_buckets - 1, farthest = bias.first_position(column);
     if (farthest <= 0) {
       low_ += sum_of<0, 32>(ds);
       return;
@@ -173,19 +210,32 @@ class TableGradients {
   }
 
   __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds,
-                                            const typename Bias::Step& step, int column, int lane) {
+                                            const typename Bias::Step& step, int column,
+                                            unsigned hidden, int lane) {
     constexpr unsigned kAll = 0xffffffffu, kOfStep = 0xf;
     const int source = bias.find_groups(column);
     const TimeGroups& groups = bias.groups();
-    const unsigned one = groups.one >> source & kOfStep, narrow = groups.narrow >> source & kOfStep;
-    if ((one | narrow) != kOfStep) {
-#pragma unroll 1
-      for (int element = 0; element < 32; ++element) {
-        float value = 0.0f;
+    const unsigned one = groups.one >> source & kOfStep, two = groups.two >> source & kOfStep,
+                   narrow = groups.narrow >> source & kOfStep,
+                   many = ~(one | two | hidden) & kOfStep;
+    // What becomes whole numbers, so that their sums have no order: below 2^20 each.
+    uint32_t most = 0;  // bits of the largest, which is above all numbers if it is none
+    if (many != 0) {
 #pragma unroll
-        for (int e = 0; e < 32; ++e) value = e == element ? ds[0][e / 4][e % 4] : value;
-        add_by_bucket(times_, bias.time_bucket(element / 4, element % 4, column, lane), value);
-      }
+      for (int i = 0; i < 32; ++i)
+        most = max(most, __float_as_uint(ds[0][i / 4][i % 4]) & 0x7fffffffu);
+      most = __reduce_max_sync(kAll, most);
+    }
+    const unsigned exponent = (most >> 23) + 1;
+    const bool is_slow = (many & ~narrow) != 0 || exponent == 256;
+    if (is_slow) {
+      float values[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) values[i] = ds[0][i / 4][i % 4];
+#pragma unroll 1
+      for (int element = 0; element < 32; ++element)
+        add_by_bucket(times_, bias.time_bucket(element / 4, element % 4, column, lane),
+                      values[element]);
       return;
     }
     if (one == kOfStep) {
@@ -198,58 +248,61 @@ class TableGradients {
         return;
       }
     }
+    // 2^(20 + 127 - exponent), which a float can be.
+    const unsigned power = min(20 + 2 * 127 - exponent, 254u);
+    const float factor = __uint_as_float(power << 23);
+    const bool own = lane >= source && lane < source + 4 && (many >> (lane - source) & 1) != 0;
+    const int lowest = many == 0 ? 0 : __reduce_min_sync(kAll, own ? groups.first : INT_MAX),
+              highest = __reduce_max_sync(kAll, own ? groups.last : 0);
+    // Of few buckets several copies, so that lanes seldom wait for each other.
+    const int shift = highest - lowest < kFewBuckets ? kCopiesLog2 : 0, copies = 1 << shift;
+    int* whole = whole_ + (lane & (copies - 1)) - (lowest << shift);
     const auto add_group = [&](auto group) {
       constexpr int kGroup = decltype(group)::value;
+      if (hidden >> kGroup & 1) return;
+      const auto value_of = [&](int i) { return ds[0][kGroup * 2 + i / 4][i % 4]; };
+      if (many >> kGroup & 1) {
+        bias.for_each_distance(kGroup, nullptr, step, lane, [&](int i, uint32_t away) {
+          const TimeCell cell = bias.table().cell(away);
+          const int value = __float2int_rn(value_of(i) * factor);
+          const int bucket = static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0);
+          if (value != 0) atomicAdd(&whole[bucket << shift], value);
+        });
+        return;
+      }
       const int first = __shfl_sync(kAll, groups.first, source + kGroup);
       if (one >> kGroup & 1) {
         add_pending(first, sum_of<kGroup * 8, 8>(ds), lane);
         return;
       }
-      const int last = __shfl_sync(kAll, groups.last, source + kGroup);
-      uint32_t away[8];
-      const uint32_t from = bias.distances(away, kGroup, source + kGroup, step, lane);
-      const auto sum_within = [&](uint32_t begin, uint32_t end) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          sum += away[i] - begin < end - begin ? ds[0][kGroup * 2 + i / 4][i % 4] : 0.0f;
-        return sum;
-      };
-      if (last == first + 1) {
-        const uint32_t boundary = __shfl_sync(kAll, groups.boundary, source + kGroup);
-        add_pending(last, sum_within(boundary, ~0u), lane);
-        add_pending(first, sum_within(0, boundary), lane);
-        return;
-      }
-      // Eight buckets at a time: each lane's sums to shared memory, where four lanes add up a bucket.
-      constexpr int kTogether = 8, kLine = 32 + 1;
-      static_assert(kTogether * kLine <= Storage::kSomePlanes * Storage::kPlane);
-      float* lines = &shared_.planes[threadIdx.x / 32][0][0];
-      uint32_t begin = 0;
-#pragma unroll 1
-      for (int bucket = first; bucket <= last; bucket += kTogether) {
-        const uint32_t boundaries = TimeGroups::boundary_behind(
-            bias.bias(), min(bucket + lane % kTogether, last - 1), from);
-#pragma unroll 1
-        for (int i = 0; i < kTogether; ++i) {
-          const uint32_t behind = __shfl_sync(kAll, boundaries, i),
-                         end = bucket + i < last ? behind : ~0u;
-          lines[i * kLine + lane] = bucket + i <= last ? sum_within(begin, end) : 0.0f;
-          begin = end;
-        }
-        __syncwarp();
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum += lines[lane / 4 * kLine + lane % 4 * 8 + i];
-        sum = quad_sum(sum);
-        if (lane % 4 == 0 && bucket + lane / 4 <= last) times_[bucket + lane / 4] += sum;
-        __syncwarp();
-      }
+      const TimeGroup own_group = bias.group(source + kGroup);
+      float sums[2] = {};
+      bias.for_each_distance(kGroup, &own_group.nearest, step, lane, [&](int i, uint32_t away) {
+        const bool behind = away >= own_group.boundary;
+        sums[0] += behind ? 0.0f : value_of(i);
+        sums[1] += behind ? value_of(i) : 0.0f;
+      });
+      add_pending(first, sums[0], lane);
+      add_pending(first + 1, sums[1], lane);
     };
     add_group(std::integral_constant<int, 0>{});
     add_group(std::integral_constant<int, 1>{});
     add_group(std::integral_constant<int, 2>{});
     add_group(std::integral_constant<int, 3>{});
+    if (many == 0) return;
+    const float unit = 1.0f / factor;
+    __syncwarp();
+    for (int bucket = lowest + lane; bucket <= highest; bucket += 32) {
+      int* first = whole_ + ((bucket - lowest) << shift);
+      int sum = 0;
+      for (int i = 0; i < copies; ++i) {
+        int& next = first[(i + lane / 4) & (copies - 1)];  // in another bank than its neighbours'
+        sum += next;
+        next = 0;
+      }
+      times_[bucket] += static_cast<float>(sum) * unit;
+    }
+    __syncwarp();
   }
   // Neighbouring buckets, between which groups alternate, have places of their own.
   __device__ __forceinline__ void add_pending(int bucket, float sum, int lane) {
@@ -263,6 +316,7 @@ class TableGradients {
   Storage& shared_;
   float* times_;      // of the warp
   float* positions_;  // of the CTA
+  int* whole_;        // of the warp, zeros but within add_times()
   PendingSum pending_times_[2];
   float low_ = 0.0f, high_ = 0.0f;  // of this lane: of the first and the last bucket of positions
   bool pending_ = false;            // whether diagonals wait for merge()

@@ -30,13 +30,17 @@ __device__ __forceinline__ int bucket_of(const ScoreBias& bias, uint64_t away, i
 }
 
 // The times of some rows, from the soonest to the latest.
-struct TimeSpan {
+struct alignas(16) TimeSpan {
   int64_t soonest = LLONG_MAX;
   int64_t latest = LLONG_MIN;
 
   __device__ __forceinline__ void include(int64_t time) {
     soonest = min(soonest, time);
     latest = max(latest, time);
+  }
+  __device__ __forceinline__ TimeSpan load() const {
+    const longlong2 both = __ldcg(reinterpret_cast<const longlong2*>(this));
+    return {both.x, both.y};
   }
   // All lanes get the span of what all 32 have included.
   __device__ __forceinline__ void combine() {
@@ -112,6 +116,26 @@ struct TimeCells {
   }
 };
 
+// How far times of some queries and some keys are apart, as biases count it.
+struct TimeDistances {
+  uint64_t nearest;
+  uint64_t farthest;
+  uint64_t widest;  // in either direction, whether it counts or not
+  bool is_ordered;  // no key is later than a query
+
+  __device__ __forceinline__ TimeDistances(bool symmetric, const TimeSpan& query,
+                                           const TimeSpan& key) {
+    uint64_t before = 0, behind = 0;  // the keys furthest before and behind a query
+    is_ordered = key.latest <= query.soonest;
+    if (query.latest > key.soonest) before = time_between(query.latest, key.soonest);
+    if (!is_ordered) behind = time_between(key.latest, query.soonest);
+    nearest = is_ordered ? time_between(query.soonest, key.latest) : 0;
+    if (symmetric && key.soonest > query.latest) nearest = time_between(key.soonest, query.latest);
+    widest = max(before, behind);
+    farthest = symmetric ? widest : before;
+  }
+};
+
 // The buckets of the times between some queries and some keys.
 struct TimeRange {
   int first;
@@ -119,16 +143,9 @@ struct TimeRange {
 
   __device__ __forceinline__ TimeRange(const ScoreBias& bias, const TimeSpan& query,
                                        const TimeSpan& key) {
-    const bool mixed = key.latest > query.soonest;
-    uint64_t before = 0, behind = 0;  // the keys furthest before and behind a query
-    if (query.latest > key.soonest) before = time_between(query.latest, key.soonest);
-    if (mixed) behind = time_between(key.latest, query.soonest);
-    uint64_t nearest = mixed ? 0 : time_between(query.soonest, key.latest);
-    if (bias.symmetric && key.soonest > query.latest)
-      nearest = time_between(key.soonest, query.latest);
-    first = bucket_of(bias, nearest, 0, bias.time_buckets - 1);
-    last = bucket_of(bias, bias.symmetric ? max(before, behind) : before, first,
-                     bias.time_buckets - 1);
+    const TimeDistances away(bias.symmetric, query, key);
+    first = bucket_of(bias, away.nearest, 0, bias.time_buckets - 1);
+    last = bucket_of(bias, away.farthest, first, bias.time_buckets - 1);
   }
 };
 

@@ -192,6 +192,33 @@ struct SeeingTiles {
   }
 };
 
+// The hull of what a warp's rows see, of which each lane has two.
+struct VisibleHull {
+  int begin;
+  int end;
+
+  VisibleHull() = default;
+  __device__ __forceinline__ explicit VisibleHull(const VisibleKeys (&visible)[2]) {
+    int first = INT_MAX, last = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const KeySpan& span = which == 0 ? visible[half].first : visible[half].second;
+        if (span.is_empty()) continue;
+        first = min(first, span.begin);
+        last = max(last, span.end);
+      }
+    }
+    begin = __reduce_min_sync(0xffffffffu, first);
+    end = __reduce_max_sync(0xffffffffu, last);
+  }
+  // Which of the four groups of 16 keys from `key` on lie outside.
+  __device__ __forceinline__ unsigned hidden_groups(int key) const {
+    return (~bits_below((end - key + 15) / 16) | bits_below((begin - key) / 16)) & 0xf;
+  }
+};
+
 // Scores of keys that their query does not see become `value`. Rows are queries, the two of this
 // lane as `visible` says; columns are keys from `key` on.
 template <int kBlocks>
@@ -232,6 +259,14 @@ struct SeenBy64 {
       if (lane + 32 * i >= rows) words[i] = 0;
     }
     bits = words[0] | words[1] << 16;
+  }
+
+  // Which of the step's four groups of 16 queries see none of the keys.
+  __device__ __forceinline__ unsigned hidden_groups() const {
+    const unsigned low = __ballot_sync(0xffffffffu, (bits & 0xffff) != 0),
+                   high = __ballot_sync(0xffffffffu, bits >> 16 != 0);
+    return ((low & 0xffff) == 0 ? 1u : 0u) | (low >> 16 == 0 ? 2u : 0u) |
+           ((high & 0xffff) == 0 ? 4u : 0u) | (high >> 16 == 0 ? 8u : 0u);
   }
 
   // What is not seen becomes 0.

@@ -6,102 +6,115 @@
 //
 // where gradient(dz, other) is dz of a sum, and dz other of a product.
 //
-// Grid: x, of two kinds. First a warp for each `warp_rows` <= 32 rows of dx, of whichever sequences:
-// each lane finds the place of one of them (rows/places.cuh), and with it the row of dy; shuffles tell
-// the others. Then a warp for as many rows of dy, taken as [B * M] rows, which writes zeros where the
-// sequence has none. Lanes are beside each other along a row, in vectors of 16 bytes (or
-// elements, where alignment forbids them); what they leave over of the warp takes the next rows. No
-// shared memory, no barriers. Rows of dx outside every sequence become zeros.
+// Grid: x, of two kinds. First a warp for each `warp_rows` <= 32 rows of dx, of whichever sequences: as
+// many as its lanes have in flight at once. What lies beside each other, dz and x, is asked for first,
+// since that needs no offsets. Meanwhile each lane finds the place of one row (rows/places.cuh), and with
+// it the row of y and dy; shuffles tell the others. Then a warp for each `fill_rows` <= 32 rows of dy,
+// taken as [B * M] rows, which writes zeros where the sequence has none. Lanes are beside each other
+// along a row, in vectors of 16 bytes (or elements, where alignment forbids them); what they leave over
+// of the warp takes the next rows. No shared memory, no barriers. Rows of dx outside every sequence
+// become zeros.
 //
 // One row of y belongs to one row of x, so that nothing is summed: deterministic.
 #pragma once
 
 #include "cuda/kernels/rows/combine.cuh"
 
+#include <algorithm>
+
 namespace jagged_cuda::rows {
 
-// Rows that a lane has in flight, and CTAs per SM that the registers must leave room for: of a product,
-// which reads three operands, fewer rows and more CTAs are faster.
+// Rows that a lane has in flight, and CTAs per SM that the registers must leave room for: a product
+// reads three operands of each.
 template <typename Combine>
-constexpr int kGradientItems = Combine::kKeepsX ? 4 : 2;
-constexpr int kGradientCtas = 8;
+constexpr int kGradientItems = Combine::kKeepsX ? 4 : 3;
+template <typename Combine>
+constexpr int kGradientCtas = Combine::kKeepsX ? 8 : 7;
 
-// Of wide rows a warp takes fewer: what all warps are at lies closer together in memory (rows of 512
-// bytes: 266 us with 8 rows, 277 with 32; of 128 bytes 94 and 73, since there is more to search).
-constexpr int kFewestRows = 8, kWarpBytes = 4096;
+// Of wide rows a warp fills fewer: what all warps are at lies closer together in memory.
+constexpr int kFewestRows = 8, kFillBytes = 4096;
 
-inline int gradient_rows(int64_t row_bytes) {
+inline int fill_rows(int64_t row_bytes) {
   int rows = kRows;
-  while (rows > kFewestRows && rows * row_bytes > kWarpBytes) rows /= 2;
+  while (rows > kFewestRows && rows * row_bytes > kFillBytes) rows /= 2;
   return rows;
 }
 
 struct CombineBackwardLaunch {
   CombineBackwardParams params;
   int lanes_log2;    // vectors of a row beside each other
-  int warp_rows;     // at most kRows
+  int warp_rows;     // of the first kind: at most kRows, and what the lanes have in flight
+  int fill_rows;     // of the second: at most kRows
   int64_t row_ctas;  // of the first kind
 };
 
-// `rows` <= 32 rows of dx, of which lane i has the i-th: whether it is in a sequence, and where its
-// row of y and of dy begins. All lanes of a warp together.
+// Rows of dx that a warp writes: a lane has some of them in flight, in vectors beside each other.
 template <typename Combine, typename Element, int kVector>
-__device__ __forceinline__ void combine_gradients(const CombineBackwardParams& params,
-                                                  int64_t begin, int rows, bool inside,
-                                                  int64_t y_begin, int64_t grad_y_begin,
-                                                  int lanes_log2) {
+struct GradientRows {
   using Loaded = Raw<Element, kVector>;
-  constexpr unsigned kAllLanes = 0xffffffffu;
-  constexpr bool kIsProduct = !Combine::kKeepsX;
-  constexpr int kOwn = kGradientItems<Combine>;
-  const int64_t columns = params.columns;
-  const Element* gGrad = static_cast<const Element*>(params.grad_out) + begin * params.grad_stride;
-  const Element* gX = static_cast<const Element*>(params.x) + begin * params.x_stride;
-  const Element* gY = static_cast<const Element*>(params.y);
-  Element* gGradX = static_cast<Element*>(params.grad_x) + begin * columns;
-  Element* gGradY = static_cast<Element*>(params.grad_y);
-  const int lane = threadIdx.x % 32, lanes = 1 << lanes_log2;
-  const int first = lane >> lanes_log2, step = 32 >> lanes_log2;
-  const unsigned read = __ballot_sync(kAllLanes, kIsProduct ? grad_y_begin != kNothing : inside);
-  for (int64_t group = 0; group < columns; group += lanes * kVector) {
-    const int64_t column = group + (lane & (lanes - 1)) * kVector;
-    const bool exists = column < columns;
-#pragma unroll 1
-    for (int row = 0; row < rows; row += kOwn * step) {
-      Loaded rGrad[kOwn], rX[kOwn], rY[kOwn];
-      int64_t to[kOwn];
+  static constexpr bool kIsProduct = !Combine::kKeepsX;
+  static constexpr int kOwn = kGradientItems<Combine>;
+  static constexpr unsigned kAllLanes = 0xffffffffu;
+
+  int64_t begin;
+  int rows;
+  int64_t column;   // of the lane's vector
+  int first, step;  // the lane's first row, and how far the next one is
+  Loaded rGrad[kOwn], rX[kIsProduct ? kOwn : 1];
+
+  // What lies beside each other, whichever sequences have it.
+  __device__ __forceinline__ void load(const CombineBackwardParams& params) {
+    const Element* gGrad =
+        static_cast<const Element*>(params.grad_out) + begin * params.grad_stride + column;
+    const Element* gX = static_cast<const Element*>(params.x) + begin * params.x_stride + column;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int own = row + first + i * step;
-        to[i] = __shfl_sync(kAllLanes, grad_y_begin, own & 31);
-        rGrad[i] = rX[i] = rY[i] = Loaded{};
-        const bool is_read = exists && own < rows && (read >> (own & 31) & 1) != 0;
-        if (is_read) {
-          rGrad[i] = *reinterpret_cast<const Loaded*>(gGrad + own * params.grad_stride + column);
-        }
-        if constexpr (kIsProduct) {
-          const int64_t y = __shfl_sync(kAllLanes, y_begin, own & 31);
-          if (is_read) {
-            rX[i] = *reinterpret_cast<const Loaded*>(gX + own * params.x_stride + column);
-            rY[i] = *reinterpret_cast<const Loaded*>(gY + y + column);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int own = row + first + i * step;
-        if (!exists || own >= rows) continue;
-        Loaded grad_x = rGrad[i], grad_y = rGrad[i];
-        if constexpr (kIsProduct) {
-          grad_x = combine<Combine, Element, kVector>(rGrad[i], rY[i]);
-          grad_y = combine<Combine, Element, kVector>(rGrad[i], rX[i]);
-        }
-        *reinterpret_cast<Loaded*>(gGradX + own * columns + column) = grad_x;
-        if (to[i] != kNothing) *reinterpret_cast<Loaded*>(gGradY + to[i] + column) = grad_y;
+    for (int i = 0; i < kOwn; ++i) {
+      const int own = first + i * step;
+      const bool exists = own < rows && column < params.columns;
+      rGrad[i] = Loaded{};
+      if (exists) rGrad[i] = *reinterpret_cast<const Loaded*>(gGrad + own * params.grad_stride);
+      if constexpr (kIsProduct) {
+        rX[i] = Loaded{};
+        if (exists) rX[i] = *reinterpret_cast<const Loaded*>(gX + own * params.x_stride);
       }
     }
   }
-}
+
+  // Lane i says of the i-th row where its row of y and of dy begins, `kept` which rows have a gradient.
+  __device__ __forceinline__ void store(const CombineBackwardParams& params, unsigned kept,
+                                        int64_t y_begin, int64_t grad_y_begin) const {
+    const Element* gY = static_cast<const Element*>(params.y) + column;
+    Element* gGradX = static_cast<Element*>(params.grad_x) + begin * params.columns + column;
+    Element* gGradY = static_cast<Element*>(params.grad_y) + column;
+    Loaded rY[kIsProduct ? kOwn : 1];
+    if constexpr (kIsProduct) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int own = first + i * step;
+        const int64_t from = __shfl_sync(kAllLanes, y_begin, own & 31);
+        const bool is_read = own < rows && column < params.columns && (kept >> (own & 31) & 1) != 0;
+        rY[i] = Loaded{};
+        if (is_read) rY[i] = *reinterpret_cast<const Loaded*>(gY + from);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int own = first + i * step;
+      const int64_t to = __shfl_sync(kAllLanes, grad_y_begin, own & 31);
+      if (own >= rows || column >= params.columns) continue;
+      const bool is_kept = (kept >> (own & 31) & 1) != 0;
+      Loaded grad_x = is_kept ? rGrad[i] : Loaded{}, grad_y = grad_x;
+      if constexpr (kIsProduct) {
+        if (is_kept) {
+          grad_x = combine<Combine, Element, kVector>(rGrad[i], rY[i]);
+          grad_y = combine<Combine, Element, kVector>(rGrad[i], rX[i]);
+        }
+      }
+      *reinterpret_cast<Loaded*>(gGradX + own * params.columns) = grad_x;
+      if (to != kNothing) *reinterpret_cast<Loaded*>(gGradY + to) = grad_y;
+    }
+  }
+};
 
 // Zeros for those of the `rows` rows of dy from `begin` on that no row of a sequence has.
 template <typename Element, int kVector>
@@ -129,18 +142,26 @@ __device__ __forceinline__ void fill_gradients(const CombineBackwardParams& para
 }
 
 template <typename Combine, typename Element, int kVector>
-__global__ __launch_bounds__(kThreads, kGradientCtas) void combine_backward_kernel(
+__global__ __launch_bounds__(kThreads, kGradientCtas<Combine>) void combine_backward_kernel(
     const __grid_constant__ CombineBackwardLaunch launch) {
   const CombineBackwardParams& params = launch.params;
-  const int warp_rows = launch.warp_rows;
-  const int64_t warp = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (blockIdx.x >= launch.row_ctas) {
-    fill_gradients<Element, kVector>(params, (warp - launch.row_ctas * kWarps) * warp_rows,
-                                     warp_rows, launch.lanes_log2);
+    const int64_t warp = (blockIdx.x - launch.row_ctas) * kWarps + threadIdx.x / 32;
+    fill_gradients<Element, kVector>(params, warp * launch.fill_rows, launch.fill_rows,
+                                     launch.lanes_log2);
     return;
   }
-  const int64_t begin = warp * warp_rows, left = params.offsets.total - begin;
+  const int64_t warp = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  const int64_t begin = warp * launch.warp_rows, left = params.offsets.total - begin;
   if (left <= 0) return;
+  const int lane = threadIdx.x % 32, lanes = 1 << launch.lanes_log2;
+  GradientRows<Combine, Element, kVector> tile;
+  tile.begin = begin;
+  tile.rows = left < launch.warp_rows ? static_cast<int>(left) : launch.warp_rows;
+  tile.column = (lane & (lanes - 1)) * kVector;
+  tile.first = lane >> launch.lanes_log2;
+  tile.step = 32 >> launch.lanes_log2;
+  tile.load(params);  // on its way during the search
   Segment segment = segment_of_row(params.offsets, begin);
   Place place[1];
   find_places(params.offsets, begin, segment, place);
@@ -150,9 +171,15 @@ __global__ __launch_bounds__(kThreads, kGradientCtas) void combine_backward_kern
     y_begin = seq * params.y_seq_stride + row * params.y_row_stride;
     grad_y_begin = (seq * params.max_len + row) * params.columns;
   }
-  combine_gradients<Combine, Element, kVector>(
-      params, begin, left < warp_rows ? static_cast<int>(left) : warp_rows, seq >= 0, y_begin,
-      grad_y_begin, launch.lanes_log2);
+  const unsigned kept =
+      __ballot_sync(0xffffffffu, Combine::kKeepsX ? seq >= 0 : grad_y_begin != kNothing);
+  while (true) {
+    tile.store(params, kept, y_begin, grad_y_begin);
+    const int64_t group = tile.column - (lane & (lanes - 1)) * kVector + lanes * kVector;
+    if (group >= params.columns) return;
+    tile.column += lanes * kVector;
+    tile.load(params);
+  }
 }
 
 template <typename Combine>
@@ -161,16 +188,16 @@ cudaError_t launch_combine_backward(const CombineBackwardParams& params, cudaStr
   const int64_t padded_rows = params.offsets.num_seqs * params.max_len;
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
-    const int warp_rows = gradient_rows(params.columns * int64_t{sizeof(Element)});
-    const int64_t cta_rows = int64_t{kWarps} * warp_rows;
-    const int64_t row_ctas = (params.offsets.total + cta_rows - 1) / cta_rows;
-    const int64_t ctas = row_ctas + (padded_rows + cta_rows - 1) / cta_rows;
     return with_vector<Element>(params.vectors, [&](auto vector) {
       constexpr int kVector = sizeof(vector) / sizeof(Element);
-      const CombineBackwardLaunch arguments{
-          params, lanes_log2((params.columns + kVector - 1) / kVector), warp_rows, row_ctas};
-      return launch<combine_backward_kernel<Combine, Element, kVector>>(arguments, {ctas}, kThreads,
-                                                                        0, stream, path);
+      const int log2 = lanes_log2((params.columns + kVector - 1) / kVector);
+      const int rows = std::min(kRows, kGradientItems<Combine> * (32 >> log2));
+      const int filled = fill_rows(params.columns * int64_t{sizeof(Element)});
+      const int64_t row_ctas = (params.offsets.total + kWarps * rows - 1) / (kWarps * rows);
+      const int64_t fill_ctas = (padded_rows + kWarps * filled - 1) / (kWarps * filled);
+      const CombineBackwardLaunch arguments{params, log2, rows, filled, row_ctas};
+      return launch<combine_backward_kernel<Combine, Element, kVector>>(
+          arguments, {row_ctas + fill_ctas}, kThreads, 0, stream, path);
     });
   });
 }

@@ -1,0 +1,190 @@
+// What kernels on wgmma know of the times of tiles (logit_bias.cuh). A kernel before them finds for
+// each 16 rows the soonest and the latest time, and for each table the values by cells of distances,
+// so that one look gives the value of any distance below 2^31. They lie behind the bounds of tiles in
+// memory: [time_heads] of TimeTable, then a TimeSpan for each 16 rows of q and for each 16 of k.
+//
+// Out of the spans each warp finds what 16 rows and 16 columns need (TimeGroups).
+#pragma once
+
+#include "cuda/kernels/attention/time_buckets.cuh"
+#include "cuda/kernels/attention/time_tiles.h"
+#include "cuda/kernels/prim/jagged.cuh"
+
+namespace jagged_cuda::attention {
+
+// Of distances at its begin, `value` and `bucket`; from `boundary` on, `behind` and one bucket more.
+struct alignas(16) TimeCell {
+  uint32_t boundary;
+  float value;
+  float behind;
+  uint32_t bucket;
+};
+
+// The cells of one table, in the unit of logits. `crowded` cells have more than one boundary.
+struct TimeTable {
+  static constexpr int kCells = kTimeCells;
+  static_assert(kCells == TimeCells::kCells);
+  TimeCell cells[kCells];
+  alignas(16) uint32_t crowded;  // whether any cell is
+
+  __device__ __forceinline__ const TimeCell& cell(uint32_t away) const {
+    const uint32_t bits = __float_as_uint(fmaxf(__uint2float_rz(away), TimeCells::kZeroAs));
+    const uint32_t offset = (bits >> 16 & 0xfff0u) - (0x3f000000u >> 16);
+    return *reinterpret_cast<const TimeCell*>(reinterpret_cast<const char*>(cells) + offset);
+  }
+  // By any distance.
+  __device__ __forceinline__ int bucket(const ScoreBias& bias, uint64_t away) const {
+    const int last = bias.time_buckets - 1;
+    if (away >= TimeCells::kLimit) return bucket_of(bias, away, 0, last);
+    const TimeCell& own = cell(static_cast<uint32_t>(away));
+    if (crowded != 0) return bucket_of(bias, away, static_cast<int>(own.bucket), last);
+    return static_cast<int>(own.bucket) + (static_cast<uint32_t>(away) >= own.boundary ? 1 : 0);
+  }
+
+  // All threads of a CTA.
+  template <int kThreads>
+  __device__ __forceinline__ void fill(const ScoreBias& bias, const float* gTable, float unit) {
+    const int last = bias.time_buckets - 1;
+    int many = 0;
+    for (int index = threadIdx.x; index < kCells; index += kThreads) {
+      const int64_t begin = TimeCells::begin_of(index), end = index + 1 < kCells
+                                                                  ? TimeCells::begin_of(index + 1)
+                                                                  : int64_t{TimeCells::kLimit};
+      const int bucket = bucket_of(bias, begin, 0, last), behind = min(bucket + 1, last);
+      const auto boundary = [&](int i) {
+        return i < last ? __ldg(bias.boundaries + i) : LLONG_MAX;
+      };
+      const int64_t next = boundary(bucket);
+      many |= boundary(bucket + 1) < end;
+      cells[index] = {next < end ? static_cast<uint32_t>(next) : ~0u, __ldg(gTable + bucket) * unit,
+                      __ldg(gTable + behind) * unit, static_cast<uint32_t>(bucket)};
+    }
+    many = __syncthreads_or(many);
+    if (threadIdx.x == 0) crowded = many;
+  }
+};
+
+static_assert(sizeof(TimeTable) == kTimeTableBytes && sizeof(TimeSpan) == kTimeSpanBytes);
+
+// Where these are.
+struct TimeTiles {
+  TimeTable* tables;  // [time_heads]
+  TimeSpan* queries;  // by block_of_rows()
+  TimeSpan* keys;
+
+  static constexpr int kRows = kTimeSpanRows;
+  // That of row `row` of sequence `seq`, whose rows begin at `begin`.
+  __device__ __forceinline__ static int64_t block_of_rows(int64_t begin, int64_t seq, int row) {
+    return begin / kRows + seq + 1 + row / kRows;
+  }
+  __device__ __forceinline__ explicit TimeTiles(const AttentionBackwardParams& params) {
+    const OffsetsView& q = params.q_offsets;
+    char* after =
+        static_cast<char*>(params.tile_bounds) + (q.total / 64 + q.num_seqs + 2) * kTileBoundsBytes;
+    tables = reinterpret_cast<TimeTable*>(after);
+    queries = reinterpret_cast<TimeSpan*>(tables + params.bias.time_heads);
+    keys = queries + q.total / kRows + q.num_seqs + 2;
+  }
+
+  // Of the 64 rows of a tile; a warp.
+  __device__ __forceinline__ static void find_spans(TimeSpan* spans, const JaggedTile& tile,
+                                                    const int64_t* gTimes) {
+    const int lane = threadIdx.x % 32, row = static_cast<int>(tile.row),
+              len = static_cast<int>(tile.rows.len);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + half * 32 + lane;
+      TimeSpan span;
+      if (own < len) span.include(__ldg(gTimes + tile.rows.begin + own));
+#pragma unroll
+      for (int distance = 8; distance > 0; distance /= 2) {
+        span.soonest = min(span.soonest, __shfl_xor_sync(0xffffffffu, span.soonest, distance));
+        span.latest = max(span.latest, __shfl_xor_sync(0xffffffffu, span.latest, distance));
+      }
+      if (lane % kRows == 0 && own < len)
+        spans[block_of_rows(tile.rows.begin, tile.seq, own)] = span;
+    }
+  }
+};
+
+// Where the times of a tile's sequence are: in shared memory, since they are seldom looked at.
+struct TimeSource {
+  const float* values;        // [time_buckets] of the head
+  const int64_t* rows;        // [num_rows]
+  const int64_t* columns;     // [num_columns]
+  const TimeSpan* row_spans;  // of each 16 rows
+  const TimeSpan* column_spans;
+  int num_rows;
+  int num_columns;
+};
+
+// The times between 16 rows and 16 columns: the value of the nearest in the unit of logits, that of
+// the bucket behind it, and the boundary between them, counted from the nearest distance on, modulo
+// 2^32.
+struct alignas(16) TimeGroup {
+  float value;
+  float behind;
+  uint32_t boundary;
+  uint32_t nearest;
+};
+
+// Which buckets the times between a warp's rows and 32 groups of 16 columns have.
+class TimeGroups {
+ public:
+  static constexpr int kColumns = TimeTiles::kRows, kWindow = 32 * kColumns;
+  static constexpr uint64_t kNarrow = uint64_t{1} << 31;
+
+  // The buckets of the nearest and the farthest times of this lane's group.
+  int first;
+  int last;
+  // Groups with one bucket; those with two whose queries are all later than their keys, where
+  // distances from the nearest on are exact in 32 bits; and those for which TimeTable::cell() serves.
+  unsigned one;
+  unsigned two;
+  unsigned narrow;
+
+  // Forgets what it knows: of another head.
+  __device__ __forceinline__ void reset() { window_ = -1; }
+
+  // Finds the groups of the step from `column` on for the warp whose rows begin at `row`, and returns
+  // the place of its first. All 32 lanes of a warp together.
+  template <bool kTransposed>
+  __device__ __forceinline__ int find(TimeGroup (&groups)[32], const ScoreBias& bias,
+                                      const TimeTable& table, const TimeSource& source, float unit,
+                                      int row, int column) {
+    constexpr unsigned kAll = 0xffffffffu;
+    if (column / kWindow != window_) {
+      window_ = column / kWindow;
+      const int lane = static_cast<int>(threadIdx.x) % 32, block = window_ * 32 + lane;
+      const TimeSpan rows = source.row_spans[min(row, source.num_rows - 1) / kColumns].load(),
+                     columns = source.column_spans[min(block, (source.num_columns - 1) / kColumns)]
+                                   .load();
+      const TimeDistances away = kTransposed ? TimeDistances(bias.symmetric, columns, rows)
+                                             : TimeDistances(bias.symmetric, rows, columns);
+      first = table.bucket(bias, away.nearest);
+      last = table.bucket(bias, away.farthest);
+      TimeGroup group;
+      group.value = __ldg(source.values + first) * unit;
+      group.nearest = static_cast<uint32_t>(away.nearest);
+      group.boundary = ~0u;
+      group.behind = group.value;
+      if (first < last) {
+        group.boundary = static_cast<uint32_t>(__ldg(bias.boundaries + first)) - group.nearest;
+        group.behind = __ldg(source.values + first + 1) * unit;
+      }
+      __syncwarp();
+      groups[lane] = group;
+      one = __ballot_sync(kAll, first == last);
+      two = __ballot_sync(
+          kAll, first + 1 == last && away.is_ordered && away.farthest - away.nearest < kNarrow);
+      narrow = __ballot_sync(kAll, away.widest < kNarrow && table.crowded == 0);
+      __syncwarp();
+    }
+    return column % kWindow / kColumns;
+  }
+
+ private:
+  int window_ = -1;
+};
+
+}  // namespace jagged_cuda::attention
