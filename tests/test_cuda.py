@@ -98,6 +98,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.thin"),
         )
     ),
+    # Few columns, of y with stride 1 along N, and along D in gradients, or with one column.
+    *(
+        (name, dtype, False, {"D": dim, "N": columns}, f"{first}.{element}", f"{last}.{element}")
+        for element, dtype in _DTYPES.items()
+        for dim, columns in ((64, 8), (128, 8), (256, 8), (256, 1))
+        for name, first, last in (
+            ("jagged_dense_bmm", f"{_DENSE}.few_columns", f"{_JAGGED}.mma_sync"),
+            ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.few_columns"),
+        )
+    ),
     *(
         (
             "jagged_softmax",
@@ -573,6 +583,31 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[not transpose]
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (0,) * 100 + (1, 2, 0, 3) * 50 + (0,) * 70 + (5, 40, 16),
+        (37, 0, 211, 5) * 300,
+        (37, 0, 211, 5) * 700,
+    ],
+    ids=["tiny", "many", "more"],
+)
+@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize("inner", [64, 128, 256])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_few_columns(
+    dtype: torch.dtype, inner: int, columns: int, lengths: tuple[int, ...]
+) -> None:
+    """Sequences that end anywhere within 16 rows, many of them or none; one to four times 16 rows
+    for a warp."""
+    case = CASES["jagged_dense_bmm"]
+    spec = spec_of(Layout(lengths, base=5, tail=9), D=inner, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in _DTYPES.items() if value is dtype)
+    assert last_kernel("cuda") == f"{_DENSE}.few_columns.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
@@ -722,6 +757,8 @@ def slab_edges() -> Layout:
 # With eight heads so many that a CTA looks in more than one slab (looped_grid).
 # The padded reference has a matrix of the longest for each sequence and head: hence no longer ones.
 CROWD = Layout((*(24, 3, 0, 9, 33, 1) * 60, 65, 200, 129, *(2,) * 90, 40), base=5, tail=70)
+# Some between short and long ones, among so many others that they are looked for in slabs.
+BETWEEN = Layout((*(3, 90, 70) * 30, 257, 330, 256, *(1,) * 20, 300), base=5, tail=70)
 MIXED_KEYS = Layout((65, 64, 0, 70, 64, 10, 64, 100, 63), base=2, tail=66)
 # Beside the edges of blocks of 16 rows, of steps of 32, 64 and 128, and of tiny and long sequences.
 SHORT = Layout(
@@ -733,7 +770,7 @@ SHORT_KEYS = Layout(
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
-@pytest.mark.parametrize("heads", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2), (4, 4)])  # the last by twos
 @pytest.mark.parametrize(("dims", "bucket"), [((32, 16), 32), ((8, 32), 32), ((64, 40), 64)])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_tiny_sequences(
@@ -745,7 +782,8 @@ def test_path_of_tiny_sequences(
         spec = spec_of(TINY, dims=dims, heads=heads, max_len=True, **options)
         spec = dataclasses.replace(spec, kv_layout=TINY_KEYS if cross else None)
         case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}"
+        pairs = ".pairs" if heads == (4, 4) and bucket == 32 else ""
+        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}{pairs}"
         judge(case, spec, dtype, CUDA)
         assert last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
 
@@ -791,6 +829,7 @@ def test_tiny_among_longer_sequences(
         (SLABS, False, (4, 2)),
         (slab_edges(), True, (4, 2)),
         (CROWD, True, (8, 8)),
+        (BETWEEN, False, (3, 3)),
     ):
         spec = spec_of(layout, dims=(dim, dim), causal=causal, heads=heads)
         spec = dataclasses.replace(
@@ -831,7 +870,7 @@ MANY_SHORT = Layout(SHORT.lengths * 12)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128, 192])
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 4)])
 @pytest.mark.parametrize(
     "layout", [MIXED, SLABS, SHORT, MANY_SHORT], ids=["mixed", "slabs", "short", "many"]
 )

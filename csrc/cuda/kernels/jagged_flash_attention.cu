@@ -241,6 +241,10 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
           if (error == cudaSuccess && all_short(longer)) return error;
           if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
           longer.short_apart = error == cudaSuccess;
+          // Few are longer where sequences are short on average: most tiles would be of others.
+          if (longer.short_apart && longer.q_offsets.data == longer.kv_offsets.data &&
+              longer.q_offsets.total < longer.q_offsets.num_seqs * kShortRows)
+            longer.longer_in_slabs = true;
         }
         error = attention::launch_backward_wgmma<Element>(longer, stream);
         if (error != cudaSuccess || longer.long_plan == nullptr) return error;

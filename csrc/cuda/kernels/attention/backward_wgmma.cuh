@@ -60,6 +60,7 @@ struct DqWgmmaStorage {
   using Element = typename Config::Element;
   WarpgroupTile<Element, Config::kRows, Config::kDim> sQ, sGradOut;
   WarpgroupTile<Element, Config::kStep, Config::kDim> sK[2], sV[2];
+  JaggedTile tile;  // of TilesOfCta
 };
 
 template <typename Config>
@@ -69,6 +70,7 @@ struct DkdvWgmmaStorage {
   WarpgroupTile<Element, Config::kStep, Config::kDim> sQ[2], sGradOut[2];
   alignas(16) float sLse[2][Config::kStep];
   alignas(16) float sDelta[2][Config::kStep];
+  JaggedTile tile;  // of TilesOfCta
 };
 
 // A lane's quarter of one row of O, in registers: every fourth chunk of 8 elements.
@@ -233,12 +235,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kLooped) {
-    TilesOfCta<Config::kRows> tiles(params, params.q_offsets);
-    JaggedTile tile;
-    while (tiles.next(tile)) {
-      backward_dq_of_queries<Config>(params, shared, tile);
-      __syncthreads();  // before the next tile's copies
-    }
+    TilesOfCta<Config::kRows>(params, params.q_offsets)
+        .visit(shared.tile, [&](const JaggedTile& tile) {
+          backward_dq_of_queries<Config>(params, shared, tile);
+        });
   } else {
     backward_dq_of_queries<Config>(params, shared,
                                    find_tile<Config::kRows>(params.q_offsets, blockIdx.x));
@@ -387,13 +387,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  ptx::griddepcontrol_launch_dependents();  // the plan of the kernel for long sequences
   if constexpr (kLooped) {
-    TilesOfCta<Config::kRows> tiles(params, params.kv_offsets);
-    JaggedTile tile;
-    while (tiles.next(tile)) {
-      backward_dkdv_of_keys<Config>(params, shared, tile);
-      __syncthreads();  // before the next tile's copies
-    }
+    TilesOfCta<Config::kRows>(params, params.kv_offsets)
+        .visit(shared.tile, [&](const JaggedTile& tile) {
+          backward_dkdv_of_keys<Config>(params, shared, tile);
+        });
   } else {
     backward_dkdv_of_keys<Config>(params, shared,
                                   find_tile<Config::kRows>(params.kv_offsets, blockIdx.x));
@@ -418,8 +417,13 @@ template <typename Element>
 cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream) {
   return for_dim<128>(params, [&](auto dim) {
     constexpr int kShortStep = dim.value <= 64 ? 32 : 64;
-    if (params.longer_in_slabs)
-      return launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+    if (params.longer_in_slabs) {
+      // Others than short ones are rare, and have most of the work if there are any.
+      const bool any_longer = params.max_len == 0 || params.max_len > kShortRows;
+      return any_longer && (dim.value == 32 || params.short_apart)
+                 ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
+                 : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+    }
     if (!has_long_sequences(params))
       return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
     return launch_backward_step<Element, dim.value, 64, false>(params, stream);

@@ -1,10 +1,10 @@
 // Forward of jagged_flash_attention on wgmma and TMA (compute capability 9.0), 16-bit elements. The
 // mathematics is that of forward_mma_sync.cuh.
 //
-// Grid: x = query tiles of kTileM rows, mostly one for each CTA (TilesOfCta), y = groups of heads. A
-// CTA takes the heads of its group one after another, so that the tile is searched for once, and the
-// copies for one head run while the one before is computed. Four warps compute (one warpgroup, 16 whole rows per warp);
-// a fifth, the producer, finds the tile and keeps the copies ahead.
+// Grid: x = query tiles of kTileM rows, mostly one for each CTA (else TilesOfCta, MiddleTilesOfCta), y =
+// groups of heads. A CTA takes the heads of its group one after another, so that the tile is searched for
+// once, and the copies for one head run while the one before is computed. Four warps compute (one
+// warpgroup, 16 whole rows per warp); a fifth, the producer, finds the tile and keeps the copies ahead.
 //
 //     producer                          warpgroup
 //     for each head:                    for each head:
@@ -96,6 +96,60 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
   return tile;
 }
 
+// Whether most rows are likely those of long sequences, which have a kernel of their own: then those of
+// this one, which are neither tiny nor long, are looked for by sequence.
+inline bool looks_by_sequence(const AttentionParams& params) {
+  return params.long_plan != nullptr && params.split_by_length && !params.longer_in_slabs &&
+         params.q_offsets.data == params.kv_offsets.data &&
+         params.q_offsets.total / kShortRows >= params.q_offsets.num_seqs;
+}
+
+// Tiles of kTile rows that a sequence which is not long may have.
+template <int kTile>
+constexpr int64_t middle_tiles(const AttentionParams& params) {
+  return (long_rows(params) + kTile - 1) / kTile;
+}
+
+// The tiles of sequences that are neither tiny nor long among those of this CTA in a grid of
+// B * middle_tiles() or fewer CTAs, where looks_by_sequence(). All lanes of a warp.
+template <int kTile>
+class MiddleTilesOfCta {
+ public:
+  __device__ __forceinline__ explicit MiddleTilesOfCta(const AttentionParams& params)
+      : params_(params), first_(blockIdx.x) {}
+
+  // False if there are no more.
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    const int64_t of_sequence = middle_tiles<kTile>(params_),
+                  num_tiles = params_.q_offsets.num_seqs * of_sequence;
+    while (left_ == 0) {
+      if (first_ >= num_tiles) return false;
+      own_ = first_ + int64_t{threadIdx.x % 32} * gridDim.x;
+      bool found = false;
+      if (own_ < num_tiles) {
+        const int64_t len = sequence_rows(params_.q_offsets, own_ / of_sequence).len;
+        found = len > tiny_limit(params_) && len <= long_rows(params_) &&
+                own_ % of_sequence * kTile < len;
+      }
+      left_ = __ballot_sync(0xffffffffu, found);
+      first_ += int64_t{32} * gridDim.x;
+    }
+    const int source = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    const int64_t index = __shfl_sync(0xffffffffu, own_, source);
+    tile.seq = index / of_sequence;
+    tile.row = index % of_sequence * kTile;
+    tile.rows = sequence_rows(params_.q_offsets, tile.seq);
+    return true;
+  }
+
+ private:
+  const AttentionParams& params_;
+  int64_t first_;  // of 32 tiles to look for next
+  unsigned left_ = 0;
+  int64_t own_ = 0;
+};
+
 // Finds the tiles and copies everything that the warpgroup reads, in the order of its use; one warp,
 // whose first lane copies. Behind more than one tile comes one without rows.
 template <typename Config, bool kLooped>
@@ -136,8 +190,9 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
   };
   if constexpr (kLooped) {
     TilesOfCta<Config::kTileM> tiles(attention, attention.q_offsets);
+    MiddleTilesOfCta<Config::kTileM> middle_tiles(attention);
     JaggedTile found;
-    while (tiles.next(found)) {
+    while (attention.longer_in_slabs ? tiles.next(found) : middle_tiles.next(found)) {
       const QueryTile tile = query_tile_of<Config::kTileM>(attention, found);
       if (tile.rows == 0) continue;
       if (threadIdx.x % 32 == 0) publish(tile);
@@ -336,16 +391,24 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     const cudaError_t error = encode_forward_maps<Config>(params, attention);
     if (error != cudaSuccess) return error;
     Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
-    params.heads_per_cta = heads_per_cta(attention, grid.x);
+    const bool by_sequence = looks_by_sequence(attention);
+    params.heads_per_cta = by_sequence ? 1 : heads_per_cta(attention, grid.x);
     grid = looped_grid(attention, attention.q_offsets, Config::kTileM,
                        attention.heads / params.heads_per_cta);
+    if (by_sequence) {
+      constexpr int64_t kCtas = 528;
+      const int64_t tiles = attention.q_offsets.num_seqs * middle_tiles<Config::kTileM>(attention),
+                    enough = (kCtas + attention.heads - 1) / attention.heads;
+      grid.x = tiles < enough ? tiles : enough;
+    }
     const bool is_behind = attention.split_by_length || is_behind_long(attention);
     const auto launch_kernel = [&](auto looped) {
       return launch_behind<forward_wgmma<Config, looped.value != 0>>(
           is_behind, params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream,
           path_behind_long(attention, Config::kName));
     };
-    return attention.longer_in_slabs ? launch_kernel(Constant<1>{}) : launch_kernel(Constant<0>{});
+    return attention.longer_in_slabs || by_sequence ? launch_kernel(Constant<1>{})
+                                                    : launch_kernel(Constant<0>{});
   });
 }
 

@@ -50,12 +50,15 @@ inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets,
           heads};
 }
 
-// A grid for TilesOfCta.
+// A grid for TilesOfCta: enough CTAs for a giant's tiles, and no more where there is little to search.
 inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,
                         int heads) {
-  constexpr int64_t kLoopingCtas = 528;  // what an H100 holds of the smallest
+  constexpr int64_t kManyCtas = 528,
+                    kFewCtas = 264;  // what an H100 holds of the smallest, and half
+  constexpr int64_t kFewSlabs = 8 * kFewCtas;
   Grid grid = tile_grid(params, offsets, tile_rows, heads);
-  const int64_t enough = (kLoopingCtas + heads - 1) / heads;
+  const int64_t ctas = grid.x / 2 <= kFewSlabs ? kFewCtas : kManyCtas,
+                enough = (ctas + heads - 1) / heads;
   if (params.longer_in_slabs && grid.x > enough) grid.x = enough;
   return grid;
 }

@@ -4,7 +4,8 @@
 //     S_j = Q K_j^T,  P_j = exp2(c (S_j - m)),  l = l r + rowsum P_j,  O = O r + P_j V_j
 // where r = exp2(c (m before - m)), and at the end out = O / l, lse = scale m + ln l. Up to 128 dims
 // a step computes no maximum: where the sums show that m has fallen behind, S is computed once more
-// from K_j, which stays in its slot until then, and m moves.
+// from K_j, which stays in its slot until then, and m moves. At 128 dims that holds for the first step,
+// too, whose m is the maximum over some keys.
 //
 // Grid: one CTA per SM, which takes items (tile of kTileM queries, head) from a plan that lists long
 // sequences first (long_plan.cuh), until there are no more. A CTA has a warpgroup of producers and
@@ -20,7 +21,9 @@
 //                                                               P_j = softmax step of S
 //
 // The product with the last P of an item is started together with the first S of the next item,
-// behind which the output of the item is stored: the tensor cores do not wait between items. Above
+// behind which the output of the item is stored: the tensor cores do not wait between items. It leaves
+// through the item's tile of Q, as bulk copies that run beside the next item; rows of a warp that has
+// fewer than 16 are copied by its lanes. Above
 // 128 dims there is no room for a second Q (kOwnQueries): each warpgroup has a tile of Q for itself,
 // which is filled anew as soon as it has computed its last S of an item, and the last product and
 // the output of an item come before the next Q. There a warpgroup also passes over the key tiles at
@@ -68,35 +71,55 @@
 #include "cuda/kernels/attention/long_plan.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/scores.cuh"
+#include "cuda/kernels/attention/store_tile.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
 namespace jagged_cuda::attention {
 
 // What a window and the lengths hide of an item, of which a warpgroup computes the 64 rows from
-// `first_row` on. What it needs is read again from `tile`, which lies in shared memory: few steps are
-// cut, and registers are full.
+// `first_row` on. What few steps need, those that are cut, is read again from `tile`, which lies in
+// shared memory: registers are full.
 template <int kTileN>
 class WindowMask {
  public:
-  struct Shared {};                          // nothing is prepared
-  static constexpr bool kPrepared = false;   // Shared, by a warp of producers
+  // Of an item, found by the scheduler: the keys that the tile walks over; those that are not cut for
+  // the first warpgroup's rows begin at `uncut`, and its first row sees none from `unseen` on.
+  struct alignas(16) Shared {
+    int first;
+    int last;
+    int uncut;
+    int unseen;
+  };
+  static constexpr bool kPrepared = false;   // Shared, by another warp of producers
   static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
 
+  __device__ __forceinline__ static Shared find(const AttentionParams& params,
+                                                const QueryTile& tile) {
+    const WindowOf<int> window = window_of(params, tile);
+    const KeyRange keys(tile, window, kTileN);
+    const UncutKeys uncut(tile, window, 0, kTileN);
+    return {keys.first, keys.last, uncut.first, tile.row + window.diagonal + window.after + 1};
+  }
+
   __device__ __forceinline__ WindowMask(const AttentionParams& params, const QueryTile& tile,
-                                        const Shared&, int first_row = 0)
+                                        const Shared& shared, int first_row = 0)
       : params_(params),
         tile_(tile),
-        keys_(tile, window(), kTileN),
-        uncut_(tile, window(), first_row, kTileN) {}
+        found_(shared),
+        first_uncut_(found_.uncut + first_row),
+        last_uncut_(min(found_.unseen + first_row, tile.num_keys) - kTileN) {}
 
   // The steps of keys: from first() on next(), before last().
-  __device__ __forceinline__ int first() const { return keys_.first; }
+  __device__ __forceinline__ int first() const { return found_.first; }
   __device__ __forceinline__ int next(int key) const { return key + kTileN; }
-  __device__ __forceinline__ int last() const { return keys_.last; }
+  __device__ __forceinline__ int last() const { return found_.last; }
   // Behind the last key that a warpgroup's rows see, at least first() + 1.
   __device__ __forceinline__ int own_last(int warpgroup) const {
-    return own_last_key(tile_, window(), keys_, warpgroup * 64);
+    return own_last_key(tile_, window(), KeyRange(tile_, window(), kTileN), warpgroup * 64);
+  }
+  __device__ __forceinline__ bool cuts(int key) const {
+    return key < first_uncut_ || key > last_uncut_;
   }
   // Whether all is seen of a step, as far as that is known before its scores are there.
   __device__ __forceinline__ bool is_uncut(int, int) const { return false; }
@@ -105,7 +128,7 @@ class WindowMask {
   template <int kBlocks, typename OwnRow>
   __device__ __forceinline__ void hide(Accumulator<1, kBlocks>& s, float value, bool, int key,
                                        int warpgroup, OwnRow own_row, int lane) const {
-    if (uncut_.contains(key)) return;
+    if (!cuts(key)) return;
     const WindowOf<int> seen = window();
     const int row = tile_.row + own_row();
     if (seen.first_column(tile_.row + warpgroup * 64 + 63) > key) {
@@ -120,8 +143,9 @@ class WindowMask {
 
   const AttentionParams& params_;
   const QueryTile& tile_;
-  const KeyRange keys_;
-  const UncutKeys uncut_;
+  const Shared found_;
+  const int first_uncut_;  // first keys of steps that are not cut
+  const int last_uncut_;
 };
 
 // Where nothing is added to scores.
@@ -175,6 +199,32 @@ struct SoftmaxScore {
     return softmax.is_behind(sums[0]) || softmax.is_behind(sums[1]);
   }
   __device__ __forceinline__ void keep() { softmax.keep(sums); }
+  // The same for the first step, relative to references that are only guessed from the first keys,
+  // unless some of the step are hidden (`is_cut`).
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool try_guessing(const Accumulator<1, kBlocks>& s, Probs& p,
+                                               bool is_cut, int row, int rows,
+                                               FinishOutput finish_output) {
+    constexpr int kGuessedBlocks = 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = s[0][0][2 * half];
+#pragma unroll
+      for (int i = 1; i < 2 * kGuessedBlocks; ++i) top = fmaxf(top, s[0][i / 2][2 * half + i % 2]);
+      softmax.reference[half] = is_cut ? LazySoftmax::maximum(s, half) : quad_max(top);
+    }
+    hold_rows(row, rows);
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // While a row has seen nothing, -inf - -inf would be NaN.
+      shift[half] =
+          softmax.reference[half] == -INFINITY ? 0.0f : softmax.reference[half] * scale_log2;
+    }
+    finish_output();
+    LazySoftmax::exponentials(s, p, sums, shift, scale_log2);
+    return softmax.is_behind(sums[0]) || softmax.is_behind(sums[1]);
+  }
   template <typename Probs, int kBlocks>
   __device__ __forceinline__ void move(const Accumulator<1, kBlocks>& s, Probs& p) {
     const bool behind[2] = {softmax.is_behind(sums[0]), softmax.is_behind(sums[1])};
@@ -230,6 +280,7 @@ struct LongForwardParams {
   CUtensorMap q;  // boxes of QueryRows::kRows rows of one head
   CUtensorMap k;  // boxes of kTileN rows
   CUtensorMap v;
+  CUtensorMap out;  // boxes of kStoredRows rows, where kStoresThroughQueries
   AttentionParams attention;
 };
 
@@ -247,6 +298,8 @@ struct LongForwardStorage {
   static constexpr int kQueryTiles = 2;
   static constexpr bool kQueryRing = kItems > kQueryTiles;
   static_assert(!(kQueryRing && Config::kOwnQueries));
+  // Whether the output of an item leaves through its tile of Q, which nobody has asked for then.
+  static constexpr bool kStoresThroughQueries = !kQueryRing && !Config::kOwnQueries;
   using QueryRows = WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kDim>;
   using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kDim>;
   QueryRows sQ[kQueryTiles];
@@ -264,17 +317,19 @@ struct LongForwardStorage {
 
 // Takes items of kTileM queries from the plan, one ahead; one warp. Where late queries see more keys
 // (`descending`), they come first, those of all heads. If kGeneral, only the used keys count
-// (AttentionParams::kv_lengths). Calls wait(number of items published) before it takes the next.
-template <int kTileM, bool kGeneral, int kItems, typename Wait>
+// (AttentionParams::kv_lengths). Calls wait(number of items published) before it takes the next, and
+// find(stage, item) before it publishes one.
+template <int kTileM, bool kGeneral, int kItems, typename Wait, typename Find>
 __device__ __forceinline__ void schedule_items(const AttentionParams& attention, Ring<kItems>& ring,
                                                WorkItem (&published)[kItems], bool descending,
-                                               Wait wait) {
+                                               Wait wait, Find find) {
   RingPosition<kItems> place;
   int count = 0;
   const auto publish = [&](const WorkItem& item) {
     ring.acquire(place);
     if (threadIdx.x % 32 == 0) {
       published[place.stage] = item;
+      find(place.stage, item);
       ptx::mbarrier_arrive(ring.full[place.stage]);
     }
     __syncwarp();
@@ -312,11 +367,16 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
   ptx::griddepcontrol_wait();  // launch_dependent
 }
 
+template <typename Config, typename Storage, typename Find>
+__device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared,
+                                         Find find) {
+  schedule_items<Config::kTileM, false>(
+      attention, shared.items, shared.item, attention.window_right < AttentionParams::kUnbounded,
+      [](int) {}, find);
+}
 template <typename Config, typename Storage>
 __device__ __forceinline__ void schedule(const AttentionParams& attention, Storage& shared) {
-  schedule_items<Config::kTileM, false>(attention, shared.items, shared.item,
-                                        attention.window_right < AttentionParams::kUnbounded,
-                                        [](int) {});
+  schedule<Config>(attention, shared, [](int, const WorkItem&) {});
 }
 
 // The same where masks are to be prepared (prepare_masks): items go to another ring first. Many items
@@ -335,7 +395,8 @@ __device__ __forceinline__ void schedule_planned(const AttentionParams& attentio
     if (last_done >= 0)
       ptx::mbarrier_wait(shared.items.empty[last_done % kItems], last_done / kItems & 1);
   };
-  schedule_items<Config::kTileM, true>(attention, shared.planned, shared.planned_item, true, wait);
+  schedule_items<Config::kTileM, true>(attention, shared.planned, shared.planned_item, true, wait,
+                                       [](int, const WorkItem&) {});
 }
 
 // Finds what is to be known of the items' masks, behind the scheduler; one warp.
@@ -439,8 +500,13 @@ struct LongForwardConsumer {
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
   static constexpr bool kBiased = Config::Bias::kWarps > 0;
   static_assert(!(kBiased && Config::kKeepsReference));
+  // Whether the first step takes the maximum of some keys, and begins while the last product of the item
+  // before still runs. With 160 registers it would spill.
+  static constexpr bool kGuesses = Config::kKeepsReference && Config::kDim == 128;
+  static_assert(!(Storage::kStoresThroughQueries && kEndsEarly));  // else warps may read Q still
 
   const AttentionParams& attention;
+  const CUtensorMap& out;
   Storage& shared;
   const int warpgroup, lane, first_row;
   RingPosition<Storage::kItems> place;
@@ -453,14 +519,15 @@ struct LongForwardConsumer {
   Accumulator<1, kOutBlocks> o;
   PackedRows<Element, kScoreBlocks> p;
 
-  __device__ __forceinline__ LongForwardConsumer(const AttentionParams& params, Storage& storage,
+  __device__ __forceinline__ LongForwardConsumer(const LongForwardParams& params, Storage& storage,
                                                  int own_warpgroup)
-      : attention(params),
+      : attention(params.attention),
+        out(params.out),
         shared(storage),
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
         first_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
-        score(params) {}
+        score(params.attention) {}
 
   // The first of this lane's two rows. Where registers are full it is found anew.
   __device__ __forceinline__ int row_of_thread() const {
@@ -484,6 +551,7 @@ struct LongForwardConsumer {
     if (lane == 0) shared.ring.release(stage);
   }
   __device__ __forceinline__ void release_item(int stage) {
+    if constexpr (Storage::kStoresThroughQueries) ptx::cp_async_bulk_wait_read();
     __syncwarp();  // all lanes have read it
     if (lane == 0) shared.items.release(stage);
   }
@@ -554,19 +622,37 @@ struct LongForwardConsumer {
     ptx::bar_sync(kZeroedBarrier + warpgroup, 128);
   }
 
-  __device__ __forceinline__ void reset() {
-    score.reset();
+  __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int e = 0; e < kOutBlocks * 4; ++e) o[0][e / 4][e % 4] = 0.0f;
   }
-  __device__ __forceinline__ void store_item(const WorkItem& item) {
+  __device__ __forceinline__ void reset() {
+    score.reset();
+    clear_output();
+  }
+  // All warps of the warpgroup have computed their last S of the item.
+  __device__ __forceinline__ void store_item(int stage, typename Config::Score& score) {
+    const WorkItem& item = shared.item[stage];
     const int own_row = row_of_thread();
     const int rows = item.tile.rows - own_row;  // from this lane's first on
     const int64_t global_row = item.tile.global_row + own_row;
     float factor[2];
     score.finish(factor, attention, global_row, rows, item.head, item.tile.num_keys, lane);
-    store_quads(o, factor, row_of<Element>(attention.out, global_row, item.head),
-                attention.out.row_stride, rows, attention.dim_v, lane);
+    if constexpr (Storage::kStoresThroughQueries) {
+      auto& tile = shared.sQ[stage];
+      const int warp_row = own_row - lane / 4, warp_rows = item.tile.rows - warp_row;
+      const int64_t first_row = item.tile.global_row + warp_row;
+      write_rows(tile, warp_row, o, factor, lane);
+      if (warp_rows >= kStoredRows) {
+        send_rows(out, tile, warp_row, static_cast<int>(first_row), item.head, lane);
+      } else {
+        copy_rows(row_of<Element>(attention.out, first_row, item.head), attention.out.row_stride,
+                  tile, warp_row, warp_rows, attention.dim_v, lane);
+      }
+    } else {
+      store_quads(o, factor, row_of<Element>(attention.out, global_row, item.head),
+                  attention.out.row_stride, rows, attention.dim_v, lane);
+    }
   }
 
   // Instead of a product with keys that this warpgroup does not see.
@@ -613,7 +699,7 @@ struct LongForwardConsumer {
           start_output(value_slot);
           pass_turn();
           finish_output(value_slot);
-          store_item(shared.item[pending_stage]);
+          store_item(pending_stage, score);
           release_item(pending_stage);
           pending = false;
         } else {
@@ -625,7 +711,7 @@ struct LongForwardConsumer {
           skip_item(stage, mask);
         } else {
           reset();
-          store_item(item);
+          store_item(stage, score);
         }
         release_item(stage);
         continue;
@@ -633,32 +719,72 @@ struct LongForwardConsumer {
 
       wait_for_queries(stage);
       int score_slot = wait_for_slot();
-      begin_scores();
-      if (pending) {
-        take_turn();
-        start_scores(stage, score_slot);
-        start_output(value_slot);
-        pass_turn();
-        finish_output(value_slot);
-        ptx::fence_operands(s[0]);
-        store_item(shared.item[pending_stage]);
-        release_item(pending_stage);
-      } else {
-        take_turn();
-        start_scores(stage, score_slot);
-        pass_turn();
-        ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(s[0]);
-      }
-      release_slot(score_slot);
       // Behind the last step that this warpgroup computes.
       const int last = kEndsEarly ? mask.own_last(warpgroup) : mask.last();
       int key = mask.first(), next = mask.next(key);
-      if (next >= last) release_queries();
-      reset();
-      finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
-      score.update(s, p, [] {});
-      if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
+      begin_scores();
+      if constexpr (kGuesses) {
+        // As a step of the loop below.
+        const auto first_step = [&](auto finish_before) {
+          ptx::fence_operands(s[0]);
+          score.reset();
+          finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
+          if (ptx::bar_red_or(kVoteBarrier + warpgroup, 128,
+                              score.try_guessing(s, p, mask.cuts(key), row_of_thread(), tile.rows,
+                                                 finish_before))) {
+            start_scores(stage, score_slot);
+            ptx::wgmma_wait_group<0>();
+            finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
+            score.move(s, p);
+          } else {
+            score.keep();
+          }
+          release_slot(score_slot);
+          if (next >= last) release_queries();
+        };
+        take_turn();
+        if (pending) {
+          start_scores(stage, score_slot);
+          start_output(value_slot);
+          pass_turn();
+          ptx::wgmma_wait_group<1>();
+          typename Config::Score before = score;
+          first_step([&] {
+            finish_output(value_slot);
+            store_item(pending_stage, before);
+          });
+          release_item(pending_stage);
+        } else {
+          start_scores(stage, score_slot);
+          pass_turn();
+          ptx::wgmma_wait_group<0>();
+          first_step([] {});
+        }
+        clear_output();
+      } else {
+        if (pending) {
+          take_turn();
+          start_scores(stage, score_slot);
+          start_output(value_slot);
+          pass_turn();
+          finish_output(value_slot);
+          ptx::fence_operands(s[0]);
+          store_item(pending_stage, score);
+        } else {
+          take_turn();
+          start_scores(stage, score_slot);
+          pass_turn();
+          ptx::wgmma_wait_group<0>();
+          ptx::fence_operands(s[0]);
+        }
+        release_slot(score_slot);
+        if (next >= last) release_queries();
+        reset();
+        finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
+        score.update(s, p, [] {});
+        if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
+        if (pending) release_item(pending_stage);
+      }
       bool is_ready = shared.ring.test(slot);
       while (next < last) {
         key = next;
@@ -712,7 +838,7 @@ struct LongForwardConsumer {
           if (key < mask.last()) skip_scores();
           release_slot(wait_for_slot());
         }
-        store_item(item);
+        store_item(stage, score);
         release_item(stage);
         pending = false;
       } else {
@@ -753,7 +879,11 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
       if (threadIdx.x < 32) schedule_planned<Config>(params.attention, shared);
       if (threadIdx.x / 32 == 2) prepare_masks<Config>(params.attention, shared);
     } else {
-      if (threadIdx.x < 32) schedule<Config>(params.attention, shared);
+      if (threadIdx.x < 32) {
+        schedule<Config>(params.attention, shared, [&](int stage, const WorkItem& item) {
+          shared.keys[stage] = Config::Mask::find(params.attention, item.tile);
+        });
+      }
     }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
     if constexpr (Config::Bias::kWarps > 0) {
@@ -761,7 +891,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    LongForwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
+    LongForwardConsumer<Config>(params, shared, warpgroup - 1).run();
   }
 }
 
@@ -780,6 +910,13 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
                                     params.v, attention, attention.v, attention.kv_offsets.total,
                                     attention.kv_heads, attention.dim_v)};
   for (cudaError_t error : errors) {
+    if (error != cudaSuccess) return error;
+  }
+  if constexpr (Storage::kStoresThroughQueries) {
+    const cudaError_t error =
+        encode_heads<WarpgroupTile<typename Config::Element, kStoredRows, Config::kDim>>(
+            params.out, attention, attention.out, attention.q_offsets.total, attention.heads,
+            attention.dim_v);
     if (error != cudaSuccess) return error;
   }
   int device = 0, num_sms = 0;

@@ -49,20 +49,23 @@ class TilesOfCta {
   __device__ __forceinline__ TilesOfCta(const AttentionParams& params, const OffsetsView& offsets)
       : params_(params), offsets_(offsets), first_(static_cast<int>(blockIdx.x)) {}
 
-  // False if there are no more.
+  // False if there are no more. Two lanes look at the two tiles of a slab.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
-    const int limit = tiny_limit(params_), stride = static_cast<int>(gridDim.x),
-              num_tiles = static_cast<int>(num_longer_tiles(offsets_.total, limit));
+    // Of sequences that no kernel for shorter ones takes, if these take the same of queries and keys.
+    const int limit = tiny_limit(params_), others = params_.short_apart ? kShortRows : limit,
+              stride = static_cast<int>(gridDim.x), lane = static_cast<int>(threadIdx.x) % 32,
+              num_slabs = static_cast<int>(num_longer_tiles(offsets_.total, limit) / 2);
     while (left_ == 0) {
-      if (first_ >= num_tiles) return false;
-      const int own = first_ + static_cast<int>(threadIdx.x) % 32 * stride;
+      if (first_ >= num_slabs) return false;
+      const int own = first_ + lane / 2 * stride;
       JaggedTile found = {-1, {0, 0}, 0};
-      if (own < num_tiles) found = find_longer_tile_of_lane<kTile>(offsets_, limit, own);
+      if (own < num_slabs)
+        found = find_longer_tile_of_lane<kTile>(offsets_, limit, own * 2 + lane % 2);
       seq_ = static_cast<int>(found.seq);
       row_ = static_cast<int>(found.row);
       left_ = __ballot_sync(0xffffffffu,
-                            seq_ >= 0 && found.row < found.rows.len && found.rows.len > limit);
-      first_ += 32 * stride;
+                            seq_ >= 0 && found.row < found.rows.len && found.rows.len > others);
+      first_ += 16 * stride;
     }
     const int source = __ffs(static_cast<int>(left_)) - 1;
     left_ &= left_ - 1;
@@ -72,10 +75,28 @@ class TilesOfCta {
     return true;
   }
 
+  // Calls visit(tile) for each in all threads of the CTA. One warp searches: the loads of a search
+  // meet no line twice.
+  template <typename Visit>
+  __device__ __forceinline__ void visit(JaggedTile& shared_tile, Visit visit) {
+    for (;;) {
+      if (threadIdx.x < 32) {
+        JaggedTile tile;
+        if (!next(tile)) tile.row = -1;
+        if (threadIdx.x == 0) shared_tile = tile;
+      }
+      __syncthreads();
+      const JaggedTile tile = shared_tile;
+      if (tile.row < 0) return;
+      visit(tile);
+      __syncthreads();  // before the next tile's copies
+    }
+  }
+
  private:
   const AttentionParams& params_;
   const OffsetsView& offsets_;
-  int first_;  // of 32 tiles to look for next
+  int first_;  // of 16 slabs to look at next
   unsigned left_ = 0;
   int seq_, row_;
 };

@@ -302,6 +302,23 @@ __device__ __forceinline__ void help_short_backward(const AttentionBackwardParam
   }
 }
 
+// Those that both warpgroups take come first, so that they seldom wait for each other, and the last
+// items are small.
+template <typename Config>
+struct ShortBackwardItems {
+  __device__ __forceinline__ static bool is_first(const ShortSequence& sequence) {
+    return sequence.queries.len > Config::kAloneQueries;
+  }
+  // In 50 cycles of the CTA, by clock() at each part of an item (docs/performance_log.md).
+  __device__ __forceinline__ static int cost(const ShortSequence& sequence) {
+    const int queries = sequence.queries.len, key_pages = (sequence.keys.len + 63) / 64,
+              query_pages = (queries + 63) / 64, steps = (queries + 31) / 32;  // of 32 queries
+    if (queries + key_pages == 0) return 0;
+    if (is_first(sequence)) return 44 + key_pages * (query_pages == 3 ? 120 : 144);
+    return 45 + 7 * query_pages + key_pages * (11 + steps / 2 * 29 + steps % 2 * 17);
+  }
+};
+
 // Which warpgroup takes an item alone: the one that has got less.
 struct ShortBackwardTurns {
   int ahead = 0;  // of what the first got, less what the second got
@@ -322,12 +339,8 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
   using Storage = ShortBackwardStorage<Config>;
   const AttentionBackwardParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  // Those that both warpgroups take come first, so that they seldom wait for each other, and the last
-  // items are small.
-  const auto is_first = [](const ShortSequence& sequence) {
-    return sequence.queries.len > Config::kAloneQueries;
-  };
-  if (listed) list_short(attention, shared.listed, warp * 32 + lane, is_first);
+  using Items = ShortBackwardItems<Config>;
+  if (listed) list_short<Items>(attention, shared.listed, warp * 32 + lane);
   if (warp > 0) {
     help_short_backward<Config>(attention, shared, warp - 1, lane);
     return;
@@ -344,7 +357,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
   };
   const auto visit = [&](const ShortSequence& sequence, unsigned head) {
     ShortBackwardItem item{sequence.queries, sequence.keys, head, ShortBackwardItem::kBoth, copied};
-    const bool alone = !is_first(sequence);
+    const bool alone = !Items::is_first(sequence);
     if (alone) item.owner = turns.next(item);
     const int key_pages = item.key_pages(), pages = key_pages + item.query_pages();
     places.template assign<Storage::kPages>(item, pages);
@@ -375,7 +388,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
       __syncwarp();
     }
   };
-  visit_short(attention, shared.listed, listed, lane, is_first, visit);
+  visit_short<Items>(attention, shared.listed, listed, lane, visit);
   ShortBackwardItem end{};
   end.owner = ShortBackwardItem::kNone;
   describe(end);

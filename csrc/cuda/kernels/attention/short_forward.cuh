@@ -57,6 +57,17 @@ struct ShortForwardParams {
   }
 };
 
+struct ShortForwardItems {
+  __device__ __forceinline__ static bool is_first(const ShortSequence& /*sequence*/) {
+    return true;
+  }
+  __device__ __forceinline__ static int cost(const ShortSequence& sequence) {
+    const int queries = sequence.queries.len, keys = sequence.keys.len;
+    // About rows moved.
+    return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
+  }
+};
+
 template <typename Config>
 __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& params,
                                                       typename Config::Storage& shared, int warp,
@@ -64,26 +75,27 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   using Storage = typename Config::Storage;
   const AttentionParams& attention = params.attention;
   const bool listed = lists_all(attention);
-  if (listed) list_short(attention, shared.listed, warp * 32 + lane, AnyShort{});
+  if (listed) list_short<ShortForwardItems>(attention, shared.listed, warp * 32 + lane);
   const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
-    producer.run(listed, [&](const ShortSequence& sequence, unsigned head) {
-      ShortItem item{};
-      item.queries = sequence.queries;
-      item.keys = sequence.keys;
-      item.head = head;
-      item.units = (item.queries.len + Config::kUnitRows - 1) / Config::kUnitRows;
-      if (item.units == 0) return;
-      producer.begin_item();
-      item.k = producer.allocate_rows(item.keys.len);
-      item.q = producer.allocate_rows(item.queries.len);
-      item.v = producer.allocate_rows(item.keys.len);
-      const int rows = round_up(item.queries.len, Storage::kBoxRows) +
-                       2 * round_up(item.keys.len, Storage::kBoxRows);
-      uint64_t& full = producer.push(item, rows * Storage::kRowBytes);
-      copy_short_rows(shared, params.k, item.k, item.keys, head / group, full, lane);
-    });
+    producer.template run<ShortForwardItems>(
+        listed, [&](const ShortSequence& sequence, unsigned head) {
+          ShortItem item{};
+          item.queries = sequence.queries;
+          item.keys = sequence.keys;
+          item.head = head;
+          item.units = (item.queries.len + Config::kUnitRows - 1) / Config::kUnitRows;
+          if (item.units == 0) return;
+          producer.begin_item();
+          item.k = producer.allocate_rows(item.keys.len);
+          item.q = producer.allocate_rows(item.queries.len);
+          item.v = producer.allocate_rows(item.keys.len);
+          const int rows = round_up(item.queries.len, Storage::kBoxRows) +
+                           2 * round_up(item.keys.len, Storage::kBoxRows);
+          uint64_t& full = producer.push(item, rows * Storage::kRowBytes);
+          copy_short_rows(shared, params.k, item.k, item.keys, head / group, full, lane);
+        });
   } else {
     for (int position = 0;; ++position) {
       const int slot = position % Storage::kDescribed, parity = position / Storage::kDescribed % 2;

@@ -57,7 +57,7 @@ struct ShortLayout {
   static constexpr int kDescribed = 32;
   static constexpr int kList = 256;
   // Up to kList / kCostRatio sequences per CTA are listed at once: in an equal part of the work none
-  // costs less than this part of the average (short_cost).
+  // costs less than this part of the average.
   static constexpr int kCostRatio = 16;
 };
 
@@ -105,33 +105,22 @@ __device__ __forceinline__ ShortSequence short_sequence(const AttentionParams& p
   return {queries, keys, 0, params.heads};
 }
 
-struct AnyShort {
-  __device__ __forceinline__ bool operator()(const ShortSequence& /*sequence*/) const {
-    return true;
-  }
-};
-
 __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// What an item costs, in rows moved; 0 where there is none.
-__device__ __forceinline__ int short_cost(const ShortSequence& sequence) {
-  const int queries = sequence.queries.len, keys = sequence.keys.len;
-  return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
-}
-
-// Lists the sequences of this CTA, those first for which is_first() holds; 128 threads, which meet at
-// named barrier 1.
-template <typename IsFirst>
+// Lists the sequences of this CTA, those first for which Items::is_first() holds; 128 threads, which
+// meet at named barrier 1. Items::cost() says what one head of a sequence takes, 0 where there is no
+// item: as steps of the kernel are, not smoothly, or some CTAs get a fifth more than others.
+template <typename Items>
 __device__ __forceinline__ void list_short(const AttentionParams& params, ShortList& list,
-                                           int thread, IsFirst is_first) {
+                                           int thread) {
   const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
   const int per_thread = (num_seqs + 127) / 128, first = thread * per_thread,
             last = min(first + per_thread, num_seqs);
   int cost = 0;
 #pragma unroll 8
-  for (int seq = first; seq < last; ++seq) cost += short_cost(short_sequence(params, seq));
+  for (int seq = first; seq < last; ++seq) cost += Items::cost(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -153,7 +142,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
 #pragma unroll 1
     for (int seq = first; seq < last; ++seq) {
       ShortSequence sequence = short_sequence(params, seq);
-      const int own = short_cost(sequence);
+      const int own = Items::cost(sequence);
       if (own == 0) continue;
       // Heads whose items start in [low, high). Costs of one sequence fit 32 bits.
       const auto head_at = [&](int64_t place) {
@@ -166,7 +155,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
       sequence.last_head = head_at(high);
       start += own * heads;
       if (sequence.first_head < sequence.last_head) {
-        const int place = is_first(sequence)
+        const int place = Items::is_first(sequence)
                               ? atomicAdd(&list.num_first, 1)
                               : ShortLayout::kList - 1 - atomicAdd(&list.num_last, 1);
         list.sequences[place] = sequence;
@@ -177,9 +166,9 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
 }
 
 // Lists the sequences of round `round`, where they go round; false if there are no more. One warp.
-template <typename IsFirst>
+template <typename Items>
 __device__ __forceinline__ bool list_round(const AttentionParams& params, ShortList& list,
-                                           int round, int lane, IsFirst is_first) {
+                                           int round, int lane) {
   constexpr int kRun = 8, kRunsAtOnce = 32 / kRun, kLoads = 4;
   const auto run_of = [&](int run) {
     return (static_cast<int64_t>(round) * kLoads * kRunsAtOnce + run) * gridDim.x + blockIdx.x;
@@ -196,7 +185,7 @@ __device__ __forceinline__ bool list_round(const AttentionParams& params, ShortL
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const bool any = sequences[i].queries.len + sequences[i].keys.len > 0,
-               first = any && is_first(sequences[i]);
+               first = any && Items::is_first(sequences[i]);
     const unsigned all_first = __ballot_sync(0xffffffffu, first),
                    all_last = __ballot_sync(0xffffffffu, any && !first);
     if (first) {
@@ -217,11 +206,10 @@ __device__ __forceinline__ bool list_round(const AttentionParams& params, ShortL
 }
 
 // Visits each item; all sequences of the CTA are listed already, or go round. One warp.
-template <typename IsFirst, typename Visit>
+template <typename Items, typename Visit>
 __device__ __forceinline__ void visit_short(const AttentionParams& params, ShortList& list,
-                                            bool listed, int lane, IsFirst is_first, Visit visit) {
-  for (int round = 0; listed ? round == 0 : list_round(params, list, round, lane, is_first);
-       ++round) {
+                                            bool listed, int lane, Visit visit) {
+  for (int round = 0; listed ? round == 0 : list_round<Items>(params, list, round, lane); ++round) {
     const int num_first = list.num_first, num_all = num_first + list.num_last;
     for (int i = 0; i < num_all; ++i) {
       const ShortSequence sequence =
@@ -302,9 +290,9 @@ struct ShortProducer {
   }
 
   // Visits each item; all sequences of the CTA are listed already, or go round.
-  template <typename Visit>
+  template <typename Items, typename Visit>
   __device__ __forceinline__ void run(bool listed, Visit visit) {
-    visit_short(params, shared.listed, listed, lane, AnyShort{}, visit);
+    visit_short<Items>(params, shared.listed, listed, lane, visit);
     finish();
   }
 };

@@ -5,7 +5,7 @@
 // all heads of a group, which read the same keys: keys and values pass through the CTA once.
 //
 // Grid: x = chunks of kTargetChunk keys (find_chunk), times key/value heads, times tiles of kTileM
-// rows. A CTA has 4 warps. With few rows the keys of a step are divided between key warps, each
+// rows. A CTA has 4 warps, or 2. With few rows the keys of a step are divided between key warps, each
 // with a maximum, a sum and an O of its own; with many rows the rows are divided. At 256 dims two
 // warps hold the same rows and half of O's columns each (kSplit), and both compute P.
 //
@@ -37,10 +37,13 @@ struct TargetForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
   static constexpr int kTileM = kDim == 256 && kRows_ > 32 ? 64 : kRows_;
-  static constexpr int kWarps = 4;
+  static constexpr int kRowBlocks = kRows_ == 16 ? 1 : 2;  // 16-row blocks of a warp
+  // Two warps of 32 keys in a step where memory binds and a CTA's beginning and end are most of its life:
+  // more CTAs hide each other's.
+  static constexpr int kWarps =
+      (kDim == 64 && kRows_ == 16) || (kDim == 128 && kRows_ == 32) ? 2 : 4;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kSplit = kDim == 256 ? 2 : 1;       // warps that share O's columns
-  static constexpr int kRowBlocks = kTileM == 16 ? 1 : 2;  // 16-row blocks of a warp
+  static constexpr int kSplit = kDim == 256 ? 2 : 1;  // warps that share O's columns
   static constexpr int kRowWarps = kTileM / (16 * kRowBlocks);
   static constexpr int kKeyWarps = kWarps / (kRowWarps * kSplit);
   // Where keys are divided, what is in flight must hide the latency of memory: with 16 rows, whose
@@ -49,13 +52,14 @@ struct TargetForwardConfig {
   // leave O too few registers.
   static constexpr int kStep = kDim == 256 || (kDim == 128 && kKeyWarps == 1) ? 32 : 64;  // keys
   static constexpr int kWarpKeys = kStep / kKeyWarps;
-  static constexpr int kStages = kKeyWarps == 1               ? (kDim == 128 ? 3 : 2)
-                                 : kTileM == 16 && kDim >= 64 ? 2
-                                                              : 3;
-  static constexpr int kMinCtas = kKeyWarps == 1 ? (kDim == 32 ? 3 : 2)
-                                  : kDim == 32   ? 6
-                                  : kDim == 64   ? (kTileM == 16 ? 5 : 3)
-                                                 : (kTileM == 16 ? 3 : 2);
+  static constexpr int kStages = kKeyWarps == 1 ? (kDim == 128 ? 3 : 2)
+                                 : kWarps == 2 || (kTileM == 16 && kDim >= 64) ? 2
+                                                                               : 3;
+  static constexpr int kMinCtas = kKeyWarps == 1                ? (kDim == 32 ? 3 : 2)
+                                  : kDim == 32                  ? 6
+                                  : kDim == 64                  ? (kTileM == 16 ? 6 : 3)
+                                  : kTileM == 16 || kWarps == 2 ? 3
+                                                                : 2;
   static constexpr bool kHoldsQ = kRowBlocks == 1 && kDim == 128;  // Q stays in registers
   static constexpr int kOutPitch = kDim + 8;  // rows of O: no two of 4 in the same banks
   static constexpr PathName kName =
@@ -256,14 +260,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_for
   }
 }
 
-// Adds up the parts of sequences of more than one chunk. Grid: x = sequences, times merge_pieces;
-// a thread has 4 columns of one row. No shared memory, no barrier. CTAs start while the last ones
+// Adds up the parts of sequences of more than one chunk. Grid: x = threads, of which each has 4 columns
+// of one row of a sequence (MergeItem). No shared memory, no barrier. CTAs start while the last ones
 // of target_forward run, and wait for them only if they have something to merge.
-template <typename Element>
+template <typename Element, int kChunk = kTargetChunk>
 __global__ __launch_bounds__(kMergeThreads) void merge_forward(
     const __grid_constant__ TargetAttentionParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeItem item(params, params.dim_v);
+  const MergeItem item(params, params.dim_v, kChunk);
   if (item.parts == 0) return;
   ptx::griddepcontrol_wait();
   const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);

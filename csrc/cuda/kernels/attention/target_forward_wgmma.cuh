@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics, the chunks of keys and their parts are those
 // of target_forward.cuh; only the tiles are larger.
 //
-// Grid: one CTA per SM, which takes every n-th item: a chunk of kTargetChunk keys (find_chunk), a
+// Grid: one CTA per SM, which takes every n-th item: a chunk of kTargetWgmmaChunk keys (find_chunk), a
 // key/value head, and a tile of kTileM of its rows. Two warpgroups compute 64 rows each; one warp of
 // a third finds the items and copies:
 //
@@ -38,6 +38,9 @@
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
 namespace jagged_cuda::attention {
+
+// Keys of a chunk: with so many rows parts are large, and an item's beginning and end cost much.
+constexpr int kTargetWgmmaChunk = 2 * kTargetChunk;
 
 template <typename Element_, int kDim_>
 struct TargetForwardWgmmaConfig {
@@ -95,8 +98,8 @@ __device__ __forceinline__ void produce_target(const TargetForwardWgmmaParams& p
   };
   for (int64_t index = blockIdx.x; index < params.chunks * tiles; index += gridDim.x) {
     const int tile = static_cast<int>(index % tiles);
-    const TargetItem item = {find_chunk(params.target, index / tiles), tile / params.row_tiles,
-                             tile % params.row_tiles * Config::kTileM};
+    const TargetItem item = {find_chunk<kTargetWgmmaChunk>(params.target, index / tiles),
+                             tile / params.row_tiles, tile % params.row_tiles * Config::kTileM};
     if (item.chunk.seq < 0 || !item.chunk.exists) continue;
     if (lane == 0) {
       publish(item);
@@ -323,7 +326,7 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
       using Config = TargetForwardWgmmaConfig<Element, dim.value>;
       TargetForwardWgmmaParams params;
       params.target = target;
-      params.chunks = num_tiles(target.offsets.total, target.offsets.num_seqs, kTargetChunk);
+      params.chunks = num_tiles(target.offsets.total, target.offsets.num_seqs, kTargetWgmmaChunk);
       params.row_tiles =
           static_cast<int>((target_rows(target) + Config::kTileM - 1) / Config::kTileM);
       const auto encode = [&](CUtensorMap& map, const HeadsView& view, int dims) {
@@ -337,12 +340,12 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
            {encode(params.k, target.k, target.dim_qk), encode(params.v, target.v, target.dim_v)}) {
         if (found != cudaSuccess) return found;
       }
-      const int64_t items = target_grid(target, params.row_tiles).x;
+      const int64_t items = target_grid(target, params.row_tiles, kTargetWgmmaChunk).x;
       const cudaError_t launched = launch<target_forward_wgmma<Config>>(
           params, {items < num_sms ? items : num_sms}, Config::kThreads,
           sizeof(TargetForwardWgmmaStorage<Config>), stream, Config::kName);
       if (launched != cudaSuccess) return launched;
-      return launch_merge<merge_forward<Element>>(target, target.dim_v, stream);
+      return launch_merge<merge_forward<Element, kTargetWgmmaChunk>>(target, target.dim_v, stream);
     }
   });
 }

@@ -24,18 +24,21 @@ __device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& param
   return params.slots_as_tiles ? begin / kTargetChunk + seq + 1 : 2 * begin / kTargetChunk;
 }
 
-// All lanes of a warp call it together.
+// All lanes of a warp call it together. A chunk has kChunk keys, a multiple of kTargetChunk: where it is
+// more, some slots stay empty.
+template <int kChunk = kTargetChunk>
 __device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
                                                   int64_t index) {
-  const JaggedTile tile = find_tile<kTargetChunk>(params.offsets, index);
+  static_assert(kChunk % kTargetChunk == 0);
+  const JaggedTile tile = find_tile<kChunk>(params.offsets, index);
   const int64_t left = tile.rows.len - tile.row;
   TargetChunk chunk;
   chunk.seq = tile.seq;
   chunk.first_key = tile.rows.begin + tile.row;
-  chunk.keys = static_cast<int>(left < 0 ? 0 : (left < kTargetChunk ? left : kTargetChunk));
+  chunk.keys = static_cast<int>(left < 0 ? 0 : (left < kChunk ? left : kChunk));
   chunk.exists = chunk.keys > 0 || (tile.seq >= 0 && tile.row == 0);
-  chunk.whole = tile.rows.len <= kTargetChunk;
-  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + tile.row / kTargetChunk;
+  chunk.whole = tile.rows.len <= kChunk;
+  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + tile.row / kChunk;
   return chunk;
 }
 
@@ -111,12 +114,12 @@ __device__ __forceinline__ void store_pair(Element* g, float low, float high, in
 
 __host__ __device__ __forceinline__ int round_up_to_8(int columns) { return (columns + 7) / 8 * 8; }
 
-// CTAs that merge the parts of a sequence, each kMergeThreads vectors of 4 columns.
+// Threads that merge parts, each one vector of 4 columns of a sequence.
 constexpr int kMergeThreads = 256;
 
-inline int64_t merge_pieces(const TargetAttentionParams& params, int columns) {
-  const int64_t vectors = int64_t{params.num_queries} * params.heads * (round_up_to_8(columns) / 4);
-  return (vectors + kMergeThreads - 1) / kMergeThreads;
+__host__ __device__ __forceinline__ int64_t merge_vectors(const TargetAttentionParams& params,
+                                                          int columns) {
+  return int64_t{params.num_queries} * params.heads * (round_up_to_8(columns) / 4);
 }
 
 // What one thread merges: 4 columns of one row of one key/value head, over `parts` consecutive
@@ -129,16 +132,20 @@ struct MergeItem {
   int row;
   int column;
 
-  __device__ __forceinline__ MergeItem(const TargetAttentionParams& params, int columns) {
+  // Of parts of `chunk` keys.
+  __device__ __forceinline__ MergeItem(const TargetAttentionParams& params, int columns,
+                                       int chunk = kTargetChunk) {
     const int rows = params.num_queries * (params.heads / params.kv_heads);
     const int row_vectors = round_up_to_8(columns) / 4;
-    const int64_t vectors = int64_t{rows} * params.kv_heads * row_vectors;
-    const int64_t pieces = (vectors + kMergeThreads - 1) / kMergeThreads;
-    seq = blockIdx.x / pieces;
-    const int64_t vector = blockIdx.x % pieces * kMergeThreads + threadIdx.x;
+    const int64_t index = int64_t{blockIdx.x} * kMergeThreads + threadIdx.x,
+                  vectors = merge_vectors(params, columns), vector = index % vectors;
+    seq = index / vectors;
+    if (seq >= params.offsets.num_seqs) {
+      parts = 0;
+      return;
+    }
     const RowRange range = sequence_rows(params.offsets, seq);
-    const bool split = range.len > kTargetChunk && vector < vectors;
-    parts = split ? static_cast<int>((range.len + kTargetChunk - 1) / kTargetChunk) : 0;
+    parts = range.len > chunk ? static_cast<int>((range.len + chunk - 1) / chunk) : 0;
     slot = first_slot(params, seq, range.begin);
     const int64_t all_rows = vector / row_vectors;
     column = static_cast<int>(vector % row_vectors) * 4;
@@ -158,9 +165,10 @@ inline int64_t target_rows(const TargetAttentionParams& params) {
   return int64_t{params.num_queries} * (params.heads / params.kv_heads);
 }
 
-// Chunks, times key/value heads, times row tiles of each.
-inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
-  const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, kTargetChunk);
+// Chunks of `chunk` keys, times key/value heads, times row tiles of each.
+inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles,
+                        int chunk = kTargetChunk) {
+  const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, chunk);
   const int64_t tiles = row_tiles * params.kv_heads;
   return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
 }
@@ -169,7 +177,8 @@ inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) 
 template <auto kKernel, typename Params>
 cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
   if (params.parts == nullptr) return cudaSuccess;
-  const int64_t ctas = params.offsets.num_seqs * merge_pieces(params, columns);
+  const int64_t vectors = params.offsets.num_seqs * merge_vectors(params, columns),
+                ctas = (vectors + kMergeThreads - 1) / kMergeThreads;
   return launch_dependent<kKernel>(params, {ctas}, kMergeThreads, 0, stream);
 }
 

@@ -6,7 +6,7 @@
 //     out = P V / l,  lse = scale m + ln l
 // Scores, sums and the output are f32; P is rounded to the element type for its product.
 //
-// Grid: one warp for each head of each sequence, found by its offsets alone (TinyItem). The work is
+// Grid: one warp for each head of each sequence, or for two where most are shorter than a block, found by its offsets alone (TinyItem). The work is
 // that of a copy, so the warp starts all its loads before it computes: K and V go straight from
 // global memory to registers, in the order in which the products want them, and stay there while
 // blocks of 16 queries pass, each loaded ahead. Nothing is shared between warps: no shared
@@ -26,19 +26,31 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_>
+template <typename Element_, int kDim_, int kHeads_ = 1>
 struct TinyForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns in registers: D and Dv, rounded up
+  // Of a sequence, that a warp takes: two where most have at most 16 rows (takes_pairs).
+  static constexpr int kHeads = kHeads_;
   // Few, since a CTA's slot is free only when the last of its warps is done.
   static constexpr int kWarps = 2;
   static constexpr int kThreads = kWarps * 32;
-  // 16 warps per SM with 128 registers for 32 columns; 64 columns of 64 keys need 246.
-  static constexpr int kMinCtas = kDim == 32 ? 8 : 4;
+  // 16 warps per SM with 128 registers for 32 columns; 64 columns of 64 keys need 246. Pairs, 24: what
+  // is spilled for that is of more keys than most have.
+  static constexpr int kMinCtas = kHeads == 2 ? 12 : kDim == 32 ? 8 : 4;
   static constexpr int kColumnBlocks = kDim / 32;
-  static constexpr PathName kName = PathName("cuda.attention.forward.tiny.d") + kDim;
-  static_assert(kDim == 32 || kDim == 64);
+  static constexpr PathName kName =
+      PathName("cuda.attention.forward.tiny.d") + kDim + (kHeads == 2 ? ".pairs" : "");
+  static_assert(kDim == 32 || (kDim == 64 && kHeads == 1));
 };
+
+// Whether a warp takes two heads of a sequence: where these have at most 16 rows on average. Their bits
+// are the same.
+inline bool takes_pairs(const AttentionParams& params) {
+  return params.heads == params.kv_heads && params.heads % 2 == 0 &&
+         params.q_offsets.total <= params.q_offsets.num_seqs * 16 &&
+         params.kv_offsets.total <= params.kv_offsets.num_seqs * 16;
+}
 
 // 16 rows of one head. Lane l holds, of rows l / 4 and l / 4 + 8, the chunk of 8 columns 8 (l % 4) of
 // each 32: half of it is the lane's part of one product over 16 columns, half of the next.
@@ -201,6 +213,73 @@ __device__ __forceinline__ void store_row(const float (&o)[kColumnBlocks * 4][4]
   }
 }
 
+// What turns scores into the output: places of this lane's first row of 16 queries, in `out` and lse.
+template <typename Config>
+struct TinyOutput {
+  using Element = typename Config::Element;
+  static constexpr int kColumnBlocks = Config::kColumnBlocks;
+
+  const AttentionParams& params;
+  LaneRows g;
+  char* lse;
+  unsigned lse_bytes;  // from row to row
+  int columns;         // left from the lane's first
+  float scale;
+  // At least a tiny positive number: with scale 0 all scores are equal, but a masked one, -inf, must
+  // stay so.
+  float scale_log2;
+
+  __device__ __forceinline__ TinyOutput(const AttentionParams& params, unsigned first_row,
+                                        unsigned head, int column)
+      : params(params),
+        g(params.out, first_row, head, column),
+        lse_bytes(params.heads * 4u),
+        columns(params.dim_v - column),
+        scale(static_cast<float>(params.scale)),
+        scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {
+    lse = static_cast<char*>(params.lse) + static_cast<uint64_t>(first_row) * lse_bytes + head * 4;
+  }
+
+  __device__ __forceinline__ void next_rows() {
+    g.data = g.row(16);
+    lse += 16 * static_cast<uint64_t>(lse_bytes);
+  }
+  __device__ __forceinline__ void next_head() {
+    g.data += static_cast<unsigned>(params.out.head_stride) * 2;
+    lse += 4;
+  }
+
+  // `row` is the lane's first in the sequence.
+  template <int kKeyBlocks>
+  __device__ __forceinline__ void finish(TinyScores<Config, kKeyBlocks>& scores,
+                                         const PairFragments<kColumnBlocks> (&v)[kKeyBlocks],
+                                         const TinyWindow& window, int row, int queries, int keys,
+                                         int lane) const {
+    if (scale < 0.0f) scores.negate();  // the maximum of scale * S lies where -S is largest
+    if (window.cuts()) {
+      scores.mask_window(window, row, keys, lane);
+    } else {
+      scores.mask_end(keys, lane);
+    }
+    scores.softmax(scale_log2);
+    float o[kColumnBlocks * 4][4] = {};
+    scores.multiply(o, v);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= queries) continue;
+      const float sum = scores.row_sum[half];
+      store_row<Element, kColumnBlocks>(o, half, sum == 0.0f ? 0.0f : ptx::rcp_approx(sum),
+                                        g.row(half * 8), columns);
+      if (lane % 4 == 0) {
+        *reinterpret_cast<float*>(lse + half * 8 * static_cast<uint64_t>(lse_bytes)) =
+            sum == 0.0f
+                ? -INFINITY
+                : __fmaf_rn(scores.row_max[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
+      }
+    }
+  }
+};
+
 // Queries of one head from begin to end, of all blocks of 16, where the keys fill kKeyBlocks of them.
 template <typename Config, int kKeyBlocks>
 __device__ __forceinline__ void attend(const AttentionParams& params, const TinySequence& sequence,
@@ -216,7 +295,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Tiny
   const int row = lane / 4, column = lane % 4 * 8, pair_row = lane % 4 * 2,
             pair_column = lane / 4 * 4;
   const unsigned first_row = sequence.queries.begin + begin + row;
-  LaneRows gQ(params.q, first_row, head, column), gOut(params.out, first_row, head, column);
+  LaneRows gQ(params.q, first_row, head, column);
   const LaneRows gK(params.k, sequence.keys.begin + row, kv_head, column),
       gV(params.v, sequence.keys.begin + pair_row, kv_head, pair_column);
   RowFragments<kColumnBlocks> q, k[kKeyBlocks];
@@ -229,14 +308,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Tiny
   for (int block = 0; block < kKeyBlocks; ++block)
     v[block].load(gV, block * 16, keys - pair_row, params.dim_v - pair_column);
 
-  // At least a tiny positive number: with scale 0 all scores are equal, but a masked one, -inf, must
-  // stay so.
-  const float scale = static_cast<float>(params.scale),
-              scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-30f);
+  TinyOutput<Config> output(params, first_row, head, column);
   const TinyWindow window(params, queries, keys);
-  const unsigned lse_bytes = params.heads * 4u;
-  char* gLse =
-      static_cast<char*>(params.lse) + static_cast<uint64_t>(first_row) * lse_bytes + head * 4;
 #pragma unroll 1
   for (int query = begin; query < end; query += 16) {
     TinyScores<Config, kKeyBlocks> scores;
@@ -244,31 +317,44 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Tiny
     const bool more = query + 16 < end;
     gQ.data = gQ.row(16);
     if (kLoadsAhead && more) q.load(gQ, 0, queries - query - 16 - row, params.dim_qk - column);
-    if (scale < 0.0f) scores.negate();  // the maximum of scale * S lies where -S is largest
-    if (window.cuts()) {
-      scores.mask_window(window, query + row, keys, lane);
-    } else {
-      scores.mask_end(keys, lane);
-    }
-    scores.softmax(scale_log2);
-    float o[kColumnBlocks * 4][4] = {};
-    scores.multiply(o, v);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (query + row + 8 * half >= queries) continue;
-      const float sum = scores.row_sum[half];
-      store_row<Element, kColumnBlocks>(o, half, sum == 0.0f ? 0.0f : ptx::rcp_approx(sum),
-                                        gOut.row(half * 8), params.dim_v - column);
-      if (lane % 4 == 0) {
-        *reinterpret_cast<float*>(gLse + half * 8 * static_cast<uint64_t>(lse_bytes)) =
-            sum == 0.0f
-                ? -INFINITY
-                : __fmaf_rn(scores.row_max[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
-      }
-    }
+    output.finish(scores, v, window, query + row, queries, keys, lane);
     if (!kLoadsAhead && more) q.load(gQ, 0, queries - query - 16 - row, params.dim_qk - column);
-    gOut.data = gOut.row(16);
-    gLse += 16 * static_cast<uint64_t>(lse_bytes);
+    output.next_rows();
+  }
+}
+
+// Two heads of a sequence of at most 16 queries and keys, each with keys of its own: all loads come
+// before the first product.
+template <typename Config>
+__device__ __forceinline__ void attend_pair(const AttentionParams& params,
+                                            const TinySequence& sequence, unsigned head, int lane) {
+  constexpr int kColumnBlocks = Config::kColumnBlocks;
+  const int queries = sequence.queries.len, keys = sequence.keys.len;
+  const int row = lane / 4, column = lane % 4 * 8, pair_row = lane % 4 * 2,
+            pair_column = lane / 4 * 4;
+  const unsigned first_row = sequence.queries.begin + row;
+  LaneRows gQ(params.q, first_row, head, column),
+      gK(params.k, sequence.keys.begin + row, head, column),
+      gV(params.v, sequence.keys.begin + pair_row, head, pair_column);
+  RowFragments<kColumnBlocks> q[2], k[2][1];
+  PairFragments<kColumnBlocks> v[2][1];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    q[i].load(gQ, 0, queries - row, params.dim_qk - column);
+    k[i][0].load(gK, 0, keys - row, params.dim_qk - column);
+    v[i][0].load(gV, 0, keys - pair_row, params.dim_v - pair_column);
+    gQ.data += static_cast<unsigned>(params.q.head_stride) * 2;
+    gK.data += static_cast<unsigned>(params.k.head_stride) * 2;
+    gV.data += static_cast<unsigned>(params.v.head_stride) * 2;
+  }
+  TinyOutput<Config> output(params, first_row, head, column);
+  const TinyWindow window(params, queries, keys);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    TinyScores<Config, 1> scores;
+    scores.add_product(q[i], k[i]);
+    output.finish(scores, v[i], window, row, queries, keys, lane);
+    output.next_head();
   }
 }
 
@@ -283,12 +369,11 @@ __device__ __forceinline__ void attend_to_nothing(const AttentionParams& params,
   }
 }
 
-// Queries of one head of a sequence, as many as there are of [begin, begin + 16 * blocks); one warp.
+// Queries of one head from begin to end; one warp.
 template <typename Config>
-__device__ __forceinline__ void attend_tiny(const AttentionParams& params, unsigned seq,
-                                            unsigned head, int begin, int blocks, int lane) {
-  const TinySequence sequence = tiny_sequence(params, seq);
-  const int end = min(sequence.queries.len, begin + 16 * blocks);
+__device__ __forceinline__ void attend_blocks(const AttentionParams& params,
+                                              const TinySequence& sequence, unsigned head,
+                                              int begin, int end, int lane) {
   if (begin >= end) return;
   switch ((sequence.keys.len + 15) / 16) {
     case 0:
@@ -304,10 +389,22 @@ __device__ __forceinline__ void attend_tiny(const AttentionParams& params, unsig
   }
 }
 
+// Queries of one head of a sequence, as many as there are of [begin, begin + 16 * blocks); one warp.
+template <typename Config>
+__device__ __forceinline__ void attend_tiny(const AttentionParams& params, unsigned seq,
+                                            unsigned head, int begin, int blocks, int lane) {
+  const TinySequence sequence = tiny_sequence(params, seq);
+  attend_blocks<Config>(params, sequence, head, begin,
+                        min(sequence.queries.len, begin + 16 * blocks), lane);
+}
+
+// A warp takes Config::kHeads heads of a sequence.
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tiny(
     const __grid_constant__ AttentionParams params) {
-  const unsigned heads = params.heads, item_ctas = TinyItem::ctas(params, heads, Config::kWarps);
+  constexpr unsigned kHeads = Config::kHeads;
+  const unsigned heads = params.heads,
+                 item_ctas = TinyItem::ctas(params, heads / kHeads, Config::kWarps);
   ptx::griddepcontrol_launch_dependents();  // launch_longer
   if (blockIdx.x >= item_ctas) {
     const unsigned cta = blockIdx.x - item_ctas;
@@ -316,14 +413,28 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     if (cta == 0) ptx::griddepcontrol_wait();  // launch_behind
     return;
   }
-  const TinyItem item(heads, Config::kWarps);
+  const TinyItem item(heads / kHeads, Config::kWarps);
   if (item.seq >= params.q_offsets.num_seqs) return;
-  attend_tiny<Config>(params, item.seq, item.head, 0, kTinyRows / 16, threadIdx.x % 32);
+  const int lane = threadIdx.x % 32;
+  if constexpr (kHeads == 1) {
+    attend_tiny<Config>(params, item.seq, item.head, 0, kTinyRows / 16, lane);
+  } else {
+    const TinySequence sequence = tiny_sequence(params, item.seq);
+    const int keys = sequence.keys.len;
+    const unsigned head = item.head * kHeads;
+    if (sequence.queries.len <= 16 && keys > 0 && keys <= 16) {
+      attend_pair<Config>(params, sequence, head, lane);
+    } else {
+#pragma unroll 1
+      for (unsigned i = 0; i < kHeads; ++i)
+        attend_blocks<Config>(params, sequence, head + i, 0, sequence.queries.len, lane);
+    }
+  }
 }
 
 template <auto kKernel, typename Config>
 cudaError_t launch_tiny_forward(const AttentionParams& params, cudaStream_t stream) {
-  const Grid grid{int64_t{TinyItem::ctas(params, params.heads, Config::kWarps)} +
+  const Grid grid{int64_t{TinyItem::ctas(params, params.heads / Config::kHeads, Config::kWarps)} +
                   TinyItem::kFillCtas};
   return launch_behind<kKernel>(is_behind_long(params), params, grid, Config::kThreads, 0, stream,
                                 path_behind_long(params, Config::kName));
@@ -333,6 +444,11 @@ template <typename Element>
 cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream) {
   return for_dim<64>(params, [&](auto dim) {
     using Config = TinyForwardConfig<Element, dim.value>;
+    if constexpr (dim.value == 32) {
+      using Pairs = TinyForwardConfig<Element, dim.value, 2>;
+      if (takes_pairs(params))
+        return launch_tiny_forward<forward_tiny<Pairs>, Pairs>(params, stream);
+    }
     return launch_tiny_forward<forward_tiny<Config>, Config>(params, stream);
   });
 }

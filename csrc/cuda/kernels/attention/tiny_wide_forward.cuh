@@ -17,6 +17,7 @@ namespace jagged_cuda::attention {
 template <typename Element_, int kDim_>
 struct TinyWideForwardConfig {
   using Element = Element_;
+  static constexpr int kHeads = 1;
   static constexpr int kDim = kDim_;  // D and Dv, rounded up
   static constexpr int kWarps = 2;
   static constexpr int kThreads = kWarps * 32;

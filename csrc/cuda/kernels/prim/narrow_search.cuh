@@ -44,6 +44,67 @@ __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offset
           static_cast<int64_t>((tile - (begin / kTile + low)) * kTile)};
 }
 
+// The sequence that holds a row, for warps that take rows first and ask for their sequences then.
+// Segments are those of prim/jagged.cuh: segment s holds the rows of sequence s - 1, the first and the
+// last one those outside all sequences. All 32 lanes of a warp together.
+class RowOwner {
+ public:
+  __device__ __forceinline__ RowOwner(const OffsetsView& offsets, uint32_t row)
+      : offsets_(offsets) {
+    search(row);
+  }
+
+  // Moves on to the owner of `row`, which lies behind the one before.
+  __device__ __forceinline__ void advance(uint32_t row) {
+    const uint32_t probe = segment_ + 1 + threadIdx.x % 32;
+    const uint32_t bound = bound_of(probe);
+    const unsigned stopped = ~__ballot_sync(0xffffffffu, probe < segments() && bound <= row);
+    if (stopped == 0) return search(row);
+    const int passed = __ffs(static_cast<int>(stopped)) - 1;
+    segment_ += passed;
+    end_ = __shfl_sync(0xffffffffu, bound, passed);
+  }
+
+  __device__ __forceinline__ bool is_sequence() const {
+    return segment_ >= 1 && segment_ + 1 < segments();
+  }
+  __device__ __forceinline__ uint32_t seq() const { return segment_ - 1; }
+  // The row behind its last one. With wrong offsets it may lie anywhere.
+  __device__ __forceinline__ uint32_t end() const { return end_; }
+
+ private:
+  __device__ __forceinline__ uint32_t segments() const {
+    return static_cast<uint32_t>(offsets_.num_seqs) + 2;
+  }
+  // The first row of segment `index`, which is not 0; behind the last one there are no rows.
+  __device__ __forceinline__ uint32_t bound_of(uint32_t index) const {
+    return index < segments() ? static_cast<uint32_t>(clamped_offset(offsets_, index - 1))
+                              : static_cast<uint32_t>(offsets_.total);
+  }
+  __device__ __forceinline__ void search(uint32_t row) {
+    // The first row of `low` is not behind `row`, that of `high`, `end_`, is.
+    uint32_t low = 0, high = segments();
+    end_ = static_cast<uint32_t>(offsets_.total);
+    while (high - low > 1) {
+      const uint32_t step = (high - low + 32) / 33, probe = low + step * (threadIdx.x % 32 + 1);
+      const bool exists = probe < high;
+      const uint32_t bound = exists ? bound_of(probe) : 0;
+      const unsigned stopped = ~__ballot_sync(0xffffffffu, exists && bound <= row);
+      const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
+      const uint32_t last = __shfl_sync(0xffffffffu, bound, passed);
+      low += step * passed;
+      if (low + step < high) {
+        high = low + step;
+        end_ = last;
+      }
+    }
+    segment_ = low;
+  }
+
+  const OffsetsView& offsets_;
+  uint32_t segment_, end_;
+};
+
 #endif  // __CUDACC__
 
 }  // namespace jagged_cuda
