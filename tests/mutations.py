@@ -417,7 +417,7 @@ FAULTS = (
         "rows of another warp",
         "cuda",
         "cuda/kernels/rows/combine_backward.cuh",
-        "const int64_t begin = warp * warp_rows, left",
+        "const int64_t begin = warp * launch.warp_rows, left",
         "const int64_t begin = warp * kRows, left",
         "tests/test_cuda.py -k test_gradients_beside_padded_rows_of_any_width",
     ),
