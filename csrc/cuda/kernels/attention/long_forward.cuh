@@ -770,6 +770,7 @@ struct LongForwardConsumer {
           finish_output(value_slot);
           ptx::fence_operands(s[0]);
           store_item(pending_stage, score);
+          if constexpr (!Storage::kStoresThroughQueries) release_item(pending_stage);
         } else {
           take_turn();
           start_scores(stage, score_slot);
@@ -783,7 +784,9 @@ struct LongForwardConsumer {
         finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
         score.update(s, p, [] {});
         if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
-        if (pending) release_item(pending_stage);
+        if constexpr (Storage::kStoresThroughQueries) {
+          if (pending) release_item(pending_stage);  // its copies ran beside this step
+        }
       }
       bool is_ready = shared.ring.test(slot);
       while (next < last) {
