@@ -195,7 +195,7 @@ class HSTULayer(nn.Module):
         """`[T, E]` -> what out_proj takes, `[T, H * v_dim]`."""
         part: Any = self._modules
         projected = F.silu(part["uvqk_proj"](part["input_norm"](rows)))
-        # Functions of C++, where split() and unflatten() are of Python: 4 us of the host's.
+        # Functions of C++; split() and unflatten() are of Python, and cost the host more.
         u, v, q, k = projected.split_with_sizes(self._sizes, -1)
         num_rows, num_heads = rows.size(0), self.num_heads
         read = jagged_hstu_attention(
