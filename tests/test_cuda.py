@@ -416,6 +416,9 @@ def test_path(
     assert last_kernel("cuda") == backward
 
 
+_CLUSTERS = ".words" if HOPPER else ".tiles"
+
+
 @pytest.mark.parametrize("dim", [-1, -2], ids=["columns", "rows"])
 @pytest.mark.parametrize(
     ("lengths", "keys", "rows_forward", "rows_backward"),
@@ -423,11 +426,23 @@ def test_path(
         ((5, 0, 30, 17) * 60, None, ".windows", ".windows"),
         ((1500, 3, 0, 40) * 12, (2, 800, 7, 33) * 12, ".tiles", ".tiles"),
         ((40, 60) * 15, (40, 20) * 15, ".tiles", ".tiles"),
-        ((130, 200) * 30, None, ".tiles", ".large_tiles"),
+        ((210, 250) * 30, None, ".tiles", ".large_tiles"),
         ((600, 400), None, ".tiles", ""),
         ((3, 13_000), (13_000, 19), ".tiles", ""),
+        # Whole matrices by clusters, and beside them what does not fit: too many rows, columns, both
+        ((130, 200, 75, 1) * 30, None, _CLUSTERS, _CLUSTERS),
+        ((900, 4, 0, 120, 300, 17) * 9, (20, 900, 7, 90, 250, 5) * 9, _CLUSTERS, _CLUSTERS),
     ],
-    ids=["small", "long_lines", "mean", "strips", "wide_strips", "global_memory"],
+    ids=[
+        "small",
+        "long_lines",
+        "mean",
+        "strips",
+        "wide_strips",
+        "global_memory",
+        "clusters",
+        "clusters_and_strips",
+    ],
 )
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_softmax_of_matrices(
