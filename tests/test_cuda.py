@@ -481,6 +481,18 @@ def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None
     assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
 
 
+@pytest.mark.parametrize("rows", [768, 769, 1023, 1025, 3000])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_softmax_counts_many_rows(dtype: torch.dtype, rows: int) -> None:
+    """A sum of as many exponentials of 1 as a column has rows."""
+    columns = 12
+    a = torch.zeros(rows * columns, device=CUDA, dtype=dtype)
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=-2)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.rows{_CLUSTERS or '.tiles'}"
+    torch.testing.assert_close(found, torch.full_like(a, 1 / rows))
+
+
 @pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_softmax_counts_many_small_terms(dtype: torch.dtype, columns: int) -> None:

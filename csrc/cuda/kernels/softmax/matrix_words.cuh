@@ -43,12 +43,14 @@ struct MatrixWordsConfig {
   static constexpr int kMinCtas = 1024 / kThreads;  // per SM: 64 registers
   static constexpr int kItems = 20, kGroup = 4;     // words of a thread; that are skipped together
   static constexpr int kColumns = 256;              // of a matrix, at most
-  static constexpr int kMaxRows = kItems * kPerWord<Element> * kThreads * kCluster;
   static constexpr int kPer = kPerWord<Element>;
   // Forward with the threads that spans.cuh has elsewhere, so that a result does not depend on the
   // kernel.
   static constexpr int kSpanThreads = kBackward ? kThreads : 128;
   using Spans = SpanConfig<Element, kBackward, false, kSpanThreads>;
+  // Of a matrix, at most. Forward what spans.cuh adds as integers, too, which bear 1,023 terms.
+  static constexpr int kMaxRows =
+      kBackward ? kItems * kPer * kThreads * kCluster : Spans::kMaxShort;
 };
 
 // How a cluster takes a matrix.
