@@ -38,8 +38,11 @@ bool fits_words(const Params& params) {
   return params.scale >= 1e-30 && params.scale <= 1e30;
 }
 
-// Elements of a mean matrix for which a cluster's registers are the fastest: larger ones do not fit.
-constexpr int64_t kMinOfCluster = 8192, kMaxOfCluster = 42'000;
+// Elements of a mean matrix for which a cluster's registers are the fastest: of a batch of larger ones
+// too many do not fit.
+template <bool kBackward>
+constexpr int64_t kMinOfCluster = kBackward ? 6'000 : 12'000;
+constexpr int64_t kMaxOfCluster = 18'000;
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
@@ -52,8 +55,9 @@ Kernel choose(const Params& params) {
   const bool by_words = fits_words<Element>(params);
   if (by_words && !params.over_rows) return Kernel::kWords;
   // Of floats forward a sum would depend on the kernel.
-  if (by_words && (kIs16Bit || softmax::Operands<Params>::kBackward) && mean >= kMinOfCluster &&
-      mean <= kMaxOfCluster && has_wgmma()) {
+  if (by_words && (kIs16Bit || softmax::Operands<Params>::kBackward) &&
+      mean >= kMinOfCluster<softmax::Operands<Params>::kBackward> && mean <= kMaxOfCluster &&
+      has_wgmma()) {
     return Kernel::kWords;
   }
   if (!softmax::Operands<Params>::kBackward) {

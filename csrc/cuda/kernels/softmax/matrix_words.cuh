@@ -491,7 +491,7 @@ template <typename Element, typename Params>
 cudaError_t launch_matrix_words(const Params& params, cudaStream_t stream) {
   using Config = MatrixWordsConfig<Element, Operands<Params>::kBackward>;
   // A cluster's share of a matrix that is computed by spans has 2^17 elements.
-  constexpr int kBuffer = (24 << 10) * (Config::kSpanThreads / 128), kTileLog2 = 17;
+  constexpr int kBuffer = 24 << 10, kTileLog2 = 17;
   constexpr Spans kSpans{(kBuffer + 32) / static_cast<int>(sizeof(Element)), kTileLog2};
   constexpr int kBytes = SpanShared<typename Config::Spans>::bytes(kSpans.buffer);
   static_assert(sizeof(MatrixShared<Config>) <= kBytes);
