@@ -430,12 +430,12 @@ _CLUSTERS = ".words" if HOPPER else ""
         ((600, 400), None, ".tiles", ""),
         ((3, 13_000), (13_000, 19), ".tiles", ""),
         # Whole matrices by clusters, and beside them what does not fit: too many rows or columns
-        ((130, 200, 75, 1) * 30, None, _CLUSTERS or ".tiles", _CLUSTERS or ".large_tiles"),
+        ((130, 200, 75, 1) * 30, None, _CLUSTERS or ".tiles", ".large_tiles"),
         (
             (900, 4, 0, 120, 300, 17) * 9,
             (20, 900, 7, 90, 250, 5) * 9,
             _CLUSTERS or ".tiles",
-            _CLUSTERS,
+            "",
         ),
     ],
     ids=[

@@ -40,9 +40,7 @@ bool fits_words(const Params& params) {
 
 // Elements of a mean matrix for which a cluster's registers are the fastest: of a batch of larger ones
 // too many do not fit.
-template <bool kBackward>
-constexpr int64_t kMinOfCluster = kBackward ? 6'000 : 12'000;
-constexpr int64_t kMaxOfCluster = 18'000;
+constexpr int64_t kMinOfCluster = 12'000, kMaxOfCluster = 18'000;
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
@@ -54,10 +52,9 @@ Kernel choose(const Params& params) {
   const int64_t mean = elems / (num_seqs > 0 ? num_seqs : 1);
   const bool by_words = fits_words<Element>(params);
   if (by_words && !params.over_rows) return Kernel::kWords;
-  // Of floats forward a sum would depend on the kernel.
-  if (by_words && (kIs16Bit || softmax::Operands<Params>::kBackward) &&
-      mean >= kMinOfCluster<softmax::Operands<Params>::kBackward> && mean <= kMaxOfCluster &&
-      has_wgmma()) {
+  // Forward alone (docs/performance_log.md); of floats a sum would depend on the kernel.
+  if (by_words && kIs16Bit && !softmax::Operands<Params>::kBackward && mean >= kMinOfCluster &&
+      mean <= kMaxOfCluster && has_wgmma()) {
     return Kernel::kWords;
   }
   if (!softmax::Operands<Params>::kBackward) {
@@ -89,7 +86,7 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
   if constexpr (!kIs64Bit) {
     if (kernel == Kernel::kWords) {
       if (!params.over_rows) return softmax::launch_row_words<Element>(params, stream);
-      if constexpr (kIs16Bit || kBackward) {
+      if constexpr (kIs16Bit && !kBackward) {
         return softmax::launch_matrix_words<Element>(params, stream);
       }
     }
