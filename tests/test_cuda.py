@@ -426,6 +426,9 @@ def test_path(
     assert last_kernel("cuda") == backward
 
 
+_CLUSTERS = ".words" if HOPPER else ""
+
+
 @pytest.mark.parametrize("dim", [-1, -2], ids=["columns", "rows"])
 @pytest.mark.parametrize(
     ("lengths", "keys", "rows_forward", "rows_backward"),
@@ -433,11 +436,28 @@ def test_path(
         ((5, 0, 30, 17) * 60, None, ".windows", ".windows"),
         ((1500, 3, 0, 40) * 12, (2, 800, 7, 33) * 12, ".tiles", ".tiles"),
         ((40, 60) * 15, (40, 20) * 15, ".tiles", ".tiles"),
-        ((130, 200) * 30, None, ".tiles", ".large_tiles"),
+        ((210, 250) * 30, None, ".tiles", ".large_tiles"),
         ((600, 400), None, ".tiles", ""),
         ((3, 13_000), (13_000, 19), ".tiles", ""),
+        # Whole matrices by clusters, and beside them what does not fit: too many rows or columns
+        ((130, 200, 75, 1) * 30, None, _CLUSTERS or ".tiles", ".large_tiles"),
+        (
+            (900, 4, 0, 120, 300, 17) * 9,
+            (20, 900, 7, 90, 250, 5) * 9,
+            _CLUSTERS or ".tiles",
+            "",
+        ),
     ],
-    ids=["small", "long_lines", "mean", "strips", "wide_strips", "global_memory"],
+    ids=[
+        "small",
+        "long_lines",
+        "mean",
+        "strips",
+        "wide_strips",
+        "global_memory",
+        "clusters",
+        "clusters_and_strips",
+    ],
 )
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_softmax_of_matrices(
@@ -469,6 +489,18 @@ def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None
     spec = spec_of(Layout((3, 1, 5, 2, 9)), kv_layout=keys, cross=True, dim=-1)
     judge(case, spec, dtype, CUDA)
     assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
+
+
+@pytest.mark.parametrize("rows", [768, 769, 1023, 1025, 3000])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_softmax_counts_many_rows(dtype: torch.dtype, rows: int) -> None:
+    """A sum of as many exponentials of 1 as a column has rows."""
+    columns = 15_000 // rows
+    a = torch.zeros(rows * columns, device=CUDA, dtype=dtype)
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=-2)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.rows{_CLUSTERS or '.tiles'}"
+    torch.testing.assert_close(found, torch.full_like(a, 1 / rows))
 
 
 @pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])
