@@ -443,7 +443,7 @@ _CLUSTERS = ".words" if HOPPER else ""
         ((130, 200, 75, 1) * 30, None, _CLUSTERS or ".tiles", ".large_tiles"),
         (
             (900, 4, 0, 120, 300, 17) * 9,
-            (20, 900, 7, 90, 250, 5) * 9,
+            (20, 900, 7, 90, 200, 5) * 9,
             _CLUSTERS or ".tiles",
             "",
         ),

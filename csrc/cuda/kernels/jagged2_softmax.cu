@@ -40,7 +40,7 @@ bool fits_words(const Params& params) {
 
 // Elements of a mean matrix for which a cluster's registers are the fastest: of a batch of larger ones
 // too many do not fit.
-constexpr int64_t kMinOfCluster = 12'000, kMaxOfCluster = 18'000;
+constexpr int64_t kMinOfCluster = 12'000, kMaxOfCluster = 16'400;
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
