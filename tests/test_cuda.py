@@ -426,7 +426,7 @@ def test_path(
     assert last_kernel("cuda") == backward
 
 
-_CLUSTERS = ".words" if HOPPER else ""
+_CLUSTERS, _RING = (".words", ".ring") if HOPPER else ("", "")
 
 
 @pytest.mark.parametrize("dim", [-1, -2], ids=["columns", "rows"])
@@ -447,6 +447,14 @@ _CLUSTERS = ".words" if HOPPER else ""
             _CLUSTERS or ".tiles",
             "",
         ),
+        # Small matrices of many elements in all by a ring, and beside them what does not fit
+        ((130, 200, 75, 1) * 60, None, _CLUSTERS or ".tiles", _RING or ".large_tiles"),
+        (
+            (900, 4, 0, 120, 300, 17, 60) * 32,
+            (20, 900, 7, 90, 200, 417, 70) * 32,
+            _CLUSTERS or ".tiles",
+            _RING or ".large_tiles",
+        ),
     ],
     ids=[
         "small",
@@ -457,6 +465,8 @@ _CLUSTERS = ".words" if HOPPER else ""
         "global_memory",
         "clusters",
         "clusters_and_strips",
+        "ring",
+        "ring_and_strips",
     ],
 )
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
@@ -501,6 +511,36 @@ def test_softmax_counts_many_rows(dtype: torch.dtype, rows: int) -> None:
     found = jagged_cuda.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=-2)
     assert last_kernel("cuda") == f"cuda.jagged2_softmax.rows{_CLUSTERS or '.tiles'}"
     torch.testing.assert_close(found, torch.full_like(a, 1 / rows))
+
+
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize(
+    ("count", "rows", "columns", "lead"),
+    [(250, 119, 121, 0), (1000, 125, 120, 5), (3000, 57, 55, 2), (200, 40, 416, 3)],
+)
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_gradients_of_matrices_in_a_ring(
+    dtype: torch.dtype, count: int, rows: int, columns: int, lead: int, offsets_dtype: torch.dtype
+) -> None:
+    """Wherever they begin in a chunk, with NaN beside them, and more of them than fit at a time."""
+    elems, tail = rows * columns, 11
+    slow = ".large_tiles" if elems >= 8192 else ".tiles"
+    offsets = torch.arange(count + 1, device=CUDA, dtype=offsets_dtype) * rows
+    y_offsets = torch.arange(count + 1, device=CUDA, dtype=offsets_dtype) * columns
+    begins = torch.arange(count + 1, device=CUDA) * elems + lead
+    out = torch.full((lead + count * elems + tail,), torch.nan, device=CUDA, dtype=dtype)
+    grad = torch.full_like(out, torch.nan)
+    p = torch.softmax(torch.randn(count, rows, columns, device=CUDA), 1).to(dtype)
+    dp = torch.randn(count, rows, columns, device=CUDA).to(dtype)
+    out[lead:-tail], grad[lead:-tail] = p.flatten(), dp.flatten()
+    backward = torch.ops.jagged_cuda.jagged2_softmax_backward
+    found = backward(grad, out, offsets, y_offsets, begins, -2, 0.7)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.rows{_RING or slow}"
+    p, dp = p.double(), dp.double()
+    expected = 0.7 * p * (dp - (p * dp).sum(1, keepdim=True))
+    torch.testing.assert_close(found[lead:-tail].double(), expected.flatten(), rtol=8e-3, atol=1e-6)
+    assert not found[:lead].any() and not found[-tail:].any()
+    assert_same_bits(backward(grad, out, offsets, y_offsets, begins, -2, 0.7), found)
 
 
 @pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])

@@ -1,5 +1,6 @@
 // jagged2_softmax: choice of the element type, and of the kernel by the matrices' mean size, which
 // the host knows: the vector's elements over the number of sequences.
+#include "cuda/kernels/softmax/matrix_ring.cuh"
 #include "cuda/kernels/softmax/matrix_words.cuh"
 #include "cuda/kernels/softmax/over_columns.cuh"
 #include "cuda/kernels/softmax/over_rows.cuh"
@@ -24,6 +25,7 @@ enum class Kernel {
   kWindows,     // softmax/spans.cuh, several matrices for a CTA
   kTiles,       // softmax/spans.cuh, small tiles of one matrix
   kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
+  kRing,        // softmax/matrix_ring.cuh, over rows, backward
   kRegisters,   // softmax/over_columns.cuh, softmax/over_rows.cuh
 };
 
@@ -42,6 +44,17 @@ bool fits_words(const Params& params) {
 // too many do not fit.
 constexpr int64_t kMinOfCluster = 12'000, kMaxOfCluster = 16'400;
 
+// Whether chunks of 16 bytes of all operands begin at the same elements.
+bool fits_ring(const Jagged2SoftmaxBackwardParams& params) {
+  const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16; };
+  return place(params.out) == place(params.grad_out) && place(params.out) == place(params.grad_a);
+}
+bool fits_ring(const Jagged2SoftmaxParams&) { return false; }
+
+// Elements of a mean matrix for which the ring is the fastest: of smaller ones each waits as long, of a
+// batch of larger ones too many do not fit. Fewer in all leave SMs without work.
+constexpr int64_t kMinOfRing = 3'000, kMaxOfRing = 20'000, kMinForRing = 3'000'000;
+
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
 // follows from the operands' addresses and the scale.
@@ -56,6 +69,10 @@ Kernel choose(const Params& params) {
   if (by_words && kIs16Bit && !softmax::Operands<Params>::kBackward && mean >= kMinOfCluster &&
       mean <= kMaxOfCluster && has_wgmma()) {
     return Kernel::kWords;
+  }
+  if (kIs16Bit && params.over_rows && mean >= kMinOfRing && mean <= kMaxOfRing &&
+      elems >= kMinForRing && fits_ring(params) && has_wgmma()) {
+    return Kernel::kRing;
   }
   if (!softmax::Operands<Params>::kBackward) {
     if (!kIs16Bit) return Kernel::kRegisters;
@@ -90,6 +107,9 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
         return softmax::launch_matrix_words<Element>(params, stream);
       }
     }
+  }
+  if constexpr (kIs16Bit && kBackward) {
+    if (kernel == Kernel::kRing) return softmax::launch_matrix_ring<Element>(params, stream);
   }
   if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
     switch (kernel) {
