@@ -130,8 +130,8 @@ FAULTS = (
         "lost barrier",
         "cuda",
         "cuda/kernels/jagged_softmax.cu",
-        "__syncthreads();\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
-        "\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
+        "__syncthreads();\n    const int own",
+        "const int own",
         "--op jagged_softmax",
     ),
     Fault(
