@@ -40,20 +40,22 @@ bool fits_words(const Params& params) {
   return params.scale >= 1e-30 && params.scale <= 1e30;
 }
 
-// Elements of a mean matrix for which a cluster's registers are the fastest: of a batch of larger ones
-// too many do not fit.
-constexpr int64_t kMinOfCluster = 12'000, kMaxOfCluster = 16'400;
+// Elements of a mean matrix for which a cluster's registers are the fastest: smaller ones leave most of
+// its threads without work, of a batch of larger ones too many do not fit.
+constexpr int64_t kMinOfCluster = 12'000, kMinOfCluster32 = 6'000, kMaxOfCluster = 16'400;
 
-// Whether chunks of 16 bytes of all operands begin at the same elements.
+// Whether all operands begin with a chunk of 16 bytes.
 bool fits_ring(const Jagged2SoftmaxBackwardParams& params) {
-  const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16; };
-  return place(params.out) == place(params.grad_out) && place(params.out) == place(params.grad_a);
+  return (reinterpret_cast<uintptr_t>(params.out) | reinterpret_cast<uintptr_t>(params.grad_out) |
+          reinterpret_cast<uintptr_t>(params.grad_a)) %
+             16 ==
+         0;
 }
 bool fits_ring(const Jagged2SoftmaxParams&) { return false; }
 
-// Elements of a mean matrix for which the ring is the fastest: of smaller ones each waits as long, of a
-// batch of larger ones too many do not fit. Fewer in all leave SMs without work.
-constexpr int64_t kMinOfRing = 3'000, kMaxOfRing = 20'000, kMinForRing = 3'000'000;
+// Elements of a mean matrix for which the ring is the fastest: smaller ones wait as long for each other,
+// and of larger ones it holds too few. Fewer in all leave SMs without work.
+constexpr int64_t kMinOfRing = 4'000, kMinForRing = 3'000'000;
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
@@ -61,20 +63,21 @@ constexpr int64_t kMinOfRing = 3'000, kMaxOfRing = 20'000, kMinForRing = 3'000'0
 template <typename Element, typename Params>
 Kernel choose(const Params& params) {
   constexpr bool kIs16Bit = sizeof(Element) == 2;
+  constexpr bool kBackward = softmax::Operands<Params>::kBackward;
   const int64_t num_seqs = params.matrices.rows.num_seqs, elems = params.matrices.capacity;
   const int64_t mean = elems / (num_seqs > 0 ? num_seqs : 1);
   const bool by_words = fits_words<Element>(params);
   if (by_words && !params.over_rows) return Kernel::kWords;
-  // Forward alone (docs/performance_log.md); of floats a sum would depend on the kernel.
-  if (by_words && kIs16Bit && !softmax::Operands<Params>::kBackward && mean >= kMinOfCluster &&
+  // Of floats a forward sum would depend on the kernel.
+  if (by_words && (kIs16Bit || kBackward) && mean >= (kIs16Bit ? kMinOfCluster : kMinOfCluster32) &&
       mean <= kMaxOfCluster && has_wgmma()) {
     return Kernel::kWords;
   }
-  if (kIs16Bit && params.over_rows && mean >= kMinOfRing && mean <= kMaxOfRing &&
+  if (kIs16Bit && params.over_rows && mean >= kMinOfRing && mean < kMinOfCluster &&
       elems >= kMinForRing && fits_ring(params) && has_wgmma()) {
     return Kernel::kRing;
   }
-  if (!softmax::Operands<Params>::kBackward) {
+  if (!kBackward) {
     if (!kIs16Bit) return Kernel::kRegisters;
     return mean < 800 ? Kernel::kWindows : Kernel::kTiles;
   }
@@ -103,7 +106,7 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
   if constexpr (!kIs64Bit) {
     if (kernel == Kernel::kWords) {
       if (!params.over_rows) return softmax::launch_row_words<Element>(params, stream);
-      if constexpr (kIs16Bit && !kBackward) {
+      if constexpr (kIs16Bit || kBackward) {
         return softmax::launch_matrix_words<Element>(params, stream);
       }
     }

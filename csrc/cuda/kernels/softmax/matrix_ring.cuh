@@ -3,7 +3,8 @@
 //
 // A matrix is one piece of memory. Cut into chunks of 16 bytes, 8 rows of C columns are C chunks,
 // wherever a row begins: chunks k and k + C hold the same columns. So there are neither strips nor
-// ragged rows, only the first and the last chunk may hold elements of others.
+// ragged rows, only the first and the last chunk may hold elements of others. A chunk that the vector's end
+// cuts is read by its elements.
 //
 // Grid: x, a CTA per SM, which takes an equal share of the vector's elements: the matrices that begin
 // there, the largest of each 32 first. One warp copies them to the ring, as far ahead as they fit; two
@@ -156,10 +157,13 @@ __device__ __forceinline__ void load_ring(const MatricesView& matrices, const El
       if (lane == 0) {
         shared.items[slot] = item;
         uint64_t& full = shared.full[slot];
-        ptx::mbarrier_arrive_expect_tx(full, 2 * 16 * item.chunks);
-        ptx::cp_async_bulk(sRing + item.place, gP + item.begin, 16 * item.chunks, full);
-        ptx::cp_async_bulk(sRing + item.place + item.chunks, gGrad + item.begin, 16 * item.chunks,
-                           full);
+        const int64_t whole = (matrices.capacity - item.begin) / kChunk;
+        const int bytes = 16 * (whole < item.chunks ? static_cast<int>(whole) : item.chunks);
+        ptx::mbarrier_arrive_expect_tx(full, 2 * bytes);
+        if (bytes > 0) {
+          ptx::cp_async_bulk(sRing + item.place, gP + item.begin, bytes, full);
+          ptx::cp_async_bulk(sRing + item.place + item.chunks, gGrad + item.begin, bytes, full);
+        }
       }
       __syncwarp();
       end += 2 * item.chunks;
@@ -215,9 +219,10 @@ __device__ __forceinline__ float element_of_chunk(const uint4& chunk, int e) {
 
 // The matrix at `item`, all threads of a group; `meet` is their barrier. `take` is called once.
 template <typename Config, typename Element, typename Meet, typename Take>
-__device__ __forceinline__ void softmax_ring_item(const RingItem& item, Element* gOut, uint4* sP,
-                                                  float* sSum, float scale, int thread, Meet meet,
-                                                  Take take) {
+__device__ __forceinline__ void softmax_ring_item(const RingItem& item, const Element* gP,
+                                                  const Element* gGrad, Element* gOut,
+                                                  int64_t capacity, uint4* sP, float* sSum,
+                                                  float scale, int thread, Meet meet, Take take) {
   constexpr int kChunk = Config::kChunk;
   uint4* sGrad = sP + item.chunks;
   const int step = item.abreast * item.columns, last = item.chunks - 1, tail = item.elems % kChunk;
@@ -231,7 +236,14 @@ __device__ __forceinline__ void softmax_ring_item(const RingItem& item, Element*
     for (int e = 0; e < item.head; ++e) sElems[e] = sGradElems[e] = from_sum<Element>(0);
   }
   if (has_last) {
-    for (int e = item.elems; e < item.chunks * kChunk; ++e) {
+    const int chunk = last * kChunk;
+    if (item.begin + chunk + kChunk > capacity) {  // nobody has copied it
+      for (int e = last == 0 ? item.head : chunk; e < item.elems; ++e) {
+        sElems[e] = gP[item.begin + e];
+        sGradElems[e] = gGrad[item.begin + e];
+      }
+    }
+    for (int e = item.elems; e < chunk + kChunk; ++e) {
       sElems[e] = sGradElems[e] = from_sum<Element>(0);
     }
   }
@@ -343,6 +355,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void matrix_ring_kernel(
   auto& shared = *reinterpret_cast<RingShared<Config>*>(sRing + RingShared<Config>::kRing);
   const Params& params = launch.spans.params;
   const MatricesView& matrices = params.matrices;
+  const auto* gP = static_cast<const Element*>(params.out);
+  const auto* gGrad = static_cast<const Element*>(params.grad_out);
   auto* gOut = static_cast<Element*>(params.grad_a);
   if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -359,9 +373,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void matrix_ring_kernel(
   const int warp = threadIdx.x / 32;
   if (warp == Config::kConsumers / 32) {
     const int64_t low = blockIdx.x * launch.share, end = low + launch.share;
-    load_ring<Config>(matrices, static_cast<const Element*>(params.out),
-                      static_cast<const Element*>(params.grad_out), low,
-                      end < matrices.capacity ? end : matrices.capacity, sRing, shared);
+    load_ring<Config>(matrices, gP, gGrad, low, end < matrices.capacity ? end : matrices.capacity,
+                      sRing, shared);
   } else if (warp == Config::kConsumers / 32 + 1) {
     if (threadIdx.x % 32 == 0) store_ring<Config>(gOut, sRing, shared);
     __syncwarp();
@@ -376,8 +389,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void matrix_ring_kernel(
       const RingItem item = shared.items[slot];
       if (item.elems < 0) break;
       softmax_ring_item<Config>(
-          item, gOut, sRing + item.place, shared.sum[group], scale, thread,
-          [&] { ptx::bar_sync(1 + group, kGroupThreads); },
+          item, gP, gGrad, gOut, matrices.capacity, sRing + item.place, shared.sum[group], scale,
+          thread, [&] { ptx::bar_sync(1 + group, kGroupThreads); },
           [&] {
             if (thread == 0) shared.taken[group][turn] = atomicAdd(&shared.next, 1);
           });
