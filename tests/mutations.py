@@ -382,22 +382,6 @@ FAULTS = (
         "tests/test_cuda.py -k test_softmax_counts_many_small_terms",
     ),
     Fault(
-        "a neighbour's elements in a sum",
-        "cuda",
-        "cuda/kernels/softmax/matrix_ring.cuh",
-        "for (int e = 0; e < item.head; ++e) sElems[e]",
-        "for (int e = 0; e < 0; ++e) sElems[e]",
-        "tests/test_cuda.py -k test_gradients_of_matrices_in_a_ring",
-    ),
-    Fault(
-        "a ring that is never full",
-        "cuda",
-        "cuda/kernels/softmax/matrix_ring.cuh",
-        "(tail < index && end + chunks - begin > kRing)",
-        "(tail < index && end + chunks - begin > 8 * kRing)",
-        "tests/test_cuda.py -k test_gradients_of_matrices_in_a_ring",
-    ),
-    Fault(
         "a lone element of no column",
         "cuda",
         "cuda/kernels/softmax/matrix_words.cuh",

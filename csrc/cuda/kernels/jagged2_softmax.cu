@@ -1,6 +1,5 @@
 // jagged2_softmax: choice of the element type, and of the kernel by the matrices' mean size, which
 // the host knows: the vector's elements over the number of sequences.
-#include "cuda/kernels/softmax/matrix_ring.cuh"
 #include "cuda/kernels/softmax/matrix_words.cuh"
 #include "cuda/kernels/softmax/over_columns.cuh"
 #include "cuda/kernels/softmax/over_rows.cuh"
@@ -25,7 +24,6 @@ enum class Kernel {
   kWindows,     // softmax/spans.cuh, several matrices for a CTA
   kTiles,       // softmax/spans.cuh, small tiles of one matrix
   kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
-  kRing,        // softmax/matrix_ring.cuh, over rows, backward
   kRegisters,   // softmax/over_columns.cuh, softmax/over_rows.cuh
 };
 
@@ -42,20 +40,7 @@ bool fits_words(const Params& params) {
 
 // Elements of a mean matrix for which a cluster's registers are the fastest: smaller ones leave most of
 // its threads without work, of a batch of larger ones too many do not fit.
-constexpr int64_t kMinOfCluster = 12'000, kMinOfCluster32 = 6'000, kMaxOfCluster = 16'400;
-
-// Whether all operands begin with a chunk of 16 bytes.
-bool fits_ring(const Jagged2SoftmaxBackwardParams& params) {
-  return (reinterpret_cast<uintptr_t>(params.out) | reinterpret_cast<uintptr_t>(params.grad_out) |
-          reinterpret_cast<uintptr_t>(params.grad_a)) %
-             16 ==
-         0;
-}
-bool fits_ring(const Jagged2SoftmaxParams&) { return false; }
-
-// Elements of a mean matrix for which the ring is the fastest: smaller ones wait as long for each other,
-// and of larger ones it holds too few. Fewer in all leave SMs without work.
-constexpr int64_t kMinOfRing = 4'000, kMinForRing = 3'000'000;
+constexpr int64_t kMinOfCluster = 12'000, kMinOfCluster32 = 6'000, kMaxOfCluster = 14'500;
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
@@ -72,10 +57,6 @@ Kernel choose(const Params& params) {
   if (by_words && (kIs16Bit || kBackward) && mean >= (kIs16Bit ? kMinOfCluster : kMinOfCluster32) &&
       mean <= kMaxOfCluster && has_wgmma()) {
     return Kernel::kWords;
-  }
-  if (kIs16Bit && params.over_rows && mean >= kMinOfRing && mean < kMinOfCluster &&
-      elems >= kMinForRing && fits_ring(params) && has_wgmma()) {
-    return Kernel::kRing;
   }
   if (!kBackward) {
     if (!kIs16Bit) return Kernel::kRegisters;
@@ -110,9 +91,6 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
         return softmax::launch_matrix_words<Element>(params, stream);
       }
     }
-  }
-  if constexpr (kIs16Bit && kBackward) {
-    if (kernel == Kernel::kRing) return softmax::launch_matrix_ring<Element>(params, stream);
   }
   if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
     switch (kernel) {
