@@ -23,9 +23,9 @@ struct TinyWideForwardConfig {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kMinCtas = 4;  // 8 warps per SM with up to 255 registers
   // Of a group: Q, K and V of 32 keys fill 160 registers.
-  static constexpr int kGroup = 4, kGroups = kDim / 32 / kGroup;
+  static constexpr int kGroup = kDim == 96 ? 3 : 4, kGroups = kDim / 32 / kGroup;
   static constexpr PathName kName = PathName("cuda.attention.forward.tiny.d") + kDim;
-  static_assert(kDim == 128 || kDim == 256);
+  static_assert(kDim == 96 || kDim == 128 || kDim == 256);
 };
 
 // What TinyScores and store_row know of a group of columns.
