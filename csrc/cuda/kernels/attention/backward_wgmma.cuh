@@ -227,7 +227,7 @@ __device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardPa
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
 }
 
-template <typename Config, bool kLooped>
+template <typename Config, bool kLooped, int kLeast>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
@@ -235,7 +235,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kLooped) {
-    TilesOfCta<Config::kRows>(params, params.q_offsets)
+    TilesOfCta<Config::kRows, kLeast>(params, params.q_offsets)
         .visit(shared.tile, [&](const JaggedTile& tile) {
           backward_dq_of_queries<Config>(params, shared, tile);
         });
@@ -381,7 +381,7 @@ __device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardPar
              params.grad_v.row_stride, rows, params.dim_v, true, lane);
 }
 
-template <typename Config, bool kLooped>
+template <typename Config, bool kLooped, int kLeast>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
@@ -389,7 +389,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();  // the plan of the kernel for long sequences
   if constexpr (kLooped) {
-    TilesOfCta<Config::kRows>(params, params.kv_offsets)
+    TilesOfCta<Config::kRows, kLeast>(params, params.kv_offsets)
         .visit(shared.tile, [&](const JaggedTile& tile) {
           backward_dkdv_of_keys<Config>(params, shared, tile);
         });
@@ -400,17 +400,27 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
 }
 
-template <typename Element, int kDim, int kStep, bool kLooped>
+// If kLooped, of sequences of more than kLeast rows.
+template <typename Element, int kDim, int kStep, bool kLooped, int kLeast = 0>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
-  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq, kLooped>>(
+  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq, kLooped, kLeast>>(
       params, params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
       sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
   if (error != cudaSuccess) return error;
-  return launch_dependent<backward_dkdv_wgmma<Dkdv, kLooped>>(
+  return launch_dependent<backward_dkdv_wgmma<Dkdv, kLooped, kLeast>>(
       params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
       sizeof(DkdvWgmmaStorage<Dkdv>), stream);
+}
+
+// Whether long sequences may hide among short ones, in self-attention of head dims up to 32, where no
+// other kernel takes them: then they have launches of their own, with large steps.
+inline bool hides_long(const AttentionBackwardParams& params) {
+  constexpr int64_t kEnoughRows = 8192;
+  return dim_bucket(params) == 32 && !params.longer_in_slabs && !has_long_sequences(params) &&
+         params.q_offsets.data == params.kv_offsets.data && params.q_offsets.total >= kEnoughRows &&
+         (params.max_len == 0 || params.max_len > kLongBackwardRows);
 }
 
 template <typename Element>
@@ -423,6 +433,18 @@ cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStr
       return any_longer && (dim.value == 32 || params.short_apart)
                  ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
                  : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+    }
+    if constexpr (dim.value == 32) {
+      if (hides_long(params)) {
+        AttentionBackwardParams part = params;
+        part.longer_in_slabs = true;
+        const cudaError_t error =
+            launch_backward_step<Element, 32, 64, true, kLongBackwardRows>(part, stream);
+        if (error != cudaSuccess) return error;
+        part = params;
+        part.long_plan = params.delta;  // left_to_long(); there is no plan
+        return launch_backward_step<Element, 32, 32, false>(part, stream);
+      }
     }
     if (!has_long_sequences(params))
       return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);

@@ -41,9 +41,9 @@ __device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params
 }
 
 // The tiles of longer sequences among those of this CTA in a grid of looped_grid(), where
-// params.longer_in_slabs. All lanes of a warp. (Kernels have an instance of their own with this loop:
+// params.longer_in_slabs: of those of more than kLeast rows, if that is more. All lanes of a warp. (Kernels have an instance of their own with this loop:
 // around one tile it costs up to a tenth.)
-template <int kTile>
+template <int kTile, int kLeast = 0>
 class TilesOfCta {
  public:
   __device__ __forceinline__ TilesOfCta(const AttentionParams& params, const OffsetsView& offsets)
@@ -52,7 +52,8 @@ class TilesOfCta {
   // False if there are no more. Two lanes look at the two tiles of a slab.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
     // Of sequences that no kernel for shorter ones takes, if these take the same of queries and keys.
-    const int limit = tiny_limit(params_), others = params_.short_apart ? kShortRows : limit,
+    const int limit = tiny_limit(params_),
+              others = kLeast > 0 ? kLeast : params_.short_apart ? kShortRows : limit,
               stride = static_cast<int>(gridDim.x), lane = static_cast<int>(threadIdx.x) % 32,
               num_slabs = static_cast<int>(num_longer_tiles(offsets_.total, limit) / 2);
     while (left_ == 0) {
