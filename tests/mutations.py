@@ -345,8 +345,8 @@ FAULTS = (
         "nobody for the rows outside",
         "cuda",
         "cuda/kernels/attention/few_forward.cuh",
-        "(items + Config::kTinyWarps - 1) / Config::kTinyWarps : 1),",
-        "(items + Config::kTinyWarps - 1) / Config::kTinyWarps : 0),",
+        "(kFillCtas + attention.heads - 1) / attention.heads, attention.heads};",
+        "0, attention.heads};",
         "tests/test_cuda.py -k test_no_sequence_but_rows",
     ),
     Fault(

@@ -58,6 +58,12 @@ _PRODUCT_PATHS = (
 # The forward path of attention, where its name is not that of the backward path.
 _FORWARD = {"wgmma.d64": "short.d64", "wide.d192": "long.d192", "wide.d256": "long.d256"}
 
+
+def _forward(path: str, dims: tuple[int, int]) -> str:
+    """The path of the forward pass, by that of the backward pass."""
+    return "wgmma.d96" if path == "wgmma.d128" and max(dims) <= 96 else _FORWARD.get(path, path)
+
+
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
@@ -215,7 +221,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
-            f"cuda.attention.forward.{_FORWARD.get(path, path)}",
+            f"cuda.attention.forward.{_forward(path, dims)}",
             f"cuda.attention.backward.{path}",
         )
         for dtype in _DTYPES.values()
@@ -983,6 +989,26 @@ def test_long_among_shorter_sequences_backward(
             assert last_kernel("cuda") == f"cuda.attention.backward.{name}.d{bucket}"
 
 
+# Beside so many others sequences of 1,024 rows and more have launches of their own, at D up to 32.
+LONG_HIDDEN = Layout(
+    (*(40, 0, 128, 70, 65, 1, 100) * 20, 1023, 1024, 1500, 300, 1025), base=5, tail=70
+)
+
+
+@pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
+@pytest.mark.parametrize("dims", [(32, 32), (16, 24)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_long_hidden_among_shorter_sequences_backward(
+    dtype: torch.dtype, dims: tuple[int, int], max_len: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    assert LONG_HIDDEN.total >= 8192
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}):
+        for heads in ((2, 2), (3, 1)):
+            spec = spec_of(LONG_HIDDEN, dims=dims, heads=heads, max_len=max_len, **options)
+            judge(case, spec, dtype, CUDA)
+
+
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (700, 30), (300, -1)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_backward_gives_the_same_bits(dim: int, window_size: tuple[int, int]) -> None:
@@ -1049,7 +1075,7 @@ def test_long_backward_does_not_depend_on_neighbours(dim: int) -> None:
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (400, 30)])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_scores_that_rise_along_the_keys(
     dtype: torch.dtype, dim: int, window_size: tuple[int, int]
@@ -1085,7 +1111,7 @@ def test_scores_that_rise_along_the_keys(
         torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1).T, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
     """A long sequence alone gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]

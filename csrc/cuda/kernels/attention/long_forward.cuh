@@ -933,7 +933,7 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
   const Grid grid{items < num_sms ? items : num_sms};
-  if (attention.long_first) {
+  if (attention.long_first && attention.plans_itself) {
     return launch<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage), stream,
                                         Config::kName);
   }
@@ -967,6 +967,8 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
     constexpr int kTileM = decltype(config)::kTileM;
     params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
     if (!params.plans_itself) {
+      // Those for shorter sequences, which are few then, fill its last round.
+      params.long_first = params.q_offsets.total >= params.q_offsets.num_seqs * kShortRows;
       return launch<plan_long<kTileM, AttentionParams>>(params, Grid{1}, kPlanThreads, 0, stream,
                                                         nullptr);
     }
