@@ -78,7 +78,7 @@ bool takes_few(const AttentionParams& params) {
                         (bucket == 64 && params.q_offsets.data == params.kv_offsets.data);
   return is_taken && takes_wgmma(params) && !all_tiny(params) &&
          (num_tiles(params.q_offsets.total, seqs, 64) +
-          seqs * (tiny_limit(params) / 16) / 4 + 1) *
+          seqs * (tiny_limit(params) / 16) / (bucket == 64 ? 4 : 5) + 1) *
                  params.heads <=
              most;
 }

@@ -4,10 +4,10 @@
 // what the kernel for short sequences does (short_forward.cuh), without its ring: a CTA has a tile of
 // 64 queries, which wait for nothing but the tile's own copies.
 //
-// Grid: y = heads; x = first the tiles of the former, then CTAs of the latter, of which kTinyWarps warps
-// take 16 queries of a sequence each, then some that write to the rows outside all sequences: so little
-// code comes before that of the others, which waits for its instructions. forward_few is compiled for one
-// CTA per SM, so that these have the registers that they want.
+// Grid: y = heads; x = first the tiles of the former, then CTAs of the latter, numbered over x and y,
+// whose warps take 16 queries of one head of a sequence each, and all of which write to the rows
+// outside all sequences. forward_few is compiled for one CTA per SM, so that these have the registers
+// that they want.
 //
 // forward_few: shared memory, barriers and edges are those of forward_wgmma.cuh; tiny sequences need
 // none.
@@ -36,40 +36,33 @@ struct FewForwardConfig {
   using Tiles = ForwardWgmmaConfig<Element, kDim>;
   using Tiny = std::conditional_t<kDim <= 64, TinyForwardConfig<Element, kDim>,
                                   TinyWideForwardConfig<Element, kDim>>;
-  static constexpr int kThreads = Tiles::kThreads, kTinyWarps = 4;
+  static constexpr int kThreads = Tiles::kThreads, kTinyWarps = kThreads / 32;
   static constexpr int kBlocks = (kDim <= 64 ? kTinyRows : kTinyWideRows) / 16;  // of a sequence
 };
 
-// CTAs of the grid's x.
-struct FewCtas {
-  unsigned tiles;
-  unsigned tiny;
-};
-
 struct FewForwardParams : ForwardWgmmaParams {
-  FewCtas ctas;
+  unsigned tile_ctas;  // of the grid's x
 };
 
-// The CTAs for tiny sequences and the rows outside all sequences, behind those for tiles.
+// The CTAs for tiny sequences, behind the others of the grid's x.
 template <typename Config>
-__device__ __forceinline__ void run_tiny(const AttentionParams& attention, const FewCtas& ctas) {
+__device__ __forceinline__ void run_tiny(const AttentionParams& attention, unsigned first_cta) {
   using Tiny = typename Config::Tiny;
-  const unsigned cta = blockIdx.x - ctas.tiles, warp = threadIdx.x / 32;
-  if (cta >= ctas.tiny) {
-    const unsigned own = (cta - ctas.tiny) * gridDim.y + blockIdx.y,
-                   all = (gridDim.x - ctas.tiles - ctas.tiny) * gridDim.y, heads = gridDim.y;
-    fill_outside(attention.q_offsets, attention.out.data, heads * attention.dim_v / 2, 0.0f, own,
-                 all);
-    fill_outside(attention.q_offsets, attention.lse, heads, -INFINITY, own, all);
-    return;
-  }
-  const unsigned block = cta * Config::kTinyWarps + warp, seq = block / Config::kBlocks;
-  if (warp >= Config::kTinyWarps || seq >= attention.q_offsets.num_seqs) return;
+  const unsigned heads = attention.heads, ctas = (gridDim.x - first_cta) * gridDim.y,
+                 cta = (blockIdx.x - first_cta) * gridDim.y + blockIdx.y,
+                 items =
+                     static_cast<unsigned>(attention.q_offsets.num_seqs) * Config::kBlocks * heads;
+  fill_outside(attention.q_offsets, attention.out.data, heads * attention.dim_v / 2, 0.0f, cta,
+               ctas);
+  fill_outside(attention.q_offsets, attention.lse, heads, -INFINITY, cta, ctas);
+  const unsigned item = cta * Config::kTinyWarps + threadIdx.x / 32;
+  if (item >= items) return;
+  const unsigned block = item / heads, seq = block / Config::kBlocks, head = item % heads;
   const int begin = static_cast<int>(block % Config::kBlocks) * 16, lane = threadIdx.x % 32;
   if constexpr (Tiny::kDim <= 64) {
-    attend_tiny<Tiny>(attention, seq, blockIdx.y, begin, 1, lane);
+    attend_tiny<Tiny>(attention, seq, head, begin, 1, lane);
   } else {
-    attend_tiny_wide<Tiny>(attention, seq, blockIdx.y, begin, 1, lane);
+    attend_tiny_wide<Tiny>(attention, seq, head, begin, 1, lane);
   }
 }
 
@@ -81,13 +74,13 @@ __global__ __launch_bounds__(Config::kThreads,
   if (!ptx::kIsSm90a) return;
   const AttentionParams& attention = params.attention;
   ptx::griddepcontrol_launch_dependents();
-  if (blockIdx.x < params.ctas.tiles) {
+  if (blockIdx.x < params.tile_ctas) {
     run_forward_wgmma<Tiles, false>(
         params, *reinterpret_cast<ForwardWgmmaStorage<Tiles>*>(wgmma_shared_bytes));
     if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_behind
     return;
   }
-  run_tiny<Config>(attention, params.ctas);
+  run_tiny<Config>(attention, params.tile_ctas);
 }
 
 template <typename Element_>
@@ -101,7 +94,7 @@ struct FewShortConfig {
 };
 
 struct FewShortParams : ShortForwardParams {
-  FewCtas ctas;
+  unsigned tile_ctas;  // of the grid's x
 };
 
 struct FewShortStorage : ShortLayout {
@@ -168,23 +161,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_fe
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   ptx::griddepcontrol_launch_dependents();
-  if (blockIdx.x < params.ctas.tiles) {
+  if (blockIdx.x < params.tile_ctas) {
     run_short_tile<Config>(params, *reinterpret_cast<FewShortStorage*>(wgmma_shared_bytes));
     if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_behind
     return;
   }
-  run_tiny<Config>(params.attention, params.ctas);
+  run_tiny<Config>(params.attention, params.tile_ctas);
 }
 
-// Counts them: of each head, which is y. There is always one for the rows outside all sequences, which may
-// be all rows there are.
+// The CTAs for tiles and behind them those for tiny sequences, a warp for each item: of y * kTinyWarps,
+// where y is the number of heads. At least one, since they write the rows outside all sequences, which
+// may be all there are.
 template <typename Config>
-Grid few_grid(FewCtas& ctas, const AttentionParams& attention, int64_t tiles) {
-  constexpr int kFillCtas = 16;
-  const int64_t blocks = attention.q_offsets.num_seqs * Config::kBlocks;
-  ctas.tiles = static_cast<unsigned>(tiles);
-  ctas.tiny = static_cast<unsigned>((blocks + Config::kTinyWarps - 1) / Config::kTinyWarps);
-  return {tiles + ctas.tiny + (kFillCtas + attention.heads - 1) / attention.heads, attention.heads};
+Grid few_grid(const AttentionParams& attention, int64_t tile_ctas) {
+  const int64_t items = attention.q_offsets.num_seqs * Config::kBlocks;
+  return {tile_ctas + (items > 0 ? (items + Config::kTinyWarps - 1) / Config::kTinyWarps : 1),
+          attention.heads};
 }
 
 template <typename Element>
@@ -196,9 +188,9 @@ cudaError_t launch_few_short(const AttentionParams& attention, cudaStream_t stre
   if (error != cudaSuccess) return error;
   const int64_t tiles =
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM);
-  const Grid grid = few_grid<Config>(params.ctas, attention, tiles);
+  params.tile_ctas = static_cast<unsigned>(tiles);
   return launch_behind<forward_few_short<Config>>(
-      is_behind_long(attention), params, grid, Config::kThreads,
+      is_behind_long(attention), params, few_grid<Config>(attention, tiles), Config::kThreads,
       sizeof(FewShortStorage), stream, path_behind_long(attention, Config::Short::kName));
 }
 
@@ -214,11 +206,11 @@ cudaError_t launch_forward_few(const AttentionParams& attention, cudaStream_t st
     params.heads_per_cta = 1;
     const cudaError_t error = encode_forward_maps<Tiles>(params, attention);
     if (error != cudaSuccess) return error;
-    const Grid grid = few_grid<Config>(
-        params.ctas, attention,
-        tile_grid(params.attention, attention.q_offsets, Tiles::kTileM, attention.heads).x);
+    const Grid tiles =
+        tile_grid(params.attention, attention.q_offsets, Tiles::kTileM, attention.heads);
+    params.tile_ctas = static_cast<unsigned>(tiles.x);
     return launch_behind<forward_few<Config>>(
-        is_behind_long(attention), params, grid, Config::kThreads,
+        is_behind_long(attention), params, few_grid<Config>(attention, tiles.x), Config::kThreads,
         sizeof(ForwardWgmmaStorage<Tiles>), stream, path_behind_long(attention, Tiles::kName));
   };
   if (fits_96(attention)) return launch_dim(Constant<96>{});
