@@ -41,9 +41,9 @@ __device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params
 }
 
 // The tiles of longer sequences among those of this CTA in a grid of looped_grid(), where
-// params.longer_in_slabs: of those of more than kLeast rows, if that is more. All lanes of a warp. (Kernels have an instance of their own with this loop:
+// params.longer_in_slabs. All lanes of a warp. (Kernels have an instance of their own with this loop:
 // around one tile it costs up to a tenth.)
-template <int kTile, int kLeast = 0>
+template <int kTile>
 class TilesOfCta {
  public:
   __device__ __forceinline__ TilesOfCta(const AttentionParams& params, const OffsetsView& offsets)
@@ -52,8 +52,7 @@ class TilesOfCta {
   // False if there are no more. Two lanes look at the two tiles of a slab.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
     // Of sequences that no kernel for shorter ones takes, if these take the same of queries and keys.
-    const int limit = tiny_limit(params_),
-              others = kLeast > 0 ? kLeast : params_.short_apart ? kShortRows : limit,
+    const int limit = tiny_limit(params_), others = params_.short_apart ? kShortRows : limit,
               stride = static_cast<int>(gridDim.x), lane = static_cast<int>(threadIdx.x) % 32,
               num_slabs = static_cast<int>(num_longer_tiles(offsets_.total, limit) / 2);
     while (left_ == 0) {
@@ -76,24 +75,6 @@ class TilesOfCta {
     return true;
   }
 
-  // Calls visit(tile) for each in all threads of the CTA. One warp searches: the loads of a search
-  // meet no line twice.
-  template <typename Visit>
-  __device__ __forceinline__ void visit(JaggedTile& shared_tile, Visit visit) {
-    for (;;) {
-      if (threadIdx.x < 32) {
-        JaggedTile tile;
-        if (!next(tile)) tile.row = -1;
-        if (threadIdx.x == 0) shared_tile = tile;
-      }
-      __syncthreads();
-      const JaggedTile tile = shared_tile;
-      if (tile.row < 0) return;
-      visit(tile);
-      __syncthreads();  // before the next tile's copies
-    }
-  }
-
  private:
   const AttentionParams& params_;
   const OffsetsView& offsets_;
@@ -101,5 +82,73 @@ class TilesOfCta {
   unsigned left_ = 0;
   int seq_, row_;
 };
+
+// The tiles of sequences of more than kLimit rows among those of this CTA. All lanes of a warp; a lane
+// looks at one sequence of every 32.
+template <int kTile, int kLimit>
+class LongTilesOfCta {
+ public:
+  __device__ __forceinline__ explicit LongTilesOfCta(const OffsetsView& offsets)
+      : offsets_(offsets) {}
+
+  // False if there are no more. Tiles are counted over all such sequences, and every n-th is this CTA's.
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    const int stride = static_cast<int>(gridDim.x), lane = static_cast<int>(threadIdx.x) % 32;
+    while (row_ >= rows_.len) {
+      while (left_ == 0) {
+        if (++group_ == kGroups) {
+          if (first_ >= offsets_.num_seqs) return false;
+#pragma unroll
+          for (int i = 0; i < kGroups; ++i) {
+            const int64_t own = first_ + i * 32 + lane;
+            const unsigned found = __ballot_sync(
+                0xffffffffu, own < offsets_.num_seqs && sequence_rows(offsets_, own).len > kLimit);
+            if (lane == i) found_ = found;
+          }
+          first_ += kGroups * 32;
+          group_ = 0;
+        }
+        left_ = __shfl_sync(0xffffffffu, found_, group_);
+      }
+      seq_ = first_ - (kGroups - group_) * 32 + __ffs(static_cast<int>(left_)) - 1;
+      left_ &= left_ - 1;
+      rows_ = sequence_rows(offsets_, seq_);
+      row_ = int64_t{(static_cast<int>(blockIdx.x) + stride - before_) % stride} * kTile;
+      before_ = static_cast<int>((before_ + (rows_.len + kTile - 1) / kTile) % stride);
+    }
+    tile = {seq_, rows_, row_};
+    row_ += int64_t{stride} * kTile;
+    return true;
+  }
+
+ private:
+  static constexpr int kGroups = 8;  // loads in flight
+
+  const OffsetsView& offsets_;
+  int64_t first_ = 0;  // of the groups of sequences to look at next
+  int group_ = kGroups - 1;
+  unsigned found_, left_ = 0;
+  int64_t seq_, row_ = 0;
+  RowRange rows_ = {0, 0};
+  int before_ = 0;  // tiles, modulo the number of CTAs
+};
+
+// Calls visit(tile) for each of a CTA's tiles in all of its threads. One warp searches: the loads of a
+// search meet no line twice.
+template <typename Tiles, typename Visit>
+__device__ __forceinline__ void visit_tiles(Tiles tiles, JaggedTile& shared_tile, Visit visit) {
+  for (;;) {
+    if (threadIdx.x < 32) {
+      JaggedTile tile;
+      if (!tiles.next(tile)) tile.row = -1;
+      if (threadIdx.x == 0) shared_tile = tile;
+    }
+    __syncthreads();
+    const JaggedTile tile = shared_tile;
+    if (tile.row < 0) return;
+    visit(tile);
+    __syncthreads();  // before the next tile's copies
+  }
+}
 
 }  // namespace jagged_cuda::attention
