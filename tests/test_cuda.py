@@ -995,18 +995,44 @@ LONG_HIDDEN = Layout(
 )
 
 
-@pytest.mark.parametrize("max_len", [False, True], ids=["", "max_len"])
 @pytest.mark.parametrize("dims", [(32, 32), (16, 24)])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_long_hidden_among_shorter_sequences_backward(
-    dtype: torch.dtype, dims: tuple[int, int], max_len: bool
+    dtype: torch.dtype, dims: tuple[int, int]
 ) -> None:
     case = CASES["jagged_flash_attention"]
-    assert LONG_HIDDEN.total >= 8192
     for options in ({}, {"causal": True}, {"window_size": (100, 30)}):
         for heads in ((2, 2), (3, 1)):
-            spec = spec_of(LONG_HIDDEN, dims=dims, heads=heads, max_len=max_len, **options)
+            spec = spec_of(LONG_HIDDEN, dims=dims, heads=heads, max_len=True, **options)
             judge(case, spec, dtype, CUDA)
+
+
+def test_long_hidden_among_many_shorter_sequences_backward() -> None:
+    """The same where there is so much to do that they are looked for without max_len."""
+    lengths = torch.tensor((*(100,) * 4100, 2000, *(60,) * 2000, 1024), device=CUDA)
+    offsets = jagged_cuda.offsets_from_lengths(lengths)
+    total = int(lengths.sum())
+    assert 2 * total >= 2**20
+    torch.manual_seed(0)
+    size = (total, 2, 32)
+    leaves = [
+        torch.randn(size, device=CUDA, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+    out = jagged_cuda.jagged_flash_attention(*leaves, offsets, causal=True)
+    given = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, given)
+    for seq in (0, 4099, 4100, 5000, 6101):
+        rows = slice(int(offsets[seq]), int(offsets[seq + 1]))
+        part = [leaf[rows].detach().double().movedim(0, 1).requires_grad_() for leaf in leaves]
+        wanted = torch.autograd.grad(
+            torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True),
+            part,
+            given[rows].double().movedim(0, 1),
+        )
+        for gradient, exact in zip(found, wanted, strict=True):
+            expected = exact.movedim(0, 1)
+            bound = 2**-6 * expected.abs().max() + 1e-2
+            assert ((gradient[rows].double() - expected).abs() <= bound).all(), seq
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (700, 30), (300, -1)])

@@ -431,13 +431,15 @@ cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStre
       params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), stream);
 }
 
-// Whether long sequences may hide among short ones, in self-attention of head dims up to 32, where no
-// other kernel takes them: then they have launches of their own, with large steps.
+// Whether long sequences hide among short ones, in self-attention of head dims up to 32, where no other
+// kernel takes them: then they have launches of their own, with large steps. Where nobody says so, only
+// if there is so much to do that to look for them, in all CTAs, takes little of it.
 inline bool hides_long(const AttentionBackwardParams& params) {
-  constexpr int64_t kEnoughRows = 8192;
+  constexpr int64_t kManyRows = int64_t{1} << 20;  // of all heads
   return dim_bucket(params) == 32 && !params.longer_in_slabs && !has_long_sequences(params) &&
-         params.q_offsets.data == params.kv_offsets.data && params.q_offsets.total >= kEnoughRows &&
-         (params.max_len == 0 || params.max_len > kLongBackwardRows);
+         params.q_offsets.data == params.kv_offsets.data &&
+         (params.max_len == 0 ? params.q_offsets.total >= kManyRows / params.heads
+                              : params.max_len > kLongBackwardRows);
 }
 
 // dq of long ones, of others, dk and dv of long ones, which waits for both, and of others beside it.
