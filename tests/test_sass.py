@@ -114,7 +114,7 @@ def _name(kernel: str, config: str, params: str, of: str) -> str:
     return f"_ZN11jagged_cuda9attention{kernel_part}INS0_{config_part}I{of}EEEEEvNS0_{params_part}E"
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 def test_a_turn_of_the_long_forward_is_products_and_nothing_else(library: Path, dim: int) -> None:
     """While one warpgroup's products run, the others are at their exponentials.
 

@@ -41,7 +41,8 @@ namespace jagged_cuda::attention {
 template <typename Element_, int kDim_>
 struct ForwardWgmmaConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
+  static constexpr int kDim = kDim_;  // columns of products: D and Dv, rounded up
+  static constexpr int kTileColumns = kDim == 96 ? 128 : kDim;  // of Q, K, V in shared memory
   static constexpr int kConsumers = 128;
   static constexpr int kThreads = kConsumers + 32;
   static constexpr int kTileM = 64;
@@ -52,7 +53,7 @@ struct ForwardWgmmaConfig {
   // As many as registers allow: one more would leave too few for S, P and O.
   static constexpr int kMinCtas = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
   static constexpr PathName kName = PathName("cuda.attention.forward.wgmma.d") + kDim;
-  static_assert(kDim == 32 || kDim == 64 || kDim == 128);
+  static_assert(kDim == 32 || kDim == 64 || kDim == 96 || kDim == 128);
 };
 
 struct ForwardWgmmaParams {
@@ -65,7 +66,7 @@ struct ForwardWgmmaParams {
 
 template <typename Config>
 struct ForwardWgmmaStorage {
-  using Tile = WarpgroupTile<typename Config::Element, 64, Config::kDim>;
+  using Tile = WarpgroupTile<typename Config::Element, 64, Config::kTileColumns>;
   static_assert(Config::kTileM == Tile::kRows && Config::kTileN == Tile::kRows);
   Tile sQ;
   Tile slots[Config::kSlots];
@@ -252,7 +253,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       const auto start_scores = [&] {
         ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
         ptx::wgmma_fence();
-        wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.stage]);
+        wgmma_rows_by_rows<Config::kDim>(s, shared.sQ, 0, shared.slots[ring.stage]);
         ptx::wgmma_commit_group();
         return ring.advance();
       };
@@ -384,7 +385,7 @@ cudaError_t encode_forward_maps(ForwardWgmmaParams& params, const AttentionParam
 
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
-  return for_dim<128>(attention, [&](auto dim) {
+  const auto launch_dim = [&](auto dim) {
     using Config = ForwardWgmmaConfig<Element, dim.value>;
     ForwardWgmmaParams params;
     params.attention = attention;
@@ -409,7 +410,8 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     };
     return attention.longer_in_slabs || by_sequence ? launch_kernel(Constant<1>{})
                                                     : launch_kernel(Constant<0>{});
-  });
+  };
+  return fits_96(attention) ? launch_dim(Constant<96>{}) : for_dim<128>(attention, launch_dim);
 }
 
 }  // namespace jagged_cuda::attention

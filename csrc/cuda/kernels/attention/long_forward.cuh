@@ -40,9 +40,9 @@
 // reads and writes its accumulators in the register file, which slows all other instructions of the
 // SM down by about 1.6: so what counts is how few there are between two turns.
 //
-// Shared memory, in rows of 2 kDim bytes: Q kTileM rows, twice (above 128 dims once); kSlots tiles of
-// kTileN rows, through which K and V pass in the order above. 112, 192, 216, 224 KiB for kDim 64,
-// 128, 192, 256.
+// Shared memory, in rows of 2 kTileColumns bytes: Q kTileM rows, twice (above 128 dims once); kSlots
+// tiles of kTileN rows, through which K and V pass in the order above. 112, 192, 192, 216, 224 KiB for
+// kDim 64, 96, 128, 192, 256: products of 96 columns leave out a quarter of tiles of 128.
 //
 // Barriers:           arrives                              waits
 //     items.full      scheduler, or prepare_masks          copier, computing warps
@@ -252,7 +252,8 @@ struct SoftmaxScore {
 template <typename Element_, int kDim_>
 struct LongForwardConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
+  static constexpr int kDim = kDim_;  // columns of products: D and Dv, rounded up
+  static constexpr int kTileColumns = kDim == 96 ? 128 : kDim;  // of Q, K, V in shared memory
   // Three need 160 registers each, which hold S, P and O of 64 dims.
   static constexpr int kWarpgroups = kDim == 64 ? 3 : 2;
   static constexpr int kTileM = kWarpgroups * 64;
@@ -273,7 +274,7 @@ struct LongForwardConfig {
   using Score = SoftmaxScore;
   using Bias = NoBias;
   static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
-  static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
+  static_assert(kDim == 64 || kDim == 96 || kDim == 128 || kDim == 192 || kDim == 256);
 };
 
 struct LongForwardParams {
@@ -300,8 +301,9 @@ struct LongForwardStorage {
   static_assert(!(kQueryRing && Config::kOwnQueries));
   // Whether the output of an item leaves through its tile of Q, which nobody has asked for then.
   static constexpr bool kStoresThroughQueries = !kQueryRing && !Config::kOwnQueries;
-  using QueryRows = WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kDim>;
-  using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kDim>;
+  using QueryRows =
+      WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kTileColumns>;
+  using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kTileColumns>;
   QueryRows sQ[kQueryTiles];
   KeyRows slots[Config::kSlots];
   Ring<kItems> items;  // of item, and of sQ if neither kOwnQueries nor kQueryRing
@@ -502,7 +504,7 @@ struct LongForwardConsumer {
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
-  static constexpr bool kGuesses = Config::kKeepsReference && Config::kDim == 128;
+  static constexpr bool kGuesses = Config::kKeepsReference && Config::kDim >= 96;
   static_assert(!(Storage::kStoresThroughQueries && kEndsEarly));  // else warps may read Q still
 
   const AttentionParams& attention;
@@ -587,7 +589,7 @@ struct LongForwardConsumer {
     if constexpr (kBiased) {
       add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
     } else {
-      wgmma_rows_by_rows(s, sOwn, row, shared.slots[stage]);
+      wgmma_rows_by_rows<Config::kDim>(s, sOwn, row, shared.slots[stage]);
     }
     ptx::wgmma_commit_group();
   }
@@ -917,7 +919,7 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   }
   if constexpr (Storage::kStoresThroughQueries) {
     const cudaError_t error =
-        encode_heads<WarpgroupTile<typename Config::Element, kStoredRows, Config::kDim>>(
+        encode_heads<WarpgroupTile<typename Config::Element, kStoredRows, Config::kTileColumns>>(
             params.out, attention, attention.out, attention.q_offsets.total, attention.heads,
             attention.dim_v);
     if (error != cudaSuccess) return error;
@@ -931,7 +933,7 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
       num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
       attention.heads;
   const Grid grid{items < num_sms ? items : num_sms};
-  if (attention.long_first) {
+  if (attention.long_first && attention.plans_itself) {
     return launch<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage), stream,
                                         Config::kName);
   }
@@ -948,6 +950,7 @@ template <typename Element, typename Launch>
 cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
   const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
   if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
+  if (dim <= 96) return launch(LongForwardConfig<Element, 96>());
   if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
   if (dim <= 192) return launch(LongForwardConfig<Element, 192>());
   return launch(LongForwardConfig<Element, 256>());
@@ -964,6 +967,10 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
     constexpr int kTileM = decltype(config)::kTileM;
     params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
     if (!params.plans_itself) {
+      // Those for shorter sequences, which are few then, fill its last round.
+      const int64_t few_shorter = dim_bucket(params) == 64 ? kShortRows : 1024;
+      params.long_first =
+          !is_wide(params) && params.q_offsets.total >= params.q_offsets.num_seqs * few_shorter;
       return launch<plan_long<kTileM, AttentionParams>>(params, Grid{1}, kPlanThreads, 0, stream,
                                                         nullptr);
     }

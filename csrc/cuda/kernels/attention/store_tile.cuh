@@ -10,13 +10,13 @@ namespace jagged_cuda::attention {
 // Rows of a warp that leave together.
 constexpr int kStoredRows = 16;
 
-// Writes a warp's rows, each times its scale, to those of a tile from `tile_row` on.
+// Writes a warp's rows, each times its scale, to the first columns of those of a tile from `tile_row` on.
 template <typename Tile, int kBlocks>
 __device__ __forceinline__ void write_rows(Tile& tile, int tile_row,
                                            const Accumulator<1, kBlocks>& o,
                                            const float (&scale)[2], int lane) {
   using Element = typename Tile::Element;
-  static_assert(kBlocks * 8 == Tile::kColumns && Tile::kRowBytes == 128);
+  static_assert(kBlocks * 8 <= Tile::kColumns && Tile::kRowBytes == 128);
   const uint32_t row = ptx::shared_address(tile.data) + (tile_row + lane % 16) * Tile::kRowBytes;
   const int place = lane / 16 ^ Tile::swizzle(lane % 16);
 #pragma unroll
