@@ -28,6 +28,9 @@ template <typename Params>
 constexpr bool is_wide(const Params& params) {
   return params.dim_qk > 128 || params.dim_v > 128;
 }
+// Where the heads of a group are packed into its tiles, the kernel for long sequences is faster from so
+// many rows of a tile on.
+constexpr int kPackedRows = 64;
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty. Wide heads have no other on compute capability 9.0, so it takes all that are not left
@@ -37,7 +40,8 @@ template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
   if (params.silu || is_general(params)) return kTinyRows;
-  return params.dim_qk > 64 || params.dim_v > 64 ? 192 : 256;
+  if (params.dim_qk <= 64 && params.dim_v <= 64) return kShortRows;
+  return params.packed_shift > 0 ? kPackedRows >> params.packed_shift : 192;
 }
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
@@ -92,6 +96,8 @@ struct AttentionParams {
   bool plans_itself;
   // True where it comes before the kernels for other lengths, since most rows are likely its own.
   bool long_first;
+  // Its tiles hold 2^packed_shift heads of each query (packing_shift()).
+  int packed_shift;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
@@ -99,6 +105,14 @@ struct AttentionParams {
 // Whether a call wants the kernels that look ranges of keys, biases and used parts up.
 constexpr bool is_general(const AttentionParams& params) {
   return params.key_ranges != nullptr || params.kv_lengths.data != nullptr || params.bias.any();
+}
+
+// How many heads of a group the forward kernel for long sequences packs into a tile, as a logarithm:
+// then K and V are read once for all of them, and a few queries fill a tile.
+constexpr int packing_shift(const AttentionParams& params) {
+  if (is_wide(params) || params.silu || is_general(params)) return 0;
+  const int group = params.heads / params.kv_heads;
+  return group % 8 == 0 ? 3 : group % 4 == 0 ? 2 : group % 2 == 0 ? 1 : 0;
 }
 
 constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16; }
