@@ -252,8 +252,8 @@ struct SoftmaxScore {
       const float sum = softmax.row_sum[half];
       factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
-        static_cast<float*>(params.lse)[(global_row + half * (8 >> packed_shift)) * params.heads +
-                                       head] =
+        static_cast<float*>(
+            params.lse)[(global_row + half * (8 >> packed_shift)) * params.heads + head] =
             sum == 0.0f
                 ? -INFINITY
                 : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
@@ -287,7 +287,7 @@ struct LongForwardConfig {
   using Mask = WindowMask<kTileN, kPacked>;
   using Score = SoftmaxScore;
   using Bias = NoBias;
-  static constexpr PathName kName = 
+  static constexpr PathName kName =
       PathName("cuda.attention.forward.long.") + (kPacked ? "packed.d" : "d") + kDim;
   static_assert(kDim == 64 || kDim == 128 || kDim == 192 || kDim == 256);
 };
@@ -364,8 +364,7 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
     if (kGeneral && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
     WorkItem item = {};
     // No memory holds the result of a sequence of 2^32 items; a division of 64 bits is long code.
-    const unsigned fastest = descending ? heads : tiles,
-                   place = static_cast<unsigned>(index);
+    const unsigned fastest = descending ? heads : tiles, place = static_cast<unsigned>(index);
     const int slow = static_cast<int>(place / fastest), fast = static_cast<int>(place % fastest);
     // With ranges the first may see most of all.
     const int later = kGeneral ? (slow == 0 ? 0 : tiles - slow) : tiles - 1 - slow;
@@ -666,9 +665,8 @@ struct LongForwardConsumer {
         send_rows(out, tile, warp_row, static_cast<int>(first_row), item.head, lane);
       } else {
         const auto offset_of = [&](int row) {
-          const int64_t in_row = Config::kPacked
-                                     ? (row & ((1 << shift) - 1)) * attention.out.head_stride
-                                     : 0;
+          const int64_t in_row =
+              Config::kPacked ? (row & ((1 << shift) - 1)) * attention.out.head_stride : 0;
           return (row >> shift) * attention.out.row_stride + in_row;
         };
         copy_rows(row_of<Element>(attention.out, first_row, item.head), offset_of, tile, warp_row,

@@ -145,9 +145,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     int tiles = 0;
     if (rank < num_sequences) {
       const PlannedSequence& sequence = plan.sequences[rank];
-      const int rows =
-          kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries)
-                  : sequence.num_queries << attention.packed_shift;
+      const int rows = kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries)
+                               : sequence.num_queries << attention.packed_shift;
       tiles = (rows + kTile - 1) / kTile;
       if (kOfKeys) atomicAdd(&all_tiles, static_cast<unsigned long long>(tiles));
     }

@@ -44,8 +44,8 @@ __device__ __forceinline__ void replace_behind(float (&s)[kBlocks][4], float val
                                                int column, int num_columns, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int columns = min(rows[half] + window.diagonal + window.after + 1, num_columns) -
-                        column - 2 * (lane % 4);
+    const int columns =
+        min(rows[half] + window.diagonal + window.after + 1, num_columns) - column - 2 * (lane % 4);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll

@@ -83,8 +83,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
   const cuuint64_t strides[2] = {stride_bytes(source.head_stride, source.heads),
                                  stride_bytes(source.row_stride, source.rows)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns),
-                             static_cast<cuuint32_t>(box_heads),
-                             static_cast<cuuint32_t>(box_rows)};
+                             static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const auto run = [&] {
     return encode(
