@@ -61,6 +61,22 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a packed row of the next head",
+        "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "const int head = item.head + (own_row & ((1 << shift) - 1));",
+        "const int head = item.head + (own_row + 1 & ((1 << shift) - 1));",
+        "tests/test_cuda.py -k packed_heads",
+    ),
+    Fault(
+        "a mask by rows of the tile",
+        "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "return kPacked ? row >> params_.packed_shift : row;",
+        "return row;",
+        "tests/test_cuda.py -k packed_heads",
+    ),
+    Fault(
         "columns behind a padded head not zero",
         "cuda",
         "cuda/kernels/attention/padded_heads.cu",
@@ -223,8 +239,8 @@ FAULTS = (
         "tail mask off by one",
         "cuda",
         "cuda/kernels/attention/long_forward.cuh",
-        "replace_behind(s, value, seen, row, key, tile_.num_keys, lane)",
-        "replace_behind(s, value, seen, row, key, tile_.num_keys + 1, lane)",
+        "replace_behind(s[0], value, seen, rows, key, tile_.num_keys, lane)",
+        "replace_behind(s[0], value, seen, rows, key, tile_.num_keys + 1, lane)",
         "--op jagged_flash_attention",
     ),
     Fault(

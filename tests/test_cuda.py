@@ -962,6 +962,38 @@ def test_long_among_shorter_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
+# Queries that, with the heads of a group, fill a part of a tile, beside edges of tiles of 2, 4, 8.
+PACKED = Layout((1, 33, 0, 4, 8, 9, 16, 17, 31, 32, 65, 128, 300, 257, 24), base=5, tail=7)
+PACKED_KEYS = Layout((300, 33, 7, 129, 600, 0, 64, 1, 257, 40, 128, 130, 301, 9, 900), base=2)
+
+
+@pytest.mark.parametrize("keys", [None, PACKED_KEYS], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(2, 1), (8, 2), (16, 2), (6, 1), (16, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 96)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_packed_heads(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], keys: Layout | None
+) -> None:
+    """Heads of a group share a tile; a sequence alone gives the bits that it gives among others."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (70, 30)}, {"scale": -0.3}):
+        spec = spec_of(PACKED, dims=dims, heads=heads, kv_layout=keys, **options)
+        sample = case.sample(spec, dtype, CUDA)
+        whole = run(case, sample, calls(case), None)
+        if HOPPER:
+            bucket = 64 if max(dims) <= 64 else 128
+            assert last_kernel("cuda") == f"cuda.attention.forward.long.packed.d{bucket}"
+        judge(case, spec, dtype, CUDA, backward=False)
+        if keys is not None:
+            continue
+        begin, end = PACKED.offsets().tolist()[-4:-2]
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        alone = dataclasses.replace(spec, layout=Layout((end - begin,)))
+        found = run(case, Sample(alone, rows, offsets, None), calls(case), None)
+        assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
 # The same for the backward pass, where those of 1,024 queries and more are long.
 LONG_BACKWARD = Layout((1023, 1025, 0, 1024, 64, 1153, 1, 1300), base=5, tail=70)
 LONG_BACKWARD_KEYS = Layout((300, 129, 3, 1200, 64, 0, 7, 1), base=2, tail=66)
