@@ -238,7 +238,9 @@ class LogitBias {
   }
 
   // Scores become logits: `scale` has the unit in it. `column` is the first of the step; `hidden` names
-  // groups of 16 columns of which the warp's rows see nothing, whose values do not matter.
+  // groups of 16 columns of which the warp's rows see nothing, whose values do not matter. kCompact is
+  // for kernels whose code is long: fewer instructions in memory, more that are executed.
+  template <bool kCompact>
   __device__ __forceinline__ void scale_and_add(Scores& s, float scale, const Step& step,
                                                 const Keys& keys, int column, unsigned hidden,
                                                 int lane) {
@@ -247,7 +249,7 @@ class LogitBias {
     } else if constexpr (kKind == BiasKind::kPositions) {
       add_positions(s, scale, step, column, lane);
     } else if constexpr (kKind == BiasKind::kTimes) {
-      add_times(s, scale, step, column, hidden, lane);
+      add_times<kCompact>(s, scale, step, column, hidden, lane);
     } else if constexpr (kKind == BiasKind::kAny) {
       if (has_positions()) {
         add_positions(s, scale, step, column, lane);
@@ -257,7 +259,7 @@ class LogitBias {
         add_keys(s, scale, step, keys, lane);
         scale = 1.0f;
       }
-      if (has_times()) add_times(s, scale, step, column, hidden, lane);
+      if (has_times()) add_times<kCompact>(s, scale, step, column, hidden, lane);
     }
   }
 
@@ -279,6 +281,20 @@ class LogitBias {
     return table_.groups[threadIdx.x / 32][place];
   }
   __device__ __forceinline__ const TimeTable& table() const { return table_.times; }
+
+  // use(group as a constant), so that registers can be named by it.
+  template <typename Use>
+  __device__ __forceinline__ static void with_group(int group, Use use) {
+    if (group == 0) {
+      use(std::integral_constant<int, 0>{});
+    } else if (group == 1) {
+      use(std::integral_constant<int, 1>{});
+    } else if (group == 2) {
+      use(std::integral_constant<int, 2>{});
+    } else {
+      use(std::integral_constant<int, 3>{});
+    }
+  }
 
   // Calls use(i, distance) for the lane's 8 scores of a group of two buckets, whose distances are
   // counted from `nearest` on, or, if that is null, of a narrow one.
@@ -306,11 +322,12 @@ class LogitBias {
     }
   }
 
-  // The bucket of one score, whatever its times.
-  __device__ __forceinline__ int time_bucket(int block, int i, int column, int lane) const {
+  // The bucket of one of the 8 scores of a group, whatever its times.
+  __device__ __forceinline__ int time_bucket(int group, int i, int column, int lane) const {
     const TimeSource& source = table_.source;
-    const int row = min(row_ + warp_row_ + 8 * (i / 2) + lane / 4, source.num_rows - 1),
-              other = min(column + block * 8 + 2 * (lane % 4) + i % 2, source.num_columns - 1);
+    const int row = min(row_ + warp_row_ + 8 * (i / 2 % 2) + lane / 4, source.num_rows - 1),
+              other = min(column + group * 16 + i / 4 * 8 + 2 * (lane % 4) + i % 2,
+                          source.num_columns - 1);
     const int64_t row_time = __ldg(source.rows + row), time = __ldg(source.columns + other);
     const int64_t query = kTransposed ? time : row_time, key = kTransposed ? row_time : time;
     return table_.times.bucket(bias(),
@@ -395,6 +412,7 @@ class LogitBias {
     }
   }
 
+  template <bool kCompact>
   __device__ __forceinline__ void add_times(Scores& s, float scale, const Step& step, int column,
                                             unsigned hidden, int lane) {
     constexpr unsigned kOfStep = 0xf;
@@ -402,19 +420,6 @@ class LogitBias {
     const unsigned one = (groups_.one >> source & kOfStep) | hidden,
                    two = groups_.two >> source & kOfStep,
                    narrow = groups_.narrow >> source & kOfStep;
-    if ((one | two | narrow) !=
-        kOfStep) {  // in local memory, since this is code that is seldom used
-      float found[kBlocks * 4];
-#pragma unroll 1
-      for (int element = 0; element < kBlocks * 4; ++element)
-        found[element] =
-            __ldg(table_.source.values + time_bucket(element / 4, element % 4, column, lane)) *
-            unit_;
-#pragma unroll
-      for (int i = 0; i < kBlocks * 4; ++i)
-        s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, found[i]);
-      return;
-    }
     if (one == kOfStep) {  // in a row, so that their latencies overlap
 #pragma unroll
       for (int group = 0; group < 4; ++group) {
@@ -425,30 +430,57 @@ class LogitBias {
       }
       return;
     }
+    if (!kCompact && (one | two | narrow) != kOfStep) {  // in local memory: this is seldom used
+      float found[kBlocks * 4];
+#pragma unroll 1
+      for (int i = 0; i < kBlocks * 4; ++i) found[i] = value_of(i / 8, i % 8, column, lane);
 #pragma unroll
-    for (int group = 0; group < 4; ++group) {
-      float (*own)[4] = &s[0][group * 2];
-      if ((one | two) >> group & 1) {
-        const TimeGroup own_group = this->group(source + group);
-        if (one >> group & 1) {
+      for (int i = 0; i < kBlocks * 4; ++i)
+        s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, found[i]);
+      return;
+    }
+    const auto add_group = [&](int group) {
+      const TimeGroup own = this->group(source + group);
+      float added[8];
+      if (one >> group & 1) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
-            own[i / 4][i % 4] = __fmaf_rn(own[i / 4][i % 4], scale, own_group.value);
-          continue;
-        }
-        for_each_distance(group, &own_group.nearest, step, lane, [&](int i, uint32_t away) {
-          own[i / 4][i % 4] =
-              __fmaf_rn(own[i / 4][i % 4], scale,
-                        away >= own_group.boundary ? own_group.behind : own_group.value);
+        for (int i = 0; i < 8; ++i) added[i] = own.value;
+      } else if (two >> group & 1) {
+        for_each_distance(group, &own.nearest, step, lane, [&](int i, uint32_t away) {
+          added[i] = away >= own.boundary ? own.behind : own.value;
         });
-      } else {
+      } else if (!kCompact || (narrow >> group & 1) != 0) {
         for_each_distance(group, nullptr, step, lane, [&](int i, uint32_t away) {
           const TimeCell cell = table_.times.cell(away);
-          own[i / 4][i % 4] =
-              __fmaf_rn(own[i / 4][i % 4], scale, away >= cell.boundary ? cell.behind : cell.value);
+          added[i] = away >= cell.boundary ? cell.behind : cell.value;
         });
+      } else {
+#pragma unroll 1
+        for (int element = 0; element < 8; ++element) {
+          const float found = value_of(group, element, column, lane);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) added[i] = i == element ? found : added[i];
+        }
       }
+      with_group(group, [&](auto constant) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& score = s[0][constant.value * 2 + i / 4][i % 4];
+          score = __fmaf_rn(score, scale, added[i]);
+        }
+      });
+    };
+    if constexpr (kCompact) {
+#pragma unroll 1
+      for (int group = 0; group < 4; ++group) add_group(group);
+    } else {
+#pragma unroll
+      for (int group = 0; group < 4; ++group) add_group(group);
     }
+  }
+  // The value of one of the 8 scores of a group, whatever its times.
+  __device__ __forceinline__ float value_of(int group, int i, int column, int lane) const {
+    return __ldg(table_.source.values + time_bucket(group, i, column, lane)) * unit_;
   }
 
   const AttentionBackwardParams& params_;

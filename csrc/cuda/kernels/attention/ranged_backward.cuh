@@ -67,7 +67,7 @@ struct RangedBackwardConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;  // queries or keys that a CTA owns
   static constexpr int kStep = 64;  // keys or queries of an iteration
-  // CTAs per SM.
+                                    // CTAs per SM.
   static constexpr int kDqCtas = kDim == 128 ? 2 : has_times(kBias) ? 3 : 4;
   static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
   static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
@@ -356,7 +356,8 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], no_keys, key, hidden, lane);
+      bias.template scale_and_add<kTables>(s, scale_of_logits, shared.sBias[stage], no_keys, key,
+                                           hidden, lane);
     }
     if constexpr (Config::kSilu) {
       for_each_score(s, [&](float& score) {
@@ -600,7 +601,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], keys, query, hidden, lane);
+      bias.template scale_and_add<false>(s, scale_of_logits, shared.sBias[stage], keys, query,
+                                         hidden, lane);
     }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {

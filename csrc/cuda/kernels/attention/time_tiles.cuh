@@ -143,6 +143,9 @@ class TimeGroups {
   unsigned two;
   unsigned narrow;
 
+  // Which lane has the group of a column.
+  __device__ __forceinline__ static int place_of(int column) { return column % kWindow / kColumns; }
+
   // Forgets what it knows: of another head.
   __device__ __forceinline__ void reset() { window_ = -1; }
 
@@ -180,7 +183,7 @@ class TimeGroups {
       narrow = __ballot_sync(kAll, away.widest < kNarrow && table.crowded == 0);
       __syncwarp();
     }
-    return column % kWindow / kColumns;
+    return place_of(column);
   }
 
  private:
