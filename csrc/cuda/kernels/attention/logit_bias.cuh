@@ -42,20 +42,12 @@ inline BiasKind bias_kind(const ScoreBias& bias) {
                      : BiasKind::kNone;
 }
 
-// Of each diagonal, which is column - row + 63, its value. Twice, the second time one further on, so
-// that of every row the diagonals of columns 2 c and 2 c + 1 lie in one aligned pair; 16 banks apart.
-using DiagonalValues = float[2][128 + 16];
-
 // What a step brings.
 template <BiasKind kKind>
 struct LogitStep {};
 template <>
 struct LogitStep<BiasKind::kKeys> {
   alignas(16) float keys[64];  // not kTransposed
-};
-template <>
-struct LogitStep<BiasKind::kPositions> {
-  alignas(16) DiagonalValues positions;
 };
 template <>
 struct LogitStep<BiasKind::kTimes> {
@@ -65,7 +57,6 @@ template <>
 struct LogitStep<BiasKind::kAny> {
   alignas(16) uint32_t times[64];  // the lower half
   alignas(16) float keys[64];      // not kTransposed
-  alignas(16) DiagonalValues positions;
 };
 
 // What all steps of a head share.
@@ -107,7 +98,8 @@ struct KeyOfLane<BiasKind::kTimes> {};
 
 template <BiasKind kKind, bool kTransposed>
 class LogitBias {
-  static constexpr int kRows = 64, kColumns = 64, kThreads = 128, kBlocks = kColumns / 8;
+  static constexpr int kRows = 64, kColumns = 64, kThreads = 128, kBlocks = kColumns / 8,
+                       kDiagonals = kRows + kColumns - 1;
   static constexpr bool kKeys = has_key_bias(kKind);
   static constexpr bool kPositions = attention::has_positions(kKind);
   static constexpr bool kTimes = attention::has_times(kKind);
@@ -135,6 +127,9 @@ class LogitBias {
                 first = static_cast<int>(max(min(bias().position_first, kFar), -kFar));
       // The queries and keys of diagonal 0 are the nearest if kTransposed, else the farthest.
       first_diagonal_ = (kTransposed ? shift - row - (kRows - 1) : row + shift + kRows - 1) - first;
+      const int lane = static_cast<int>(threadIdx.x) % 32,
+                diagonal = 2 * (lane % 4) - warp_row - lane / 4 + kRows - 1;
+      own_position_ = PositionTable::kMargin + (kTransposed ? diagonal : -diagonal - 1);
     }
     if constexpr (kTimes) {
       if (!has_times()) return;
@@ -169,6 +164,10 @@ class LogitBias {
         });
       }
     }
+    if constexpr (kPositions) {
+      if (has_positions())
+        positions_ = PositionTable(params_, head / (params_.heads / bias().position_heads)).values;
+    }
     if constexpr (kTimes) {
       if (has_times()) {
         const int column = head / (params_.heads / bias().time_heads);
@@ -190,11 +189,6 @@ class LogitBias {
     if constexpr (!kTransposed && kKeys) {
       if (has_keys()) load_keys_ = key_column(head);
     }
-    if constexpr (kPositions) {
-      if (has_positions())
-        load_positions_ = static_cast<const float*>(bias().position_table) +
-                          head / (params_.heads / bias().position_heads) * bias().position_buckets;
-    }
   }
 
   // Asks for the step from `column` on, of which some columns are there; the caller commits and waits.
@@ -211,29 +205,13 @@ class LogitBias {
           ptx::cp_async_4(&step.times[own], column_times_ + min(column + own, last), 4);
       }
     }
-    if constexpr (kPositions) {
-      if (has_positions()) {
-        if (own > 0 && has_one_position(column)) return;
-        const int bucket =
-            kTransposed ? first_position(column) + own : first_position(column) - own;
-        position_ = __ldg(load_positions_ + max(min(bucket, bias().position_buckets - 1), 0));
-      }
-    }
   }
 
   // Behind the wait for a step, and before the barrier: each thread writes what it has loaded.
-  __device__ __forceinline__ void finish_load(Step& step, int column) const {
+  __device__ __forceinline__ void finish_load(Step& step) const {
     const int own = static_cast<int>(threadIdx.x);
     if constexpr (!kTransposed && kKeys) {
       if (own < kColumns && has_keys()) step.keys[own] = key_ * unit_;
-    }
-    if constexpr (kPositions) {
-      if (has_positions()) {
-        if (own > 0 && has_one_position(column)) return;
-        const float value = position_ * unit_;
-        step.positions[0][own] = value;
-        step.positions[1][own + 1] = value;
-      }
     }
   }
 
@@ -247,12 +225,12 @@ class LogitBias {
     if constexpr (kKind == BiasKind::kKeys) {
       add_keys(s, scale, step, keys, lane);
     } else if constexpr (kKind == BiasKind::kPositions) {
-      add_positions(s, scale, step, column, lane);
+      add_positions(s, scale, column);
     } else if constexpr (kKind == BiasKind::kTimes) {
       add_times<kCompact>(s, scale, step, column, hidden, lane);
     } else if constexpr (kKind == BiasKind::kAny) {
       if (has_positions()) {
-        add_positions(s, scale, step, column, lane);
+        add_positions(s, scale, column);
         scale = 1.0f;
       }
       if (has_keys()) {
@@ -382,32 +360,25 @@ class LogitBias {
     }
   }
 
-  // Whether all diagonals of a step lie beyond the same end of the table: then the first alone is
-  // copied.
-  __device__ __forceinline__ bool has_one_position(int column) const {
-    const int first = first_position(column), least = kTransposed ? first : first - 126;
-    return least + 126 <= 0 || least >= bias().position_buckets - 1;
-  }
-  __device__ __forceinline__ void add_positions(Scores& s, float scale, const Step& step,
-                                                int column, int lane) const {
-    if (has_one_position(column)) {
-      const float added = step.positions[0][0];
-      for_each_score(s, [&](float& score) { score = __fmaf_rn(score, scale, added); });
-      return;
-    }
-    const int diagonal = 2 * (lane % 4) - warp_row_ - lane / 4 + kRows - 1, copy = diagonal % 2;
-    const float* pairs = &step.positions[copy][diagonal + copy];
+  __device__ __forceinline__ void add_positions(Scores& s, float scale, int column) const {
+    // A step beyond an end of the table has one value, as it lies in the margin.
+    const int last = bias().position_buckets - 1, first = first_position(column),
+              place = own_position_ + (kTransposed ? max(min(first, last), 1 - kDiagonals)
+                                                   : max(min(first, last + kDiagonals - 1), 0));
+    const float* pairs = PositionTable::pair(positions_, bias().position_buckets, place);
     // Rows and columns 8 further on have the same diagonals.
 #pragma unroll
     for (int step8 = -1; step8 < kBlocks; ++step8) {
-      const float2 added = *reinterpret_cast<const float2*>(pairs + 8 * step8);
+      const float2 pair =
+          *reinterpret_cast<const float2*>(pairs + (kTransposed ? 8 * step8 : -8 * step8));
+      const float added[2] = {kTransposed ? pair.x : pair.y, kTransposed ? pair.y : pair.x};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int block = step8 + half;
         if (block < 0 || block >= kBlocks) continue;
         float* two = &s[0][block][half * 2];
-        two[0] = __fmaf_rn(two[0], scale, added.x);
-        two[1] = __fmaf_rn(two[1], scale, added.y);
+        two[0] = __fmaf_rn(two[0], scale, added[0]);
+        two[1] = __fmaf_rn(two[1], scale, added[1]);
       }
     }
   }
@@ -491,9 +462,9 @@ class LogitBias {
   float unit_;
   const float* load_keys_;  // kv_bias of the head that is loaded; not kTransposed
   float key_;               // of the step that is loaded
-  float position_;          // likewise
   int first_diagonal_;
-  const float* load_positions_;  // [position_buckets] of that head
+  int own_position_;  // where the lane's first pair of diagonals lies if that of diagonal 0 is 0
+  const float* positions_;  // PositionTable::values of the head
   const int64_t* column_times_;
   uint32_t row_times_[2];  // of the lane's rows, the lower half
   LogitTable<kKind>& table_;

@@ -163,10 +163,21 @@ constexpr int kBoundsThreads = 128;
 
 // The rows of that grid behind the first.
 template <int kRows>
-__device__ __forceinline__ void find_times(const AttentionBackwardParams& params, int64_t index) {
+__device__ __forceinline__ void find_bias_tables(const AttentionBackwardParams& params,
+                                                 int64_t index) {
   const TimeTiles times(params);
   const ScoreBias& bias = params.bias;
-  const int kind = static_cast<int>(blockIdx.y) - 1;
+  const float unit = params.silu ? kLogitUnit<true> : kLogitUnit<false>;
+  int kind = static_cast<int>(blockIdx.y) - 1;
+  if (bias.position_table != nullptr) {
+    if (kind < bias.position_heads) {
+      PositionTable(params, kind)
+          .fill(bias, kind, unit, blockIdx.x * kBoundsThreads + threadIdx.x,
+                gridDim.x * kBoundsThreads);
+      return;
+    }
+    kind -= bias.position_heads;
+  }
   if (kind < 2) {
     const bool of_keys = kind == 1;
     const OffsetsView& offsets = of_keys ? params.kv_offsets : params.q_offsets;
@@ -178,20 +189,20 @@ __device__ __forceinline__ void find_times(const AttentionBackwardParams& params
   } else if (blockIdx.x == 0) {
     const int64_t table = kind - 2;
     times.tables[table].fill<kBoundsThreads>(
-        bias, static_cast<const float*>(bias.time_table) + table * bias.time_buckets,
-        params.silu ? kLogitUnit<true> : kLogitUnit<false>);
+        bias, static_cast<const float*>(bias.time_table) + table * bias.time_buckets, unit);
   }
 }
 
-// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With time_bias rows 1 and
-// 2 find the spans of times of queries and keys, and each other one fills a table of cells.
+// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With position_bias some
+// rows write its tables; with time_bias two find the spans of times of queries and keys, and each
+// other one fills a table of cells.
 template <int kRows>
 __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
     const __grid_constant__ AttentionBackwardParams params) {
   ptx::griddepcontrol_launch_dependents();
   const int64_t index = int64_t{blockIdx.x} * (kBoundsThreads / 32) + threadIdx.x / 32;
   if (blockIdx.y > 0) {
-    find_times<kRows>(params, index);
+    find_bias_tables<kRows>(params, index);
     return;
   }
   if (index >= params.q_offsets.total / kRows + params.q_offsets.num_seqs + 2) return;
@@ -254,21 +265,22 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
               kv_head, shared.barriers.full[stage]);
   };
+  constexpr bool kLoadsBias = has_key_bias(Config::kBias) || has_times(Config::kBias);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   Bias bias(params, tile.seq, tile.rows, kv, row, warp_row, kUnit, shared.bias_table);
   bias.set_load_head(head);
   KeyOfLane<BiasKind::kNone> no_keys;
   bias.set_head(head, no_keys);
   const auto copy_bias = [&](int key, int stage) {
-    if constexpr (Config::kBiased) {
+    if constexpr (kLoadsBias) {
       bias.load(shared.sBias[stage], key);
       ptx::cp_async_commit();
     }
   };
   const auto finish_bias = [&](int key, int stage) {
-    if constexpr (Config::kBiased) {
+    if constexpr (kLoadsBias) {
       ptx::cp_async_wait<0>();
-      bias.finish_load(shared.sBias[stage], key);
+      bias.finish_load(shared.sBias[stage]);
     }
   };
   if (steps.any()) {
@@ -509,7 +521,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
   bias.set_load_head(kv_head * group);
   bias.set_head(kv_head * group, keys);
-  constexpr bool kLoadsBias = has_positions(Config::kBias) || has_times(Config::kBias);
+  constexpr bool kLoadsBias = has_times(Config::kBias);
   constexpr bool kHasKeys = has_key_bias(Config::kBias);
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
@@ -573,7 +585,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         // -inf is of a row all of whose keys a bias hides: their P is 0 then.
         lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
       }
-      if constexpr (kLoadsBias) bias.finish_load(shared.sBias[stage], query);
     }
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
@@ -762,9 +773,10 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
   constexpr int kWarps = kBoundsThreads / 32;
   int64_t tiles = num_tiles(q_offsets.total, q_offsets.num_seqs, Config::kRows);
   int kinds = 1;  // rows of its grid
+  if (attention.bias.position_table != nullptr) kinds += attention.bias.position_heads;
   if (attention.bias.time_table != nullptr) {
     tiles = std::max(tiles, num_tiles(kv_offsets.total, kv_offsets.num_seqs, Config::kRows));
-    kinds = 3 + attention.bias.time_heads;
+    kinds += 2 + attention.bias.time_heads;
   }
   cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
       attention, Grid{(tiles + kWarps - 1) / kWarps, kinds}, kBoundsThreads, 0, stream, nullptr);

@@ -66,7 +66,44 @@ struct TimeTable {
 
 static_assert(sizeof(TimeTable) == kTimeTableBytes && sizeof(TimeSpan) == kTimeSpanBytes);
 
-// Where these are.
+// What follows the bounds of tiles.
+__device__ __forceinline__ char* behind_bounds(const AttentionBackwardParams& params) {
+  const OffsetsView& q = params.q_offsets;
+  return static_cast<char*>(params.tile_bounds) +
+         (q.total / 64 + q.num_seqs + 2) * kTileBoundsBytes;
+}
+
+// The values of position_bias of one head in the unit of logits: bucket i at i + kMargin, and both ends once more for all of the margins, so that the diagonals of any step
+// are one run. Twice, the second time one further on, so that each pair of neighbours lies aligned
+// in one of the two.
+struct PositionTable {
+  static constexpr int kMargin = kPositionMargin;
+  static_assert(kMargin >= 128);
+  float* values;  // [2][position_line(position_buckets)]
+
+  __device__ __forceinline__ PositionTable(const AttentionBackwardParams& params, int column) {
+    values = reinterpret_cast<float*>(behind_bounds(params)) +
+             column * 2 * position_line(params.bias.position_buckets);
+  }
+  // Of the numbers at `place` and behind it, out of those that a margin or the table has.
+  __device__ __forceinline__ static const float* pair(const float* values, int buckets, int place) {
+    return values + (place + place % 2 * (position_line(buckets) + 1));
+  }
+
+  // Some threads of several CTAs.
+  __device__ __forceinline__ void fill(const ScoreBias& bias, int column, float unit, int thread,
+                                       int threads) const {
+    const int buckets = bias.position_buckets;
+    const float* g = static_cast<const float*>(bias.position_table) + column * buckets;
+    for (int i = thread; i < buckets + 2 * kMargin; i += threads) {
+      const float value = __ldg(g + max(min(i - kMargin, buckets - 1), 0)) * unit;
+      values[i] = value;
+      values[position_line(buckets) + 1 + i] = value;
+    }
+  }
+};
+
+// Where what is known of times is.
 struct TimeTiles {
   TimeTable* tables;  // [time_heads]
   TimeSpan* queries;  // by block_of_rows()
@@ -79,9 +116,8 @@ struct TimeTiles {
   }
   __device__ __forceinline__ explicit TimeTiles(const AttentionBackwardParams& params) {
     const OffsetsView& q = params.q_offsets;
-    char* after =
-        static_cast<char*>(params.tile_bounds) + (q.total / 64 + q.num_seqs + 2) * kTileBoundsBytes;
-    tables = reinterpret_cast<TimeTable*>(after);
+    tables =
+        reinterpret_cast<TimeTable*>(behind_bounds(params) + position_tiles_bytes(params.bias));
     queries = reinterpret_cast<TimeSpan*>(tables + params.bias.time_heads);
     keys = queries + q.total / kRows + q.num_seqs + 2;
   }
