@@ -51,12 +51,12 @@ struct LogitStep<BiasKind::kKeys> {
 };
 template <>
 struct LogitStep<BiasKind::kTimes> {
-  alignas(16) uint32_t times[64];  // the lower half
+  alignas(16) uint32_t times[64];  // TimeTiles::before_latest or behind_soonest
 };
 template <>
 struct LogitStep<BiasKind::kAny> {
-  alignas(16) uint32_t times[64];  // the lower half
-  alignas(16) float keys[64];      // not kTransposed
+  alignas(16) uint32_t times[64];
+  alignas(16) float keys[64];  // not kTransposed
 };
 
 // What all steps of a head share.
@@ -137,13 +137,14 @@ class LogitBias {
       const TimeSpan* of_queries = tiles.queries + TimeTiles::block_of_rows(queries.begin, seq, 0);
       const TimeSpan* of_keys = tiles.keys + TimeTiles::block_of_rows(kv.begin, seq, 0);
       const int64_t *q_time = bias().q_time + queries.begin, *kv_time = bias().kv_time + kv.begin;
-      column_times_ = kTransposed ? q_time : kv_time;
+      const uint32_t *of_query = tiles.behind_soonest + queries.begin,
+                     *of_key = tiles.before_latest + kv.begin;
+      column_times_ = kTransposed ? of_query : of_key;
       for_each_row([&](int half, int own) {
-        row_times_[half] = static_cast<uint32_t>(__ldg((kTransposed ? kv_time : q_time) + own));
+        row_times_[half] = __ldcg((kTransposed ? of_key : of_query) + own);
       });
       if (threadIdx.x == 0) {
-        table.source = {nullptr,
-                        kTransposed ? kv_time : q_time,
+        table.source = {kTransposed ? kv_time : q_time,
                         kTransposed ? q_time : kv_time,
                         kTransposed ? of_keys : of_queries,
                         kTransposed ? of_queries : of_keys,
@@ -172,13 +173,14 @@ class LogitBias {
       if (has_times()) {
         const int column = head / (params_.heads / bias().time_heads);
         groups_.reset();
-        if (threadIdx.x == 0)
-          table_.source.values =
-              static_cast<const float*>(bias().time_table) + column * bias().time_buckets;
         const auto* g = reinterpret_cast<const uint4*>(TimeTiles(params_).tables + column);
         constexpr int kChunks = sizeof(TimeTable) / sizeof(uint4);
-        for (int i = threadIdx.x; i < kChunks; i += kThreads)
-          ptx::cp_async_16(reinterpret_cast<uint4*>(&table_.times) + i, g + i, 16);
+#pragma unroll
+        for (int i = 0; i < kChunks; i += kThreads) {
+          const int own = i + static_cast<int>(threadIdx.x);
+          if (own < kChunks)
+            ptx::cp_async_16(reinterpret_cast<uint4*>(&table_.times) + own, g + own, 16);
+        }
         ptx::cp_async_commit();
       }
     }
@@ -274,30 +276,35 @@ class LogitBias {
     }
   }
 
-  // Calls use(i, distance) for the lane's 8 scores of a group of two buckets, whose distances are
-  // counted from `nearest` on, or, if that is null, of a narrow one.
+  // Calls use(i, whether it is behind the boundary) for the lane's 8 scores of a group of two buckets.
   template <typename Use>
-  __device__ __forceinline__ void for_each_distance(int group, const uint32_t* nearest,
+  __device__ __forceinline__ void for_each_side(int group, const TimeGroup& own, const Step& step,
+                                                int lane, Use use) const {
+    const int least[2] = {static_cast<int>(own.boundary - row_times_[0]),
+                          static_cast<int>(own.boundary - row_times_[1])};
+    for_each_column(group, step, lane, [&](int i, uint32_t column) {
+      use(i, static_cast<int>(column) >= least[i / 2 % 2]);
+    });
+  }
+
+  // Calls use(i, distance and one) for the lane's 8 scores of a narrow group.
+  template <typename Use>
+  __device__ __forceinline__ void for_each_distance(int group, bool ordered, const TimeGroup& own,
                                                     const Step& step, int lane, Use use) const {
-    const uint32_t from = nearest == nullptr ? 0 : *nearest;
-    const uint32_t rows[2] = {kTransposed ? row_times_[0] + from : row_times_[0] - from,
-                              kTransposed ? row_times_[1] + from : row_times_[1] - from};
-    const int mirrored = bias().symmetric ? -1 : 0;
+    const uint32_t rows[2] = {own.apart + 1 + row_times_[0], own.apart + 1 + row_times_[1]};
+    uint32_t away[8];
+    for_each_column(group, step, lane,
+                    [&](int i, uint32_t column) { away[i] = rows[i / 2 % 2] + column; });
+    if (!ordered) {
+      const int mirrored = bias().symmetric ? -1 : 0;
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const auto pair =
-          *reinterpret_cast<const uint2*>(&step.times[group * 16 + b * 8 + 2 * (lane % 4)]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t other = i % 2 == 0 ? pair.x : pair.y, row = rows[i / 2];
-        uint32_t away = kTransposed ? other - row : row - other;
-        if (nearest == nullptr) {
-          const auto difference = static_cast<int>(away);
-          away = static_cast<uint32_t>(max(difference, difference * mirrored));
-        }
-        use(b * 4 + i, away);
+      for (int i = 0; i < 8; ++i) {
+        const int difference = static_cast<int>(away[i] - 1);
+        away[i] = static_cast<uint32_t>(max(difference, difference * mirrored)) + 1;
       }
     }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) use(i, away[i]);
   }
 
   // The bucket of one of the 8 scores of a group, whatever its times.
@@ -313,6 +320,17 @@ class LogitBias {
   }
 
  private:
+  template <typename Use>
+  __device__ __forceinline__ static void for_each_column(int group, const Step& step, int lane,
+                                                         Use use) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const auto pair =
+          *reinterpret_cast<const uint2*>(&step.times[group * 16 + b * 8 + 2 * (lane % 4)]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) use(b * 4 + i, i % 2 == 0 ? pair.x : pair.y);
+    }
+  }
   __device__ __forceinline__ bool has_keys() const {
     return kKind == BiasKind::kKeys || bias().kv_bias != nullptr;
   }
@@ -410,48 +428,58 @@ class LogitBias {
         s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, found[i]);
       return;
     }
-    const auto add_group = [&](int group) {
+    const unsigned ordered = groups_.ordered >> source;
+    // Calls use(i, what is added) for the lane's 8 scores of a group.
+    const auto find = [&](int group, auto use) {
       const TimeGroup own = this->group(source + group);
-      float added[8];
       if (one >> group & 1) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) added[i] = own.value;
+        for (int i = 0; i < 8; ++i) use(i, own.value);
       } else if (two >> group & 1) {
-        for_each_distance(group, &own.nearest, step, lane, [&](int i, uint32_t away) {
-          added[i] = away >= own.boundary ? own.behind : own.value;
-        });
+        for_each_side(group, own, step, lane,
+                      [&](int i, bool behind) { use(i, behind ? own.behind : own.value); });
       } else if (!kCompact || (narrow >> group & 1) != 0) {
-        for_each_distance(group, nullptr, step, lane, [&](int i, uint32_t away) {
+        for_each_distance(group, ordered >> group & 1, own, step, lane, [&](int i, uint32_t away) {
           const TimeCell cell = table_.times.cell(away);
-          added[i] = away >= cell.boundary ? cell.behind : cell.value;
+          use(i, away >= cell.boundary ? cell.behind : cell.value);
         });
       } else {
 #pragma unroll 1
         for (int element = 0; element < 8; ++element) {
           const float found = value_of(group, element, column, lane);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) added[i] = i == element ? found : added[i];
+          for (int i = 0; i < 8; ++i) {
+            if (i == element) use(i, found);
+          }
         }
       }
-      with_group(group, [&](auto constant) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float& score = s[0][constant.value * 2 + i / 4][i % 4];
-          score = __fmaf_rn(score, scale, added[i]);
-        }
-      });
     };
     if constexpr (kCompact) {
 #pragma unroll 1
-      for (int group = 0; group < 4; ++group) add_group(group);
+      for (int group = 0; group < 4; ++group) {
+        float added[8];
+        find(group, [&](int i, float value) { added[i] = value; });
+        with_group(group, [&](auto constant) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            float& score = s[0][constant.value * 2 + i / 4][i % 4];
+            score = __fmaf_rn(score, scale, added[i]);
+          }
+        });
+      }
     } else {
 #pragma unroll
-      for (int group = 0; group < 4; ++group) add_group(group);
+      for (int group = 0; group < 4; ++group) {
+        find(group, [&](int i, float value) {
+          float& score = s[0][group * 2 + i / 4][i % 4];
+          score = __fmaf_rn(score, scale, value);
+        });
+      }
     }
   }
   // The value of one of the 8 scores of a group, whatever its times.
   __device__ __forceinline__ float value_of(int group, int i, int column, int lane) const {
-    return __ldg(table_.source.values + time_bucket(group, i, column, lane)) * unit_;
+    return __ldg(table_.times.values + time_bucket(group, i, column, lane)) * unit_;
   }
 
   const AttentionBackwardParams& params_;
@@ -465,8 +493,8 @@ class LogitBias {
   int first_diagonal_;
   int own_position_;  // where the lane's first pair of diagonals lies if that of diagonal 0 is 0
   const float* positions_;  // PositionTable::values of the head
-  const int64_t* column_times_;
-  uint32_t row_times_[2];  // of the lane's rows, the lower half
+  const uint32_t* column_times_;
+  uint32_t row_times_[2];  // of the lane's rows, likewise
   LogitTable<kKind>& table_;
   TimeGroups groups_;
 };

@@ -184,8 +184,7 @@ __device__ __forceinline__ void find_bias_tables(const AttentionBackwardParams& 
     if (index >= offsets.total / kRows + offsets.num_seqs + 2) return;
     const JaggedTile tile = find_tile<kRows>(offsets, index);
     if (tile.seq < 0 || tile.row >= tile.rows.len) return;
-    TimeTiles::find_spans(of_keys ? times.keys : times.queries, tile,
-                          of_keys ? bias.kv_time : bias.q_time);
+    times.find_spans(of_keys, tile, of_keys ? bias.kv_time : bias.q_time);
   } else if (blockIdx.x == 0) {
     const int64_t table = kind - 2;
     times.tables[table].fill<kBoundsThreads>(

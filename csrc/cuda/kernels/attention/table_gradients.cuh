@@ -216,7 +216,7 @@ class TableGradients {
     const int source = TimeGroups::place_of(column);  // found with the logits
     const TimeGroups& groups = bias.groups();
     const unsigned one = groups.one >> source, two = groups.two >> source,
-                   narrow = groups.narrow >> source;
+                   narrow = groups.narrow >> source, ordered = groups.ordered >> source;
     const bool own = lane >= source && lane < source + 4 && (hidden >> (lane - source) & 1) == 0;
     const int lowest = __reduce_min_sync(kAll, own ? groups.first : INT_MAX),
               highest = __reduce_max_sync(kAll, own ? groups.last : 0);
@@ -271,21 +271,23 @@ class TableGradients {
         for (int i = 0; i < 8; ++i) sum += __float2int_rn(values[i]);
         add(first, sum);
       } else if (two >> group & 1) {
-        const TimeGroup own_group = bias.group(source + group);
         int sum = 0, behind = 0;
-        bias.for_each_distance(group, &own_group.nearest, step, lane, [&](int i, uint32_t away) {
-          const int value = __float2int_rn(values[i]);
-          sum += value;
-          behind += away >= own_group.boundary ? value : 0;
-        });
+        bias.for_each_side(group, bias.group(source + group), step, lane,
+                           [&](int i, bool is_behind) {
+                             const int value = __float2int_rn(values[i]);
+                             sum += value;
+                             behind += is_behind ? value : 0;
+                           });
         add(first, sum - behind);
         add(first + 1, behind);
       } else {
-        bias.for_each_distance(group, nullptr, step, lane, [&](int i, uint32_t away) {
-          const TimeCell cell = bias.table().cell(away);
-          add(static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0),
-              __float2int_rn(values[i]));
-        });
+        bias.for_each_distance(
+            group, ordered >> group & 1, bias.group(source + group), step, lane,
+            [&](int i, uint32_t away) {
+              const TimeCell cell = bias.table().cell(away);
+              add(static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0),
+                  __float2int_rn(values[i]));
+            });
       }
     }
     const float unit = __uint_as_float((2 * 127 - power) << 23);

@@ -24,7 +24,8 @@ inline int64_t time_tiles_bytes(const AttentionParams& params) {
   return int64_t{params.bias.time_heads} * kTimeTableBytes +
          (num_tiles(q.total, q.num_seqs, kTimeSpanRows) +
           num_tiles(kv.total, kv.num_seqs, kTimeSpanRows)) *
-             kTimeSpanBytes;
+             kTimeSpanBytes +
+         (q.total + kv.total) * 4;
 }
 
 }  // namespace jagged_cuda
