@@ -170,19 +170,20 @@ class LogitBias {
         positions_ = PositionTable(params_, head / (params_.heads / bias().position_heads)).values;
     }
     if constexpr (kTimes) {
-      if (has_times()) {
-        const int column = head / (params_.heads / bias().time_heads);
-        groups_.reset();
-        const auto* g = reinterpret_cast<const uint4*>(TimeTiles(params_).tables + column);
-        constexpr int kChunks = sizeof(TimeTable) / sizeof(uint4);
-#pragma unroll
-        for (int i = 0; i < kChunks; i += kThreads) {
-          const int own = i + static_cast<int>(threadIdx.x);
-          if (own < kChunks)
-            ptx::cp_async_16(reinterpret_cast<uint4*>(&table_.times) + own, g + own, 16);
-        }
-        ptx::cp_async_commit();
-      }
+      if (has_times()) groups_.reset();
+    }
+  }
+
+  // The bytes of copy_table().
+  __device__ __forceinline__ static int table_bytes(const ScoreBias& bias) {
+    return kTimes && bias.time_table != nullptr ? static_cast<int>(sizeof(TimeTable)) : 0;
+  }
+  // Copies what set_head() names, for whose bytes `full` waits; one thread.
+  __device__ __forceinline__ void copy_table(int head, uint64_t& full) const {
+    if constexpr (kTimes) {
+      if (!has_times()) return;
+      const int column = head / (params_.heads / bias().time_heads);
+      ptx::cp_async_bulk(&table_.times, TimeTiles(params_).tables + column, sizeof(TimeTable), full);
     }
   }
 

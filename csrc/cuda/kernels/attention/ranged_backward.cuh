@@ -68,7 +68,7 @@ struct RangedBackwardConfig {
   static constexpr int kRows = 64;  // queries or keys that a CTA owns
   static constexpr int kStep = 64;  // keys or queries of an iteration
                                     // CTAs per SM.
-  static constexpr int kDqCtas = kDim == 128 ? 2 : has_times(kBias) ? 3 : 4;
+  static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
   static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
   static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
@@ -120,12 +120,12 @@ struct RangedTablesStorage : RangedDqStorage<Config> {
   TableGradientStorage<Config::kBias> tables;
 };
 
-// Copies the same rows of two operands; one thread.
+// Copies the same rows of two operands; one thread. `more` bytes will be copied, too.
 template <typename Tile>
 __device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Tile& b,
                                           const CUtensorMap& b_map, int64_t row, int head,
-                                          uint64_t& full) {
-  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)));
+                                          uint64_t& full, int more = 0) {
+  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)) + more);
   copy_expected_tile(a, a_map, row, head, full);
   copy_expected_tile(b, b_map, row, head, full);
 }
@@ -248,7 +248,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
   const bool copies = threadIdx.x == 0;
   if (copies) {
     copy_pair(shared.sQ, kernel_params.q, shared.sGradOut, kernel_params.grad_out, global_row, head,
-              shared.barriers.own);
+              shared.barriers.own, Bias::table_bytes(params.bias));
   }
   const RowRange kv = used_rows(params, tile.seq);
   const int num_keys = static_cast<int>(kv.len);
@@ -270,6 +270,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
   bias.set_load_head(head);
   KeyOfLane<BiasKind::kNone> no_keys;
   bias.set_head(head, no_keys);
+  if (copies) bias.copy_table(head, shared.barriers.own);
   const auto copy_bias = [&](int key, int stage) {
     if constexpr (kLoadsBias) {
       bias.load(shared.sBias[stage], key);
@@ -505,9 +506,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   }
   shared.barriers.init();
   const bool copies = threadIdx.x == 0;
+  using Bias = LogitBias<Config::kBias, true>;
   if (copies) {
     copy_pair(shared.sK, kernel_params.k, shared.sV, kernel_params.v, global_row, kv_head,
-              shared.barriers.own);
+              shared.barriers.own, Bias::table_bytes(params.bias));
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
   const int num_queries = static_cast<int>(queries.len);
@@ -515,11 +517,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
                              window_rows32(params.window_right)};
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   constexpr float kUnit = kLogitUnit<Config::kSilu>;
-  LogitBias<Config::kBias, true> bias(params, tile.seq, queries, {tile.rows.begin, num_keys}, row,
-                                      warp_row, kUnit, shared.bias_table);
+  Bias bias(params, tile.seq, queries, {tile.rows.begin, num_keys}, row, warp_row, kUnit,
+            shared.bias_table);
   KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
   bias.set_load_head(kv_head * group);
   bias.set_head(kv_head * group, keys);
+  if (copies) bias.copy_table(kv_head * group, shared.barriers.own);
   constexpr bool kLoadsBias = has_times(Config::kBias);
   constexpr bool kHasKeys = has_key_bias(Config::kBias);
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
@@ -707,8 +710,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         }
       }
       if (next_head < last_head) {
-        if constexpr (has_times(Config::kBias)) __syncthreads();  // of the table before
         bias.set_head(next_head, keys);
+        if constexpr (has_times(Config::kBias)) {
+          __syncthreads();  // of the table before
+          if (copies) {
+            ptx::mbarrier_arrive_expect_tx(shared.barriers.own, Bias::table_bytes(params.bias));
+            bias.copy_table(next_head, shared.barriers.own);
+          }
+          ptx::mbarrier_wait(shared.barriers.own, (next_head - kv_head * group) % 2);
+        }
       }
     }
     head = next_head;
