@@ -471,7 +471,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_
   ptx::griddepcontrol_wait();
 }
 
-template <typename Config>
+// kSums: with the gradient of kv_bias.
+template <typename Config, bool kSums>
 __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dkdv(
     const __grid_constant__ RangedBackwardParams kernel_params) {
   const AttentionBackwardParams& params = kernel_params.attention;
@@ -524,7 +525,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   bias.set_head(kv_head * group, keys);
   if (copies) bias.copy_table(kv_head * group, shared.barriers.own);
   constexpr bool kLoadsBias = has_times(Config::kBias);
-  constexpr bool kHasKeys = has_key_bias(Config::kBias);
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
@@ -584,8 +584,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       ptx::cp_async_wait<0>();
       if (!Config::kSilu && threadIdx.x < kStep) {
         float& lse = shared.sLse[stage][threadIdx.x];
-        // -inf is of a row all of whose keys a bias hides: their P is 0 then.
-        lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
+        lse = lse * kLog2E;
+        if constexpr (Config::kBiased) {
+          // -inf is of a row all of whose keys a bias hides: their P is 0 then. So is that of
+          // queries past the end, whatever their bias.
+          if (lse == -INFINITY) lse = 0.0f;
+          if (static_cast<int>(threadIdx.x) >= valid) lse = INFINITY;
+        }
       }
     }
     __syncthreads();                     // the step before is done with the other stage
@@ -602,14 +607,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     }
     if (next_head != head && next_head < last_head) bias.set_load_head(next_head);
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
-    // Queries past the end, whose scores are 0, see no key: a bias alone may be large.
-    const bool hides = is_cut || (Config::kBiased && valid < kStep);
     SeenBy64 seen;
-    if (hides) {
+    if (is_cut) {
       seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
                       row + warp_row, lane);
     }
-    const unsigned hidden = has_times(Config::kBias) && hides ? seen.hidden_groups() : 0;
+    unsigned hidden = 0;  // groups of 16 queries
+    if constexpr (has_times(Config::kBias))
+      hidden = is_cut ? seen.hidden_groups() : ~bits_below((valid + 15) / 16) & 0xf;
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
@@ -641,7 +646,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       } else {
         activate(Constant<0>{});
       }
-      if (hides) seen.keep(p, s, SiluOf::kNoSlope, lane);
+      if (is_cut) seen.keep(p, s, SiluOf::kNoSlope, lane);
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -653,7 +658,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           s[0][block][i] = ptx::ex2_approx(z - (i % 2 == 0 ? lse.x : lse.y));
         }
       }
-      if (hides) seen.keep(s, lane);
+      if (is_cut) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
     }
     ptx::fence_operands(dv[0]);
@@ -690,7 +695,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       }
     }
     // Always, where registers are few: a branch between two products makes ptxas run out of them.
-    if constexpr (kHasKeys) {
+    if constexpr (kSums) {
       if (Config::kBias == BiasKind::kKeys || params.key_sums != nullptr) keys.add(s);
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
@@ -702,7 +707,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
     if (next_head != head) {
-      if constexpr (kHasKeys) {
+      if constexpr (kSums) {
         if (params.key_sums != nullptr) {
           float key_sums[1][2];
           keys.take_sums(key_sums, Config::kSilu && Config::kHasFloatRange ? slope_factor : 1.0f);
@@ -799,8 +804,15 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
                                                Config::kName);
   }();
   if (error != cudaSuccess) return error;
-  return launch_dependent<ranged_dkdv<Config>>(params, grid(kv_offsets, attention.kv_heads),
-                                               Config::kThreads, sizeof(DkdvStorage), stream);
+  const auto launch_dkdv = [&](auto sums) {
+    return launch_dependent<ranged_dkdv<Config, sums.value != 0>>(
+        params, grid(kv_offsets, attention.kv_heads), Config::kThreads, sizeof(DkdvStorage),
+        stream);
+  };
+  if constexpr (kBias == BiasKind::kKeys) {
+    if (attention.key_sums == nullptr) return launch_dkdv(Constant<0>{});
+  }
+  return launch_dkdv(Constant<has_key_bias(kBias) ? 1 : 0>{});
 }
 
 template <typename Element>
