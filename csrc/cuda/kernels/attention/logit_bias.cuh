@@ -183,7 +183,8 @@ class LogitBias {
     if constexpr (kTimes) {
       if (!has_times()) return;
       const int column = head / (params_.heads / bias().time_heads);
-      ptx::cp_async_bulk(&table_.times, TimeTiles(params_).tables + column, sizeof(TimeTable), full);
+      ptx::cp_async_bulk(&table_.times, TimeTiles(params_).tables + column, sizeof(TimeTable),
+                         full);
     }
   }
 
@@ -215,6 +216,13 @@ class LogitBias {
     const int own = static_cast<int>(threadIdx.x);
     if constexpr (!kTransposed && kKeys) {
       if (own < kColumns && has_keys()) step.keys[own] = key_ * unit_;
+    }
+  }
+
+  // While scores are computed: finds what is wanted of the step from `column` on.
+  __device__ __forceinline__ void prepare(int column) {
+    if constexpr (kTimes) {
+      if (has_times()) find_groups(column);
     }
   }
 
@@ -251,11 +259,6 @@ class LogitBias {
   // fall by one each, or grow if kTransposed.
   __device__ __forceinline__ int first_position(int column) const {
     return kTransposed ? first_diagonal_ + column : first_diagonal_ - column;
-  }
-  // Finds the groups of a step, and returns the lane that has its first.
-  __device__ __forceinline__ int find_groups(int column) {
-    return groups_.template find<kTransposed>(table_.groups[threadIdx.x / 32], bias(), table_.times,
-                                              table_.source, unit_, row_ + warp_row_, column);
   }
   __device__ __forceinline__ const TimeGroups& groups() const { return groups_; }
   __device__ __forceinline__ const TimeGroup& group(int place) const {
@@ -308,16 +311,16 @@ class LogitBias {
     for (int i = 0; i < 8; ++i) use(i, away[i]);
   }
 
-  // The bucket of one of the 8 scores of a group, whatever its times.
-  __device__ __forceinline__ int time_bucket(int group, int i, int column, int lane) const {
+  // The bucket and the value of one of the 8 scores of a group, whatever its times.
+  __device__ __forceinline__ TimeTable::Look look(int group, int i, int column, int lane) const {
     const TimeSource& source = table_.source;
     const int row = min(row_ + warp_row_ + 8 * (i / 2 % 2) + lane / 4, source.num_rows - 1),
               other = min(column + group * 16 + i / 4 * 8 + 2 * (lane % 4) + i % 2,
                           source.num_columns - 1);
     const int64_t row_time = __ldg(source.rows + row), time = __ldg(source.columns + other);
     const int64_t query = kTransposed ? time : row_time, key = kTransposed ? row_time : time;
-    return table_.times.bucket(bias(),
-                               !bias().symmetric && query < key ? 0 : time_between(query, key));
+    return table_.times.look(
+        bias(), !bias().symmetric && query < key ? 0 : time_between(query, key), unit_);
   }
 
  private:
@@ -331,6 +334,10 @@ class LogitBias {
 #pragma unroll
       for (int i = 0; i < 4; ++i) use(b * 4 + i, i % 2 == 0 ? pair.x : pair.y);
     }
+  }
+  __device__ __forceinline__ void find_groups(int column) {
+    groups_.template find<kTransposed>(table_.groups[threadIdx.x / 32], bias(), table_.times,
+                                       table_.source, unit_, row_ + warp_row_, column);
   }
   __device__ __forceinline__ bool has_keys() const {
     return kKind == BiasKind::kKeys || bias().kv_bias != nullptr;
@@ -406,7 +413,7 @@ class LogitBias {
   __device__ __forceinline__ void add_times(Scores& s, float scale, const Step& step, int column,
                                             unsigned hidden, int lane) {
     constexpr unsigned kOfStep = 0xf;
-    const int source = find_groups(column);
+    const int source = TimeGroups::place_of(column);
     const unsigned one = (groups_.one >> source & kOfStep) | hidden,
                    two = groups_.two >> source & kOfStep,
                    narrow = groups_.narrow >> source & kOfStep;
@@ -423,7 +430,7 @@ class LogitBias {
     if (!kCompact && (one | two | narrow) != kOfStep) {  // in local memory: this is seldom used
       float found[kBlocks * 4];
 #pragma unroll 1
-      for (int i = 0; i < kBlocks * 4; ++i) found[i] = value_of(i / 8, i % 8, column, lane);
+      for (int i = 0; i < kBlocks * 4; ++i) found[i] = look(i / 8, i % 8, column, lane).value;
 #pragma unroll
       for (int i = 0; i < kBlocks * 4; ++i)
         s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, found[i]);
@@ -447,7 +454,7 @@ class LogitBias {
       } else {
 #pragma unroll 1
         for (int element = 0; element < 8; ++element) {
-          const float found = value_of(group, element, column, lane);
+          const float found = look(group, element, column, lane).value;
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
             if (i == element) use(i, found);
@@ -477,10 +484,6 @@ class LogitBias {
         });
       }
     }
-  }
-  // The value of one of the 8 scores of a group, whatever its times.
-  __device__ __forceinline__ float value_of(int group, int i, int column, int lane) const {
-    return __ldg(table_.times.values + time_bucket(group, i, column, lane)) * unit_;
   }
 
   const AttentionBackwardParams& params_;

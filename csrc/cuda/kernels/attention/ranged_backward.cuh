@@ -130,6 +130,18 @@ __device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Til
   copy_expected_tile(b, b_map, row, head, full);
 }
 
+// `shared` by an address that is known to be one for all lanes of a warp: with times, where there is
+// much else, each lane would find the descriptors of products for itself.
+template <typename Config, typename T>
+__device__ __forceinline__ T& uniform(T& shared) {
+  if constexpr (has_times(Config::kBias)) {
+    return *static_cast<T*>(
+        __cvta_shared_to_generic(__reduce_max_sync(0xffffffffu, ptx::shared_address(&shared))));
+  } else {
+    return shared;
+  }
+}
+
 // Rows of a tile from `rows` on become zeros, since 0 times NaN is NaN; the caller fences.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ void zero_rows_from(Tile& tile, int rows) {
@@ -365,6 +377,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     }
     if constexpr (kTables) tables->merge();
     const unsigned hidden = has_times(Config::kBias) ? hull.hidden_groups(key) : 0;
+    bias.prepare(key);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kBiased) {
@@ -596,9 +609,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    auto& operands = uniform<Config>(shared);
+    wgmma_rows_by_rows(s, operands.sK, 0, operands.sQ[stage]);
     ptx::wgmma_commit_group();
-    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    wgmma_rows_by_rows(dp, operands.sV, 0, operands.sGradOut[stage]);
     ptx::wgmma_commit_group();
     int next_head = head, next_query = tiles.next(next_is_cut) * kStep;
     if (next_query >= num_queries && ++next_head < last_head) {
@@ -615,6 +629,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     unsigned hidden = 0;  // groups of 16 queries
     if constexpr (has_times(Config::kBias))
       hidden = is_cut ? seen.hidden_groups() : ~bits_below((valid + 15) / 16) & 0xf;
+    bias.prepare(query);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
@@ -663,7 +678,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     }
     ptx::fence_operands(dv[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    wgmma_packed_by_columns(dv, p, uniform<Config>(shared.sGradOut[stage]));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dp[0]);
@@ -701,7 +716,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     const PackedRows<Element, kScoreBlocks> ds(s);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    wgmma_packed_by_columns(dk, ds, uniform<Config>(shared.sQ[stage]));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv[0]);

@@ -258,7 +258,7 @@ class TableGradients {
           float value = values[0];
 #pragma unroll
           for (int i = 1; i < 8; ++i) value = i == element ? values[i] : value;
-          const int bucket = bias.time_bucket(group, element, column, lane);
+          const int bucket = bias.look(group, element, column, lane).bucket;
           if (is_finite) {
             add(bucket, __float2int_rn(value));
           } else {

@@ -38,14 +38,20 @@ struct TimeTable {
     const uint32_t offset = (bits >> 16 & 0xfff0u) - (0x3f800000u >> 16);
     return *reinterpret_cast<const TimeCell*>(reinterpret_cast<const char*>(cells) + offset);
   }
-  // By any distance.
-  __device__ __forceinline__ int bucket(const ScoreBias& bias, uint64_t away) const {
-    const int last = bias.time_buckets - 1;
-    if (away >= TimeCells::kLimit) return bucket_of(bias, away, 0, last);
+  // Of any distance.
+  struct Look {
+    int bucket;
+    float value;
+  };
+  __device__ __forceinline__ Look look(const ScoreBias& bias, uint64_t away, float unit) const {
+    if (away >= TimeCells::kLimit || crowded != 0) {
+      const int bucket = bucket_of(bias, away, 0, bias.time_buckets - 1);
+      return {bucket, __ldg(values + bucket) * unit};
+    }
     const uint32_t away_and_one = static_cast<uint32_t>(away) + 1;
-    const TimeCell& own = cell(away_and_one);
-    if (crowded != 0) return bucket_of(bias, away, static_cast<int>(own.bucket), last);
-    return static_cast<int>(own.bucket) + (away_and_one >= own.boundary ? 1 : 0);
+    const TimeCell own = cell(away_and_one);
+    const bool behind = away_and_one >= own.boundary;
+    return {static_cast<int>(own.bucket) + (behind ? 1 : 0), behind ? own.behind : own.value};
   }
 
   // All threads of a CTA.
@@ -210,12 +216,12 @@ class TimeGroups {
   // Forgets what it knows: of another head.
   __device__ __forceinline__ void reset() { window_ = -1; }
 
-  // Finds the groups of the step from `column` on for the warp whose rows begin at `row`, and returns
-  // the place of its first. All 32 lanes of a warp together.
+  // Finds the groups of the step from `column` on for the warp whose rows begin at `row`. All 32 lanes
+  // of a warp together.
   template <bool kTransposed>
-  __device__ __forceinline__ int find(TimeGroup (&groups)[32], const ScoreBias& bias,
-                                      const TimeTable& table, const TimeSource& source, float unit,
-                                      int row, int column) {
+  __device__ __forceinline__ void find(TimeGroup (&groups)[32], const ScoreBias& bias,
+                                       const TimeTable& table, const TimeSource& source, float unit,
+                                       int row, int column) {
     constexpr unsigned kAll = 0xffffffffu;
     if (column / kWindow != window_) {
       window_ = column / kWindow;
@@ -225,19 +231,19 @@ class TimeGroups {
                                    .load();
       const TimeDistances away = kTransposed ? TimeDistances(bias.symmetric, columns, rows)
                                              : TimeDistances(bias.symmetric, rows, columns);
-      first = table.bucket(bias, away.nearest);
-      last = table.bucket(bias, away.farthest);
-      TimeGroup group;
-      group.value = __ldg(table.values + first) * unit;
+      const TimeTable::Look nearest = table.look(bias, away.nearest, unit),
+                            farthest = table.look(bias, away.farthest, unit);
+      first = nearest.bucket;
+      last = farthest.bucket;
       const TimeSpan &queries = kTransposed ? columns : rows, &keys = kTransposed ? rows : columns;
+      TimeGroup group;
+      group.value = nearest.value;
+      group.behind = farthest.value;
       group.apart = static_cast<uint32_t>(queries.soonest) - static_cast<uint32_t>(keys.latest);
       group.boundary = ~0u;
-      group.behind = group.value;
-      if (first < last) {
+      if (first < last)
         group.boundary = static_cast<uint32_t>(__ldg(bias.boundaries + first)) -
                          static_cast<uint32_t>(away.nearest);
-        group.behind = __ldg(table.values + first + 1) * unit;
-      }
       __syncwarp();
       groups[lane] = group;
       one = __ballot_sync(kAll, first == last);
@@ -247,7 +253,6 @@ class TimeGroups {
       ordered = __ballot_sync(kAll, away.is_ordered);
       __syncwarp();
     }
-    return place_of(column);
   }
 
  private:
