@@ -418,9 +418,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
     ptx::wgmma_commit_group();
     if constexpr (kTables) {
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= table_factors[i % 4 / 2];
-      tables->add(bias, s, shared.sBias[stage], key, hidden, lane);
+      tables->add(bias, s, table_factors, shared.sBias[stage], key, hidden, lane);
     }
     if constexpr (!Config::kOverlapsSteps) {
       ptx::wgmma_wait_group<0>();

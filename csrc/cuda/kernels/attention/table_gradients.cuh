@@ -61,14 +61,17 @@ class TableGradients {
   }
 
   // dS of the step from `column` on, 0 where a key is not seen, as in all of the groups of 16 columns
-  // in `hidden`. All threads.
-  __device__ __forceinline__ void add(Bias& bias, const Scores& ds, const typename Bias::Step& step,
-                                      int column, unsigned hidden, int lane) {
+  // in `hidden`. It lacks the `factors` of the lane's rows. All threads.
+  __device__ __forceinline__ void add(Bias& bias, Scores& ds, const float (&factors)[2],
+                                      const typename Bias::Step& step, int column, unsigned hidden,
+                                      int lane) {
     if constexpr (has_times(kKind)) {
       if (kKind == BiasKind::kTimes || bias.bias().time_table != nullptr)
-        add_times(bias, ds, step, column, hidden, lane);
+        add_times(bias, ds, factors, step, column, hidden, lane);
     }
     if constexpr (has_positions(kKind)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) ds[0][i / 4][i % 4] *= factors[i % 4 / 2];
       if (kKind == BiasKind::kPositions || bias.bias().position_table != nullptr)
         add_positions(bias, ds, column, lane);
     }
@@ -152,23 +155,23 @@ class TableGradients {
       value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;
   }
-  template <int kFirst, int kCount>
-  __device__ __forceinline__ static float sum_of(const Scores& ds) {
+  // Of all, with their factors.
+  __device__ __forceinline__ static float sum_of(const Scores& ds, float first, float second) {
     float sums[4] = {};
 #pragma unroll
-    for (int i = kFirst; i < kFirst + kCount; ++i) sums[i % 4] += ds[0][i / 4][i % 4];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    for (int i = 0; i < 32; ++i) sums[i % 4] += ds[0][i / 4][i % 4];
+    return (sums[0] + sums[1]) * first + (sums[2] + sums[3]) * second;
   }
 
   __device__ __forceinline__ void add_positions(const Bias& bias, const Scores& ds, int column,
                                                 int lane) {
     const int last = bias.bias().position_buckets - 1, farthest = bias.first_position(column);
     if (farthest <= 0) {
-      low_ += sum_of<0, 32>(ds);
+      low_ += sum_of(ds, 1.0f, 1.0f);
       return;
     }
     if (farthest - 126 >= last) {
-      high_ += sum_of<0, 32>(ds);
+      high_ += sum_of(ds, 1.0f, 1.0f);
       return;
     }
     farthest_ = farthest;
@@ -209,7 +212,7 @@ class TableGradients {
     }
   }
 
-  __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds,
+  __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds, const float (&factors)[2],
                                             const typename Bias::Step& step, int column,
                                             unsigned hidden, int lane) {
     constexpr unsigned kAll = 0xffffffffu;
@@ -221,21 +224,27 @@ class TableGradients {
     const int lowest = __reduce_min_sync(kAll, own ? groups.first : INT_MAX),
               highest = __reduce_max_sync(kAll, own ? groups.last : 0);
     if (lowest >= highest) {
-      const float sum = warp_sum(sum_of<0, 32>(ds));
+      const float sum = warp_sum(sum_of(ds, factors[0], factors[1]));
       if (lane == 0 && lowest < INT_MAX) times_[lowest] += sum;
       __syncwarp();
       return;
     }
     // What becomes whole numbers, so that their sums have no order: below 2^20 each.
-    uint32_t most = 0;  // bits of the largest, which is above all numbers if it is none
+    float largest[2] = {};  // NaN if one is
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      most = max(most, __float_as_uint(ds[0][i / 4][i % 4]) & 0x7fffffffu);
-    const unsigned exponent = (__reduce_max_sync(kAll, most) >> 23) + 1;
+    for (int i = 0; i < 32; ++i) {
+      float& own = largest[i % 4 / 2];
+      own = ptx::max_nan(own, fabsf(ds[0][i / 4][i % 4]));
+    }
+    // The bits of what is no number are above all numbers'.
+    const float most = ptx::max_nan(largest[0] * fabsf(factors[0]), largest[1] * fabsf(factors[1]));
+    const unsigned exponent =
+        (__reduce_max_sync(kAll, __float_as_uint(most) & 0x7fffffffu) >> 23) + 1;
     const bool is_finite = exponent < 256;
     // 2^(20 + 127 - exponent), which a float can be, as its inverse.
     const unsigned power = is_finite ? min(20 + 2 * 127 - exponent, 253u) : 127;
     const float factor = __uint_as_float(power << 23);
+    const float row_factors[2] = {factors[0] * factor, factors[1] * factor};
     // Of few buckets several copies, so that lanes seldom wait for each other.
     const int shift = highest - lowest < kFewBuckets ? kCopiesLog2 : 0, copies = 1 << shift;
     int* whole = whole_ + (lane & (copies - 1)) - (lowest << shift);
@@ -249,7 +258,8 @@ class TableGradients {
       float values[8];
       Bias::with_group(group, [&](auto constant) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] = ds[0][constant.value * 2 + i / 4][i % 4] * factor;
+        for (int i = 0; i < 8; ++i)
+          values[i] = ds[0][constant.value * 2 + i / 4][i % 4] * row_factors[i % 4 / 2];
       });
       const int first = __shfl_sync(kAll, groups.first, source + group);
       if (!is_finite || ((one | two | narrow) >> group & 1) == 0) {
