@@ -5,7 +5,7 @@
 // What a step brings comes to shared memory with its operands; each thread scales what it has loaded
 // itself, so that a score becomes a logit in the wanted unit (kLog2E for softmax) by one multiplication
 // and addition for the first bias and an addition for each other. A value of position_bias belongs to
-// a diagonal of the tile.
+// a diagonal of the tile; lanes read theirs from a table with margins (PositionTable), which L1 caches.
 //
 // Times are looked at for a warp's 16 rows and 16 columns at once (TimeGroups): one value, one
 // comparison with a boundary, or a look at a cell of the table (time_tiles.cuh). A step with a group

@@ -91,9 +91,9 @@ __device__ __forceinline__ char* behind_bounds(const AttentionBackwardParams& pa
          (q.total / 64 + q.num_seqs + 2) * kTileBoundsBytes;
 }
 
-// The values of position_bias of one head in the unit of logits: bucket i at i + kMargin, and both ends once more for all of the margins, so that the diagonals of any step
-// are one run. Twice, the second time one further on, so that each pair of neighbours lies aligned
-// in one of the two.
+// The values of position_bias of one head in the unit of logits: bucket i at i + kMargin, and both ends
+// once more for all of the margins, so that the diagonals of any step are one run. Twice, the second
+// time one further on, so that each pair of neighbours lies aligned in one of the two.
 struct PositionTable {
   static constexpr int kMargin = kPositionMargin;
   static_assert(kMargin >= 128);
