@@ -7,8 +7,8 @@
 // stays in P and dS of ranged_dkdv.
 //
 // Three kernels, each a programmatic dependent launch:
-//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh); with time_bias
-//                       what is known of times before (time_tiles.cuh), too
+//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh); and tables of
+//                       positions and what is known of times before (time_tiles.cuh)
 //     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
 //     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
 //                       ranged_dq, and fills the SMs as that drains
@@ -26,11 +26,11 @@
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
 // K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
-// 96 for 128 (dkdv 1 more), and with biases up to 4 more; with the gradients of tables 8 more and the
-// sums. Gradients leave through the rows of Q, or of K and V.
+// 96 for 128 (dkdv 1 more), and with times 7 more, so that four CTAs of dq with 64 dims fill an SM;
+// with the gradients of tables 8 more and the sums. Gradients leave through the rows of Q, or of K and V.
 //
-// Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
-// threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
+// Barriers: `own`, for a table of times, too, and `full` of each stage: thread 0 arrives, with the bytes
+// that it lets copy; all threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
 // next, and zeros and 4-byte copies have been written. Where steps overlap in dq it stands behind
 // the start of S, and zeros have one of their own. One more before gradients leave.
 //
@@ -67,7 +67,8 @@ struct RangedBackwardConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;  // queries or keys that a CTA owns
   static constexpr int kStep = 64;  // keys or queries of an iteration
-                                    // CTAs per SM.
+
+  // CTAs per SM.
   static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
   static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
   static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
