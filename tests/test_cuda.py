@@ -568,8 +568,8 @@ def test_path_of_array_products(
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
-    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, tiles of f32
-    have fewer rows.
+    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, tiles of
+    f32 have fewer rows.
     """
     dtype = _in_precision(precision, request)
     case = CASES["array_jagged_bmm_jagged_out"]
