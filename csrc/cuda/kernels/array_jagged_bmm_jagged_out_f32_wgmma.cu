@@ -6,14 +6,16 @@
 // transposed: z_b^T = y_b^T A_b^T, with y_b^T [N, K] from registers and A_b^T [K, M] from shared
 // memory.
 //
-// Grid: one CTA for each virtual tile of kTileM rows of the result (prim/jagged.cuh) and kTileN of its
-// columns, those of one tile beside each other. Each warp has 16 kBands of the columns for all rows:
-// kBands products for its warpgroup. The sum runs over K in order, kStepK at a time: deterministic, and
-// alike in any batch. Tensor cores truncate as they add: every kDepth of K the sum is added to a
-// rounded one (LongSum).
+// Grid: one CTA for each virtual tile of kTileM rows of the result (prim/jagged.cuh) and kTileN of
+// its columns, those of one tile beside each other. Each warp has 16 kBands of the columns for all
+// rows: kBands products for its warpgroup. The sum runs over K in order, kStepK at a time:
+// deterministic, and alike in any batch. Tensor cores truncate as they add: every kDepth of K the
+// sum is added to a rounded one (LongSum).
 //
-// y comes by TMA, which rounds it to TF32 if that is all, in boxes of 32 columns, of one warp or two. A_b begins at any element and has any pitch: it comes by copies of single elements, kAhead
-// steps ahead, to where the product wants it, and each thread rounds or splits there what it has copied.
+// y comes by TMA, which rounds it to TF32 if that is all, in boxes of 32 columns, of one warp or
+// two. A_b begins at any element and has any pitch: it comes by copies of single elements, kAhead
+// steps ahead, to where the product wants it, and each thread rounds or splits there what it has
+// copied.
 //
 //     for each step i:   wait for own copies of A_i, round or split them
 //                        wait for y_i and for the product of step i - 1
@@ -22,28 +24,28 @@
 //                        start the product of step i
 //                        start the copies of A_{i + kAhead}, and of y into the slot that was read last
 //
-// Registers hold the fragments of kStepK / kParts of K: where that is half a step, the second half is
-// loaded when the product of the first is done.
+// Registers hold the fragments of kStepK / kParts of K: where that is half a step, the second half
+// is loaded when the product of the first is done.
 //
 // F32: the products of a big and a small part have a sum of their own: an infinite operand makes it
 // NaN, so it counts only where the first sum is finite.
 //
-// The terms of a sum may come in any order that both operands have: of eight neighbours of K those at
-// even places come first. So may the columns: a lane has neighbours, of which it loads two at once and
-// stores all. Of four, the first band has the first two or the last two, so that the loads of y from
-// shared memory, four rows of 16 bytes for 16 lanes, use all banks.
+// The terms of a sum may come in any order that both operands have: of eight neighbours of K those
+// at even places come first. So may the columns: a lane has neighbours, of which it loads two at
+// once and stores all. Of four, the first band has the first two or the last two, so that the loads
+// of y from shared memory, four rows of 16 bytes for 16 lanes, use all banks.
 //
-// Shared memory: for each box kSlots slots of y [kStepK, 32]; kAhead + 1 times A [kTileM, kStepK], F32
-// two for small parts besides.
+// Shared memory: for each box kSlots slots of y [kStepK, 32]; kAhead + 1 times A [kTileM, kStepK],
+// F32 two for small parts besides.
 //
-// Barriers: full[box][slot], on which the bytes of y complete; one lane arrives. One __syncthreads a
-// step: A_i has been written, y_{i - 1} has been read, and all have seen the product before end, whose A
-// is written next.
+// Barriers: full[box][slot], on which the bytes of y complete; one lane arrives. One __syncthreads
+// a step: A_i has been written, y_{i - 1} has been read, and all have seen the product before end,
+// whose A is written next.
 //
 // Virtual tiles without rows return at once. Rows outside every sequence, and those of a matrix
-// without columns, take no step: zeros. A matrix that does not fit is not read, and counts as zeros. A
-// tile ends with its sequence, and its copies and stores are predicated. A copy of y may reach into the
-// next sequence.
+// without columns, take no step: zeros. A matrix that does not fit is not read, and counts as
+// zeros. A tile ends with its sequence, and its copies and stores are predicated. A copy of y may
+// reach into the next sequence.
 #include "cuda/kernels/array_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/engine.cuh"

@@ -1,17 +1,17 @@
 // jagged_jagged_bmm_jagged_out of f32 in full precision on wgmma and TMA (compute capability 9.0):
 // z_b = x_b y_b^T for each sequence b as three products of TF32, f32 sums.
 //
-// Each operand is a big part, which is TF32, and a small one, the rest: x y^T = big big^T + (big small^T +
-// small big^T). The products with small parts have a sum of their own: an infinite operand makes it NaN,
-// so it counts only where the first sum is finite. Tensor cores truncate as they add: every kDepth of D
-// the first sum is added to a rounded one (LongSum).
+// Each operand is a big part, which is TF32, and a small one, the rest: x y^T = big big^T + (big
+// small^T + small big^T). The products with small parts have a sum of their own: an infinite
+// operand makes it NaN, so it counts only where the first sum is finite. Tensor cores truncate as
+// they add: every kDepth of D the first sum is added to a rounded one (LongSum).
 //
-// Grid: as in jagged_jagged_bmm_jagged_out_wgmma.cu. x, one CTA for each virtual tile of 64 rows of x
-// (prim/jagged.cuh), then one for each kZeroElems elements of the result, which writes zeros where
-// there is no matrix (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where
-// there are few rows. A CTA walks its columns in tiles of up to kMaxColumns, and D in steps of 32. Each
-// of two warpgroups has half of a tile's columns; each of its warps owns 16 rows of these. x is split in
-// registers, y in shared memory, while the product of the step before runs:
+// Grid: as in jagged_jagged_bmm_jagged_out_wgmma.cu. x, one CTA for each virtual tile of 64 rows of
+// x (prim/jagged.cuh), then one for each kZeroElems elements of the result, which writes zeros
+// where there is no matrix (gemm/matrices.cuh); y, parts of the sequence's columns, more than one
+// only where there are few rows. A CTA walks its columns in tiles of up to kMaxColumns, and D in
+// steps of 32. Each of two warpgroups has half of a tile's columns; each of its warps owns 16 rows
+// of these. x is split in registers, y in shared memory, while the product of the step before runs:
 //
 //     for each tile of columns:
 //         start the copies of as many steps as there are slots
@@ -22,17 +22,17 @@
 //             start the copies of step i - 1 + kSlots
 //         store the tile from the slots' memory (gemm/ragged_band.cuh)
 //
-// Shared memory: Ring, kSlots slots of x [64, 32] and y [kMaxColumns, 32] and twice the small parts of y,
-// and once these are read a band of 16 rows for each warp. Two CTAs per SM.
+// Shared memory: Ring, kSlots slots of x [64, 32] and y [kMaxColumns, 32] and twice the small parts
+// of y, and once these are read a band of 16 rows for each warp. Two CTAs per SM.
 //
-// Barriers: full[slot], on which the bytes of a slot complete; three threads arrive with what they copy.
-// One __syncthreads a step: y_i is split, and all have seen the product before end, whose slot is filled
-// and whose small parts are written next.
+// Barriers: full[slot], on which the bytes of a slot complete; three threads arrive with what they
+// copy. One __syncthreads a step: y_i is split, and all have seen the product before end, whose
+// slot is filled and whose small parts are written next.
 //
-// Virtual tiles without rows, rows outside every sequence, a sequence without columns and a matrix that
-// does not fit return at once. Copies bring rows by 32, so they may reach into the next sequence, which
-// gives elements that are not stored, as do rows of slots that are not filled; past D both operands are
-// zeros.
+// Virtual tiles without rows, rows outside every sequence, a sequence without columns and a matrix
+// that does not fit return at once. Copies bring rows by 32, so they may reach into the next
+// sequence, which gives elements that are not stored, as do rows of slots that are not filled; past
+// D both operands are zeros.
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/engine.cuh"
 #include "cuda/kernels/gemm/long_sum.cuh"

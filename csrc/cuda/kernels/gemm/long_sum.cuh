@@ -1,5 +1,5 @@
-// Sums of a warpgroup's products, added up rounded to nearest, as RoundedSum (attention/wgmma_tile.cuh),
-// where that happens often: 16 bytes at once.
+// Sums of a warpgroup's products, added up rounded to nearest, as RoundedSum
+// (attention/wgmma_tile.cuh), where that happens often: 16 bytes at once.
 #pragma once
 
 #include "cuda/kernels/prim/wgmma.cuh"
