@@ -417,17 +417,9 @@ FAULTS = (
         "tests/test_cuda.py -k test_path_of_array_products",
     ),
     Fault(
-        "small parts of the step before",
-        "cuda",
-        "cuda/kernels/jagged_jagged_bmm_jagged_out_f32_wgmma.cu",
-        "small_y = ring.sSmall[step % 2]",
-        "small_y = ring.sSmall[(step + 1) % 2]",
-        "tests/test_cuda.py -k test_path_of_matrices",
-    ),
-    Fault(
         "small parts beside an infinite one",
         "cuda",
-        "cuda/kernels/jagged_jagged_bmm_jagged_out_f32_wgmma.cu",
+        "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
         "isfinite(whole) ? whole + small_sum[i / 4][i % 4] : whole;",
         "whole + small_sum[i / 4][i % 4];",
         "tests/test_cuda.py -k test_infinite_operands_in_full_precision",

@@ -1,6 +1,6 @@
 // jagged_jagged_bmm_jagged_out: choice of the kernel, and those that every GPU has: z_b = x_b y_b^T
-// for each sequence b, on mma.sync with f32 sums, or in f64 (gemm/f64.cuh). Those on wgmma are in
-// jagged_jagged_bmm_jagged_out_wgmma.cu and, for f32 in full precision, _f32_wgmma.cu.
+// for each sequence b, on mma.sync with f32 sums, or in f64 (gemm/f64.cuh). The one on wgmma is in
+// jagged_jagged_bmm_jagged_out_wgmma.cu.
 //
 // A = x_b [Lx, D], B = y_b^T [D, Ly], both with stride 1 along K; C = z_b [Lx, Ly], jagged along M
 // and N, with the pitch Ly, at any element of the result.
@@ -30,10 +30,8 @@
 namespace jagged_cuda {
 namespace gemm {
 
-// jagged_jagged_bmm_jagged_out_wgmma.cu, _f32_wgmma.cu; cudaErrorNotSupported where x or y has no
-// tensor map.
+// jagged_jagged_bmm_jagged_out_wgmma.cu; cudaErrorNotSupported where x or y has no tensor map.
 cudaError_t launch_wgmma(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream);
-cudaError_t launch_f32_wgmma(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream);
 
 namespace {
 
@@ -161,7 +159,8 @@ cudaError_t launch_f64(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_
       "cuda.jagged_jagged_bmm_jagged_out.fma.f64");
 }
 
-// Whether the product runs on wgmma.
+// Whether the product runs on wgmma. Three products of TF32, whose operands must be split for it, are
+// no faster there.
 bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
   constexpr int64_t kMaxInner = 1 << 20;
   constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 2;  // coordinates of copies
@@ -169,8 +168,8 @@ bool takes_wgmma(const JaggedJaggedBmmJaggedOutParams& params) {
     return vectors && rows <= kMaxRows && (rows <= 1 || stride >= params.inner);
   };
   const int64_t vector = is_16_bit(params.type) ? 8 : 4;  // elements of 16 bytes
-  return !params.mma_sync_only && params.inner % vector == 0 && params.inner > 0 &&
-         params.inner <= kMaxInner &&
+  return params.type != ElementType::kF32 && !params.mma_sync_only && params.inner % vector == 0 &&
+         params.inner > 0 && params.inner <= kMaxInner &&
          copyable(params.matrices.rows.total, params.x_stride, params.x_vectors) &&
          copyable(params.matrices.columns.total, params.y_stride, params.y_vectors) && has_wgmma();
 }
@@ -182,9 +181,7 @@ cudaError_t launch_jagged_jagged_bmm_jagged_out(const JaggedJaggedBmmJaggedOutPa
                                                 cudaStream_t stream) {
   if (params.type == ElementType::kF64) return gemm::launch_f64(params, stream);
   if (gemm::takes_wgmma(params)) {
-    const cudaError_t error = params.type == ElementType::kF32
-                                  ? gemm::launch_f32_wgmma(params, stream)
-                                  : gemm::launch_wgmma(params, stream);
+    const cudaError_t error = gemm::launch_wgmma(params, stream);
     if (error != cudaErrorNotSupported) return error;
   }
   return gemm::with_math(
