@@ -24,6 +24,7 @@
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/ranges.cuh"
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/scores.cuh"
 #include "cuda/kernels/attention/tf32_launch.cuh"
 #include "cuda/kernels/attention/tf32_tile.cuh"
@@ -75,7 +76,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tf
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
   const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
-  if (tile.row >= tile.rows.len) return;
+  if (tile.row >= tile.rows.len || left_to_long(params, tile.rows.len)) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
