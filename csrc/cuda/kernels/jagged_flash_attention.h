@@ -28,21 +28,27 @@ template <typename Params>
 constexpr bool is_wide(const Params& params) {
   return params.dim_qk > 128 || params.dim_v > 128;
 }
-// Where the heads of a group are packed into its tiles, the kernel for long sequences is faster from so
-// many rows of a tile on.
-constexpr int kPackedRows = 64;
 // Sequences of more queries than this have a forward kernel of their own where
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty. Wide heads have no other on compute capability 9.0, so it takes all that are not left
 // to the kernels for tiny ones, and where those do not run the rows outside. With ranges and the like
-// it leaves those of one tile of the general kernel.
+// it leaves those of one tile of the general kernel. With the heads of a group packed into its tiles few
+// queries of many keys are enough for it.
+constexpr int kPackedRows = 32;  // of a tile
 template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
   if (params.silu || is_general(params)) return kTinyRows;
   if (params.type == ElementType::kTf32) return 2 * kTinyRows;
-  if (params.dim_qk <= 64 && params.dim_v <= 64) return kShortRows;
-  return params.packed_shift > 0 ? kPackedRows >> params.packed_shift : 192;
+  if (params.packed_shift > 0) return kPackedRows >> params.packed_shift;
+  return params.dim_qk > 64 || params.dim_v > 64 ? 192 : kShortRows;
+}
+// But with packed heads up to 64 dims those that are short in queries and keys are not among them.
+template <typename Params>
+constexpr bool is_long(const Params& params, int64_t queries, int64_t keys) {
+  const bool spares_short = params.packed_shift > 0 && params.dim_qk <= 64 && params.dim_v <= 64;
+  return queries > long_rows(params) &&
+         !(spares_short && queries <= kShortRows && keys <= kShortRows);
 }
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.

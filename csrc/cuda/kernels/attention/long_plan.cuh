@@ -74,8 +74,8 @@ template <bool kOfKeys, typename Params>
 __device__ __forceinline__ int planned_bin(const Params& attention, int64_t seq,
                                            int64_t num_queries) {
   const bool takes_all = long_rows(attention) == 0;
-  if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries)) return -1;
   const int num_keys = keys_of(attention, seq, num_queries);
+  if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries, num_keys)) return -1;
   return left_to_tiny(attention, num_queries, num_keys) ? -1 : plan_bin(num_keys);
 }
 

@@ -76,7 +76,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tf
 
   // The tile: `rows` queries from `row` on in sequence tile.seq, whose keys are kv.
   const JaggedTile tile = find_tile<kTileM>(params.q_offsets, blockIdx.x);
-  if (tile.row >= tile.rows.len || left_to_long(params, tile.rows.len)) return;
+  if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), tile.rows.len - tile.row));
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + tile.row;
@@ -89,6 +89,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tf
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_long(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const KeySteps<kTileN, false> steps(params, window, tile, rows, kv.len);
 
