@@ -49,11 +49,11 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
               window_right, scale, max_len, allow_tf32, key_ranges, biases);
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
-  params.packed_shift = packing_shift(params);
+  if (is_16_bit(params.type)) params.packed_shift = packing_shift(params);
   Tensor long_plan;
-  const bool wants_plan =
-      is_general(params) ? takes_ranged_forward(params)
-                         : sizes.Tq > long_rows(params) && params.aligned && is_16_bit(params.type);
+  const bool wants_plan = is_general(params)       ? takes_ranged_forward(params)
+                          : is_16_bit(params.type) ? sizes.Tq > long_rows(params) && params.aligned
+                                                   : takes_tf32_long(params);
   if (wants_plan) long_plan = allocate_long_plan(op, params, q);
   const cudaStream_t stream = current_stream(q);
   padded.copy_in(stream);

@@ -144,6 +144,20 @@ cudaError_t launch_on_wgmma(AttentionParams params, cudaStream_t stream) {
                                           : error;
 }
 
+// The forward kernels in TF32: that for long sequences, where there is a plan, behind that for others.
+cudaError_t launch_tf32(AttentionParams params, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (params.long_plan != nullptr) {
+    error = attention::launch_forward_plan<float>(params, stream);
+    params.long_first = false;
+    if (error == cudaSuccess) error = attention::launch_forward_tf32<false>(params, stream);
+    if (error == cudaSuccess) error = attention::launch_forward_long<float>(params, stream);
+    if (error != cudaErrorNotSupported) return error;
+    params.long_plan = nullptr;
+  }
+  return attention::launch_forward_tf32<false>(params, stream);
+}
+
 }  // namespace
 
 bool takes_ranged_forward(const AttentionParams& params) {
@@ -153,6 +167,11 @@ bool takes_ranged_forward(const AttentionParams& params) {
   return is_16_bit(params.type) && params.bias.time_table == nullptr && !is_wide(params) &&
          takes_wgmma(params) && takes_long(params) &&
          (!params.bias.any() || (scale >= kLeastScale && scale <= kMostScale));
+}
+
+bool takes_tf32_long(const AttentionParams& params) {
+  return params.type == ElementType::kTf32 && !is_general(params) && !is_wide(params) &&
+         takes_wgmma(params) && takes_long(params);
 }
 
 bool takes_long_backward(const AttentionBackwardParams& params) {
@@ -169,12 +188,9 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {
-      if (takes_tf32(params)) {
-        return params.type == ElementType::kTf32
-                   ? attention::launch_forward_tf32<false>(params, stream)
-                   : attention::launch_forward_tf32<true>(params, stream);
-      }
-      return attention::launch_forward_fma<Element>(params, stream);
+      if (!takes_tf32(params)) return attention::launch_forward_fma<Element>(params, stream);
+      if (params.type == ElementType::kTf32) return launch_tf32(params, stream);
+      return attention::launch_forward_tf32<true>(params, stream);
     } else {
       if (is_general(params)) return attention::launch_forward_general<Element>(params, stream);
       const auto launch_longer = [&](const AttentionParams& longer) {

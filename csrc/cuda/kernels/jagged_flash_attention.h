@@ -39,6 +39,7 @@ template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
   if (params.silu || is_general(params)) return kTinyRows;
+  if (params.type == ElementType::kTf32) return 2 * kTinyRows;
   if (params.packed_shift > 0) return kPackedRows >> params.packed_shift;
   return params.dim_qk > 64 || params.dim_v > 64 ? 192 : kShortRows;
 }
@@ -202,6 +203,9 @@ constexpr int64_t num_long_tickets(int64_t queries, int64_t heads, bool is_narro
 
 // Whether the backward kernel for long sequences takes these operands, if it gets its workspace.
 bool takes_long_backward(const AttentionBackwardParams& params);
+
+// Whether the forward kernel for long sequences takes these operands in TF32, if it gets its plan.
+bool takes_tf32_long(const AttentionParams& params);
 
 // Whether the forward kernel for long sequences takes these operands with ranges of keys, used
 // parts, kv_bias or silu, if it gets its plan.

@@ -52,4 +52,22 @@ __device__ __forceinline__ void store_quads(const Accumulator<1, kBlocks>& o,
   }
 }
 
+// The same of f32, whose quads of lanes write 32 bytes of a row at a time as they are.
+template <int kBlocks>
+__device__ __forceinline__ void store_pairs(const Accumulator<1, kBlocks>& o,
+                                            const float (&scale)[2], float* g, int64_t row_stride,
+                                            int rows, int columns, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* row = g + half * 8 * row_stride + lane % 4 * 2;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      if (half * 8 < rows && block * 8 + lane % 4 * 2 < columns) {
+        *reinterpret_cast<float2*>(row + block * 8) = make_float2(
+            o[0][block][2 * half] * scale[half], o[0][block][2 * half + 1] * scale[half]);
+      }
+    }
+  }
+}
+
 }  // namespace jagged_cuda::attention

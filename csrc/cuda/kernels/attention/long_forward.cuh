@@ -159,6 +159,14 @@ class WindowMask {
   const int last_uncut_;
 };
 
+// Where tiles of V serve as they come.
+struct PlainValues {
+  struct Shared {};
+  static constexpr int kWarps = 0;  // of producers that prepare them
+  template <typename KeyRows>
+  using Rows = KeyRows;
+};
+
 // Where nothing is added to scores.
 struct NoBias {
   struct Shared {};
@@ -288,15 +296,16 @@ struct LongForwardConfig {
   using Mask = WindowMask<kTileN, kPacked>;
   using Score = SoftmaxScore;
   using Bias = NoBias;
+  using Values = PlainValues;
   static constexpr PathName kName =
       PathName("cuda.attention.forward.long.") + (kPacked ? "packed.d" : "d") + kDim;
   static_assert(kDim == 64 || kDim == 96 || kDim == 128 || kDim == 192 || kDim == 256);
 };
 
 struct LongForwardParams {
-  CUtensorMap q;  // boxes of QueryRows::kRows rows of one head
-  CUtensorMap k;  // boxes of kTileN rows
-  CUtensorMap v;
+  CUtensorMap q;    // boxes of QueryRows::kRows rows of one head
+  CUtensorMap k;    // boxes of kTileN rows
+  CUtensorMap v;    // the same, or what Config::Values says
   CUtensorMap out;  // boxes of kStoredRows rows, where kStoresThroughQueries
   AttentionParams attention;
 };
@@ -320,6 +329,7 @@ struct LongForwardStorage {
   using QueryRows =
       WarpgroupTile<Element, Config::kOwnQueries ? 64 : Config::kTileM, Config::kTileColumns>;
   using KeyRows = WarpgroupTile<Element, Config::kTileN, Config::kTileColumns>;
+  using ValueRows = typename Config::Values::template Rows<KeyRows>;  // as they are copied
   QueryRows sQ[kQueryTiles];
   KeyRows slots[Config::kSlots];
   Ring<kItems> items;  // of item, and of sQ if neither kOwnQueries nor kQueryRing
@@ -331,6 +341,7 @@ struct LongForwardStorage {
   WorkItem planned_item[kItems];
   typename Config::Mask::Shared keys[kItems];
   typename Config::Bias::Shared bias;
+  typename Config::Values::Shared values;
 };
 
 // Takes items of kTileM queries from the plan, one ahead; one warp. Where late queries see more keys
@@ -484,7 +495,12 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
     for (int key = mask.first(), next; key < mask.last(); key = next) {
       next = mask.next(key);
       if (next < mask.last()) copy(params.k, next);
-      copy(params.v, key);
+      if constexpr (Config::Values::kWarps > 0) {
+        shared.values.copy(params.v, item.tile.key_begin + key, item.head / group);
+        slot.advance();
+      } else {
+        copy(params.v, key);
+      }
     }
     if (Config::Mask::kPrepared) shared.items.release(stage);
   }
@@ -520,7 +536,8 @@ struct LongForwardConsumer {
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
-  static constexpr bool kGuesses = Config::kKeepsReference && Config::kDim >= 96;
+  static constexpr bool kGuesses =
+      Config::kKeepsReference && Config::kDim >= 96 && !Config::kOwnQueries;
   static_assert(!(Storage::kStoresThroughQueries && kEndsEarly));  // else warps may read Q still
 
   const AttentionParams& attention;
@@ -620,7 +637,11 @@ struct LongForwardConsumer {
   __device__ __forceinline__ void start_output(int stage) {
     ptx::fence_operands(o[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(o, p, shared.slots[stage]);
+    if constexpr (Config::Values::kWarps > 0) {
+      wgmma_packed_by_rows(o, p, Config::Values::prepared(shared.slots[stage]));
+    } else {
+      wgmma_packed_by_columns(o, p, shared.slots[stage]);
+    }
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void finish_output(int stage) {
@@ -630,14 +651,16 @@ struct LongForwardConsumer {
   }
   // Rows of V from `rows` on become zeros. All warpgroups write the same.
   __device__ __forceinline__ void zero_values(int stage, int rows) {
-    constexpr int kChunks = Storage::KeyRows::kChunks;
-    if (rows >= kTileN) return;
-    for (int index = threadIdx.x % 128; index < (kTileN - rows) * kChunks; index += 128) {
-      *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
-          rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
+    if constexpr (Config::Values::kWarps == 0) {
+      constexpr int kChunks = Storage::KeyRows::kChunks;
+      if (rows >= kTileN) return;
+      for (int index = threadIdx.x % 128; index < (kTileN - rows) * kChunks; index += 128) {
+        *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
+            rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
+      }
+      ptx::fence_proxy_async();
+      ptx::bar_sync(kZeroedBarrier + warpgroup, 128);
     }
-    ptx::fence_proxy_async();
-    ptx::bar_sync(kZeroedBarrier + warpgroup, 128);
   }
 
   __device__ __forceinline__ void clear_output() {
@@ -674,6 +697,9 @@ struct LongForwardConsumer {
         copy_rows(row_of<Element>(attention.out, first_row, item.head), offset_of, tile, warp_row,
                   warp_rows, attention.dim_v, lane);
       }
+    } else if constexpr (sizeof(Element) == 4) {
+      store_pairs(o, factor, row_of<Element>(attention.out, global_row, item.head),
+                  attention.out.row_stride, rows, attention.dim_v, lane);
     } else {
       store_quads(o, factor, row_of<Element>(attention.out, global_row, item.head),
                   attention.out.row_stride, rows, attention.dim_v, lane);
@@ -888,7 +914,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
-    shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps);
+    shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps + Config::Values::kWarps);
+    if constexpr (Config::Values::kWarps > 0) shared.values.init();
     shared.ring.init(kConsumerWarps, 1 + Config::Bias::kWarps);
     if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
@@ -914,6 +941,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
       }
     }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
+    if constexpr (Config::Values::kWarps > 0) {
+      static_assert(Config::Values::kWarps == 2 && Config::Bias::kWarps == 0);
+      if (threadIdx.x >= 64) Config::Values::template prepare<Config>(params.attention, shared);
+    }
     if constexpr (Config::Bias::kWarps > 0) {
       if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
     }
@@ -935,7 +966,7 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
                                 encode_heads<typename Storage::KeyRows>(
                                     params.k, attention, attention.k, attention.kv_offsets.total,
                                     attention.kv_heads, attention.dim_qk),
-                                encode_heads<typename Storage::KeyRows>(
+                                encode_heads<typename Storage::ValueRows>(
                                     params.v, attention, attention.v, attention.kv_offsets.total,
                                     attention.kv_heads, attention.dim_v)};
   for (cudaError_t error : errors) {
@@ -973,15 +1004,20 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
 template <typename Element, typename Launch>
 cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
   const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
-  if (params.packed_shift > 0) {
-    return dim <= 64 ? launch(LongForwardConfig<Element, 64, true>())
-                     : launch(LongForwardConfig<Element, 128, true>());
+  if constexpr (sizeof(Element) == 4) {  // tf32_long_forward.cuh
+    return dim <= 64 ? launch(LongForwardConfig<Element, 64>())
+                     : launch(LongForwardConfig<Element, 128>());
+  } else {
+    if (params.packed_shift > 0) {
+      return dim <= 64 ? launch(LongForwardConfig<Element, 64, true>())
+                       : launch(LongForwardConfig<Element, 128, true>());
+    }
+    if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
+    if (dim <= 96) return launch(LongForwardConfig<Element, 96>());
+    if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
+    if (dim <= 192) return launch(LongForwardConfig<Element, 192>());
+    return launch(LongForwardConfig<Element, 256>());
   }
-  if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
-  if (dim <= 96) return launch(LongForwardConfig<Element, 96>());
-  if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
-  if (dim <= 192) return launch(LongForwardConfig<Element, 192>());
-  return launch(LongForwardConfig<Element, 256>());
 }
 
 template <typename Element>

@@ -24,6 +24,7 @@
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/ranges.cuh"
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/scores.cuh"
 #include "cuda/kernels/attention/tf32_launch.cuh"
 #include "cuda/kernels/attention/tf32_tile.cuh"
@@ -88,6 +89,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_tf
     return;
   }
   const RowRange kv = sequence_rows(params.kv_offsets, tile.seq);
+  if (left_to_long(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const KeySteps<kTileN, false> steps(params, window, tile, rows, kv.len);
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/prim/round_tf32.cuh"
 
 #include <cmath>
 
@@ -39,14 +40,6 @@ struct SharedTileF32 {
     return data + row * kColumns + (index ^ swizzle(row)) * kChunkElems;
   }
 };
-
-// Half a unit of TF32 is added to the bits, of which products read the first 19. cvt.rna takes twice
-// as many instructions. The largest NaN, which is CUDA's own, would become a zero; its negative, and
-// those that differ from that in the last 12 bits alone, still do.
-__device__ __forceinline__ uint32_t round_tf32(float value) {
-  constexpr int kHalfUnit = 0x1000, kLargest = 0x7fffffff;
-  return static_cast<uint32_t>(min(__float_as_int(value), kLargest - kHalfUnit) + kHalfUnit);
-}
 
 // Rounds to TF32 what this thread has copied by load_tile, once it has arrived and before others
 // read it: then each element is rounded once, and not by each warp.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/prim/round_tf32.cuh"
 #include "cuda/kernels/prim/wgmma.cuh"
 
 namespace jagged_cuda {
@@ -57,8 +58,9 @@ __device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, c
                                                    int a_row, const BTile& b) {
   using Product = ptx::Wgmma<typename ATile::Element, false>;
   const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+  constexpr int kAtOnce = 32 / ATile::kElementBytes;  // columns of a product
 #pragma unroll
-  for (int k = 0; k < (kDepth > 0 ? kDepth : ATile::kColumns); k += 16) {
+  for (int k = 0; k < (kDepth > 0 ? kDepth : ATile::kColumns); k += kAtOnce) {
     Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
                  k > 0);
   }
@@ -91,6 +93,31 @@ struct PackedRows {
         (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
   }
 };
+
+// The same of f32, rounded to TF32; of each eight columns first those that are even, then the others: so
+// a lane's own elements are its fragments.
+template <int kBlocks>
+struct PackedRows<float, kBlocks> {
+  uint32_t fragments[kBlocks][4];
+
+  __device__ __forceinline__ void set(int block, int half, const float (&pair)[2]) {
+    fragments[block][half] = round_tf32(pair[0]);
+    fragments[block][half + 2] = round_tf32(pair[1]);
+  }
+};
+
+// o += p b^T over the columns of b, a tile of f32 with its columns in the order of p's.
+template <int kBlocks, int kOutBlocks, typename BTile>
+__device__ __forceinline__ void wgmma_packed_by_rows(Accumulator<1, kOutBlocks>& o,
+                                                     const PackedRows<float, kBlocks>& p,
+                                                     const BTile& b) {
+  using Product = ptx::Wgmma<float, false>;
+  static_assert(kOutBlocks * 8 == BTile::kRows && kBlocks * 8 == BTile::kColumns);
+  const ptx::MatrixDescriptor b_rows = b.descriptor();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+    Product::run(o[0], p.fragments[block], b_rows + BTile::column_step_bytes(block * 8), true);
+}
 
 // o += p b: b the first kBlocks * 8 rows of a tile, the first kOutBlocks * 8 of its columns.
 template <int kBlocks, int kOutBlocks, typename BTile>
