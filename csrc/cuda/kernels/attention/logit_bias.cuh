@@ -67,7 +67,6 @@ struct LogitTable<BiasKind::kTimes> {
   TimeTable times;
   TimeSource source;
   TimeGroup groups[4][32];  // of each warp
-  TimeKinds kinds[4];       // kTransposed
 };
 template <>
 struct LogitTable<BiasKind::kAny> : LogitTable<BiasKind::kTimes> {};
@@ -95,11 +94,7 @@ struct KeyOfLane<BiasKind::kNone> {};
 template <>
 struct KeyOfLane<BiasKind::kPositions> {};
 template <>
-struct KeyOfLane<BiasKind::kTimes> {
-  alignas(8) uint32_t times[2];  // TimeTiles::before_latest
-};
-template <>
-struct KeyOfLane<BiasKind::kAny> : KeyOfLane<BiasKind::kKeys>, KeyOfLane<BiasKind::kTimes> {};
+struct KeyOfLane<BiasKind::kTimes> {};
 
 template <BiasKind kKind, bool kTransposed>
 class LogitBias {
@@ -145,8 +140,9 @@ class LogitBias {
       const uint32_t *of_query = tiles.behind_soonest + queries.begin,
                      *of_key = tiles.before_latest + kv.begin;
       column_times_ = kTransposed ? of_query : of_key;
-      if constexpr (!kTransposed)
-        for_each_row([&](int half, int own) { row_times_[half] = __ldcg(of_query + own); });
+      for_each_row([&](int half, int own) {
+        row_times_[half] = __ldcg((kTransposed ? of_key : of_query) + own);
+      });
       if (threadIdx.x == 0) {
         table.source = {kTransposed ? kv_time : q_time,
                         kTransposed ? q_time : kv_time,
@@ -174,13 +170,7 @@ class LogitBias {
         positions_ = PositionTable(params_, head / (params_.heads / bias().position_heads)).values;
     }
     if constexpr (kTimes) {
-      if (has_times()) {
-        groups_.reset();
-        if constexpr (kTransposed) {
-          const uint32_t* of_key = TimeTiles(params_).before_latest + kv_.begin;
-          for_each_row([&](int half, int own) { keys.times[half] = __ldcg(of_key + own); });
-        }
-      }
+      if (has_times()) groups_.reset();
     }
   }
 
@@ -248,7 +238,7 @@ class LogitBias {
     } else if constexpr (kKind == BiasKind::kPositions) {
       add_positions(s, scale, column);
     } else if constexpr (kKind == BiasKind::kTimes) {
-      add_times<kCompact>(s, scale, step, keys, column, hidden, lane);
+      add_times<kCompact>(s, scale, step, column, hidden, lane);
     } else if constexpr (kKind == BiasKind::kAny) {
       if (has_positions()) {
         add_positions(s, scale, column);
@@ -258,7 +248,7 @@ class LogitBias {
         add_keys(s, scale, step, keys, lane);
         scale = 1.0f;
       }
-      if (has_times()) add_times<kCompact>(s, scale, step, keys, column, hidden, lane);
+      if (has_times()) add_times<kCompact>(s, scale, step, column, hidden, lane);
     }
   }
 
@@ -271,17 +261,6 @@ class LogitBias {
     return kTransposed ? first_diagonal_ + column : first_diagonal_ - column;
   }
   __device__ __forceinline__ const TimeGroups& groups() const { return groups_; }
-  // In shared memory where registers are few.
-  __device__ __forceinline__ TimeKinds kinds() const {
-    return kTransposed ? table_.kinds[threadIdx.x / 32] : groups_.kinds;
-  }
-  __device__ __forceinline__ uint2 row_times(const Keys& keys) const {
-    if constexpr (kTransposed) {
-      return *reinterpret_cast<const uint2*>(keys.times);
-    } else {
-      return make_uint2(row_times_[0], row_times_[1]);
-    }
-  }
   __device__ __forceinline__ const TimeGroup& group(int place) const {
     return table_.groups[threadIdx.x / 32][place];
   }
@@ -304,10 +283,9 @@ class LogitBias {
   // Calls use(i, whether it is behind the boundary) for the lane's 8 scores of a group of two buckets.
   template <typename Use>
   __device__ __forceinline__ void for_each_side(int group, const TimeGroup& own, const Step& step,
-                                                const Keys& keys, int lane, Use use) const {
-    const uint2 times = row_times(keys);
-    const int least[2] = {static_cast<int>(own.boundary - times.x),
-                          static_cast<int>(own.boundary - times.y)};
+                                                int lane, Use use) const {
+    const int least[2] = {static_cast<int>(own.boundary - row_times_[0]),
+                          static_cast<int>(own.boundary - row_times_[1])};
     for_each_column(group, step, lane, [&](int i, uint32_t column) {
       use(i, static_cast<int>(column) >= least[i / 2 % 2]);
     });
@@ -316,10 +294,8 @@ class LogitBias {
   // Calls use(i, distance and one) for the lane's 8 scores of a narrow group.
   template <typename Use>
   __device__ __forceinline__ void for_each_distance(int group, bool ordered, const TimeGroup& own,
-                                                    const Step& step, const Keys& keys, int lane,
-                                                    Use use) const {
-    const uint2 times = row_times(keys);
-    const uint32_t rows[2] = {own.apart + 1 + times.x, own.apart + 1 + times.y};
+                                                    const Step& step, int lane, Use use) const {
+    const uint32_t rows[2] = {own.apart + 1 + row_times_[0], own.apart + 1 + row_times_[1]};
     uint32_t away[8];
     for_each_column(group, step, lane,
                     [&](int i, uint32_t column) { away[i] = rows[i / 2 % 2] + column; });
@@ -360,13 +336,8 @@ class LogitBias {
     }
   }
   __device__ __forceinline__ void find_groups(int column) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const bool found = groups_.template find<kTransposed>(
-        table_.groups[warp], bias(), table_.times, table_.source, unit_, row_ + warp_row_, column);
-    if (kTransposed && found) {
-      if (threadIdx.x % 32 == 0) table_.kinds[warp] = groups_.kinds;
-      __syncwarp();
-    }
+    groups_.template find<kTransposed>(table_.groups[threadIdx.x / 32], bias(), table_.times,
+                                       table_.source, unit_, row_ + warp_row_, column);
   }
   __device__ __forceinline__ bool has_keys() const {
     return kKind == BiasKind::kKeys || bias().kv_bias != nullptr;
@@ -439,14 +410,13 @@ class LogitBias {
   }
 
   template <bool kCompact>
-  __device__ __forceinline__ void add_times(Scores& s, float scale, const Step& step,
-                                            const Keys& keys, int column, unsigned hidden,
-                                            int lane) {
+  __device__ __forceinline__ void add_times(Scores& s, float scale, const Step& step, int column,
+                                            unsigned hidden, int lane) {
     constexpr unsigned kOfStep = 0xf;
     const int source = TimeGroups::place_of(column);
-    const TimeKinds kinds = this->kinds();
-    const unsigned one = (kinds.one >> source & kOfStep) | hidden,
-                   two = kinds.two >> source & kOfStep, narrow = kinds.narrow >> source & kOfStep;
+    const unsigned one = (groups_.one >> source & kOfStep) | hidden,
+                   two = groups_.two >> source & kOfStep,
+                   narrow = groups_.narrow >> source & kOfStep;
     if (one == kOfStep) {  // in a row, so that their latencies overlap
 #pragma unroll
       for (int group = 0; group < 4; ++group) {
@@ -466,7 +436,7 @@ class LogitBias {
         s[0][i / 4][i % 4] = __fmaf_rn(s[0][i / 4][i % 4], scale, found[i]);
       return;
     }
-    const unsigned ordered = kinds.ordered >> source;
+    const unsigned ordered = groups_.ordered >> source;
     // Calls use(i, what is added) for the lane's 8 scores of a group.
     const auto find = [&](int group, auto use) {
       const TimeGroup own = this->group(source + group);
@@ -474,14 +444,13 @@ class LogitBias {
 #pragma unroll
         for (int i = 0; i < 8; ++i) use(i, own.value);
       } else if (two >> group & 1) {
-        for_each_side(group, own, step, keys, lane,
+        for_each_side(group, own, step, lane,
                       [&](int i, bool behind) { use(i, behind ? own.behind : own.value); });
       } else if (!kCompact || (narrow >> group & 1) != 0) {
-        for_each_distance(group, ordered >> group & 1, own, step, keys, lane,
-                          [&](int i, uint32_t away) {
-                            const TimeCell cell = table_.times.cell(away);
-                            use(i, away >= cell.boundary ? cell.behind : cell.value);
-                          });
+        for_each_distance(group, ordered >> group & 1, own, step, lane, [&](int i, uint32_t away) {
+          const TimeCell cell = table_.times.cell(away);
+          use(i, away >= cell.boundary ? cell.behind : cell.value);
+        });
       } else {
 #pragma unroll 1
         for (int element = 0; element < 8; ++element) {
@@ -529,7 +498,7 @@ class LogitBias {
   int own_position_;  // where the lane's first pair of diagonals lies if that of diagonal 0 is 0
   const float* positions_;  // PositionTable::values of the head
   const uint32_t* column_times_;
-  uint32_t row_times_[2];  // of the lane's rows, likewise; not kTransposed
+  uint32_t row_times_[2];  // of the lane's rows, likewise
   LogitTable<kKind>& table_;
   TimeGroups groups_;
 };

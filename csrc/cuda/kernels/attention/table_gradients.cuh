@@ -218,10 +218,8 @@ class TableGradients {
     constexpr unsigned kAll = 0xffffffffu;
     const int source = TimeGroups::place_of(column);  // found with the logits
     const TimeGroups& groups = bias.groups();
-    const TimeKinds& kinds = groups.kinds;
-    const unsigned one = kinds.one >> source, two = kinds.two >> source,
-                   narrow = kinds.narrow >> source, ordered = kinds.ordered >> source;
-    const typename Bias::Keys no_keys;
+    const unsigned one = groups.one >> source, two = groups.two >> source,
+                   narrow = groups.narrow >> source, ordered = groups.ordered >> source;
     const bool own = lane >= source && lane < source + 4 && (hidden >> (lane - source) & 1) == 0;
     const int lowest = __reduce_min_sync(kAll, own ? groups.first : INT_MAX),
               highest = __reduce_max_sync(kAll, own ? groups.last : 0);
@@ -284,7 +282,7 @@ class TableGradients {
         add(first, sum);
       } else if (two >> group & 1) {
         int sum = 0, behind = 0;
-        bias.for_each_side(group, bias.group(source + group), step, no_keys, lane,
+        bias.for_each_side(group, bias.group(source + group), step, lane,
                            [&](int i, bool is_behind) {
                              const int value = __float2int_rn(values[i]);
                              sum += value;
@@ -294,7 +292,7 @@ class TableGradients {
         add(first + 1, behind);
       } else {
         bias.for_each_distance(
-            group, ordered >> group & 1, bias.group(source + group), step, no_keys, lane,
+            group, ordered >> group & 1, bias.group(source + group), step, lane,
             [&](int i, uint32_t away) {
               const TimeCell cell = bias.table().cell(away);
               add(static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0),

@@ -193,16 +193,6 @@ struct alignas(16) TimeGroup {
   uint32_t apart;
 };
 
-// Of 32 groups: those with one bucket; those with two whose queries are all later than their keys,
-// where distances from the nearest on are below 2^31; those for which TimeTable::cell() serves; and
-// those of which no key is later than a query.
-struct alignas(16) TimeKinds {
-  unsigned one;
-  unsigned two;
-  unsigned narrow;
-  unsigned ordered;
-};
-
 // Which buckets the times between a warp's rows and 32 groups of 16 columns have.
 class TimeGroups {
  public:
@@ -212,7 +202,13 @@ class TimeGroups {
   // The buckets of the nearest and the farthest times of this lane's group.
   int first;
   int last;
-  TimeKinds kinds;
+  // Groups with one bucket; those with two whose queries are all later than their keys, where
+  // distances from the nearest on are below 2^31; those for which TimeTable::cell() serves; and those
+  // of which no key is later than a query.
+  unsigned one;
+  unsigned two;
+  unsigned narrow;
+  unsigned ordered;
 
   // Which lane has the group of a column.
   __device__ __forceinline__ static int place_of(int column) { return column % kWindow / kColumns; }
@@ -220,43 +216,43 @@ class TimeGroups {
   // Forgets what it knows: of another head.
   __device__ __forceinline__ void reset() { window_ = -1; }
 
-  // Finds the groups of the step from `column` on for the warp whose rows begin at `row`; false if it
-  // knows them. All 32 lanes of a warp together.
+  // Finds the groups of the step from `column` on for the warp whose rows begin at `row`. All 32 lanes
+  // of a warp together.
   template <bool kTransposed>
-  __device__ __forceinline__ bool find(TimeGroup (&groups)[32], const ScoreBias& bias,
+  __device__ __forceinline__ void find(TimeGroup (&groups)[32], const ScoreBias& bias,
                                        const TimeTable& table, const TimeSource& source, float unit,
                                        int row, int column) {
     constexpr unsigned kAll = 0xffffffffu;
-    if (column / kWindow == window_) return false;
-    window_ = column / kWindow;
-    const int lane = static_cast<int>(threadIdx.x) % 32, block = window_ * 32 + lane;
-    const TimeSpan rows = source.row_spans[min(row, source.num_rows - 1) / kColumns].load(),
-                   columns =
-                       source.column_spans[min(block, (source.num_columns - 1) / kColumns)].load();
-    const TimeDistances away = kTransposed ? TimeDistances(bias.symmetric, columns, rows)
-                                           : TimeDistances(bias.symmetric, rows, columns);
-    const TimeTable::Look nearest = table.look(bias, away.nearest, unit),
-                          farthest = table.look(bias, away.farthest, unit);
-    first = nearest.bucket;
-    last = farthest.bucket;
-    const TimeSpan &queries = kTransposed ? columns : rows, &keys = kTransposed ? rows : columns;
-    TimeGroup group;
-    group.value = nearest.value;
-    group.behind = farthest.value;
-    group.apart = static_cast<uint32_t>(queries.soonest) - static_cast<uint32_t>(keys.latest);
-    group.boundary = ~0u;
-    if (first < last)
-      group.boundary = static_cast<uint32_t>(__ldg(bias.boundaries + first)) -
-                       static_cast<uint32_t>(away.nearest);
-    __syncwarp();
-    groups[lane] = group;
-    kinds = {__ballot_sync(kAll, first == last),
-             __ballot_sync(kAll, first + 1 == last && away.is_ordered &&
-                                     away.farthest - away.nearest < kNarrow),
-             __ballot_sync(kAll, away.widest < kNarrow && table.crowded == 0),
-             __ballot_sync(kAll, away.is_ordered)};
-    __syncwarp();
-    return true;
+    if (column / kWindow != window_) {
+      window_ = column / kWindow;
+      const int lane = static_cast<int>(threadIdx.x) % 32, block = window_ * 32 + lane;
+      const TimeSpan rows = source.row_spans[min(row, source.num_rows - 1) / kColumns].load(),
+                     columns = source.column_spans[min(block, (source.num_columns - 1) / kColumns)]
+                                   .load();
+      const TimeDistances away = kTransposed ? TimeDistances(bias.symmetric, columns, rows)
+                                             : TimeDistances(bias.symmetric, rows, columns);
+      const TimeTable::Look nearest = table.look(bias, away.nearest, unit),
+                            farthest = table.look(bias, away.farthest, unit);
+      first = nearest.bucket;
+      last = farthest.bucket;
+      const TimeSpan &queries = kTransposed ? columns : rows, &keys = kTransposed ? rows : columns;
+      TimeGroup group;
+      group.value = nearest.value;
+      group.behind = farthest.value;
+      group.apart = static_cast<uint32_t>(queries.soonest) - static_cast<uint32_t>(keys.latest);
+      group.boundary = ~0u;
+      if (first < last)
+        group.boundary = static_cast<uint32_t>(__ldg(bias.boundaries + first)) -
+                         static_cast<uint32_t>(away.nearest);
+      __syncwarp();
+      groups[lane] = group;
+      one = __ballot_sync(kAll, first == last);
+      two = __ballot_sync(
+          kAll, first + 1 == last && away.is_ordered && away.farthest - away.nearest < kNarrow);
+      narrow = __ballot_sync(kAll, away.widest < kNarrow && table.crowded == 0);
+      ordered = __ballot_sync(kAll, away.is_ordered);
+      __syncwarp();
+    }
   }
 
  private:
