@@ -89,34 +89,37 @@ struct SiluScore {
   }
 };
 
-template <typename Element, int kDim, bool kSilu, bool kBiased>
+template <typename Element, int kDim, bool kSilu, bool kBiased, bool kPositions = false>
 struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
-  using Bias =
-      std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots>, NoBias>;
+  using Bias = std::conditional_t<
+      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kPositions>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
 
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
-  const auto launch = [&](auto dim, auto silu, auto biased) {
-    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, biased.value != 0>;
+  const auto launch = [&](auto dim, auto silu, auto biases) {
+    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, (biases.value > 0),
+                                       (biases.value > 1)>;
     const cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(params, stream);
     return error == cudaSuccess ? launch_long_forward<Config>(params, stream) : error;
   };
-  const auto launch_dim = [&](auto silu, auto biased) {
-    return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biased)
-                                                     : launch(Constant<128>{}, silu, biased);
+  const auto launch_dim = [&](auto silu, auto biases) {
+    return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biases)
+                                                     : launch(Constant<128>{}, silu, biases);
   };
-  const auto launch_silu = [&](auto biased) {
-    return params.silu ? launch_dim(Constant<1>{}, biased) : launch_dim(Constant<0>{}, biased);
+  const auto launch_silu = [&](auto biases) {
+    return params.silu ? launch_dim(Constant<1>{}, biases) : launch_dim(Constant<0>{}, biases);
   };
-  return params.bias.any() ? launch_silu(Constant<1>{}) : launch_silu(Constant<0>{});
+  if (!params.bias.any()) return launch_silu(Constant<0>{});
+  return params.bias.position_table == nullptr ? launch_silu(Constant<1>{})
+                                               : launch_silu(Constant<2>{});
 }
 
 }  // namespace jagged_cuda::attention
