@@ -150,13 +150,13 @@ def test_a_turn_of_the_long_forward_is_products_and_nothing_else(
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("silu", [False, True], ids=["softmax", "silu"])
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("biases", [0, 1, 2], ids=["", "keys", "positions"])
 def test_ranges_cost_nothing_where_all_rows_see_a_step(
-    ranged_library: Path, dim: int, silu: bool, biased: bool
+    ranged_library: Path, dim: int, silu: bool, biases: int
 ) -> None:
     """A turn is products and nothing else there, too, silu takes one special function per score,
     and what rows see is looked up behind branches: no score is compared unless a warp needs it."""
-    config = f"{BF16}Li{dim}ELb{int(silu)}ELb{int(biased)}"
+    config = f"{BF16}Li{dim}ELb{int(silu)}ELb{int(biases > 0)}ELb{int(biases > 1)}"
     name = _name("long_forward", "RangedForwardConfig", "LongForwardParams", config)
     loop = _key_loop(_instructions(ranged_library, name), products=dim // 16 + 8)
     products = _places(loop, "HGMMA")

@@ -47,6 +47,8 @@ class RangesMask {
 };
 
 // Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.
+// kHalved: they come as z / 2.
+template <bool kHalved>
 struct SiluScore {
   static constexpr float kHidden = 0.0f;
   const float half_scale;
@@ -69,7 +71,7 @@ struct SiluScore {
         float silu[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float z = s[0][block][2 * half + i] * half_scale;
+          const float own = s[0][block][2 * half + i], z = kHalved ? own : own * half_scale;
           silu[i] = __fmaf_rn(z, ptx::tanh_approx(z), z);
         }
         p.set(block, half, silu);
@@ -90,34 +92,39 @@ struct SiluScore {
   }
 };
 
-template <typename Element, int kDim, bool kSilu, bool kBiased>
+template <typename Element, int kDim, bool kSilu, bool kBiased, bool kPositions = false>
 struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
-  using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
-  using Bias =
-      std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots>, NoBias>;
+  static constexpr bool kIsBehind = kSilu && kBiased && !kPositions;
+  using Score = std::conditional_t<kSilu, SiluScore<kIsBehind>, SoftmaxScore>;
+  using Bias = std::conditional_t<
+      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kPositions, kIsBehind>,
+      NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
 
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
-  const auto launch = [&](auto dim, auto silu, auto biased) {
-    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, biased.value != 0>;
+  const auto launch = [&](auto dim, auto silu, auto biases) {
+    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, (biases.value > 0),
+                                       (biases.value > 1)>;
     const cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(params, stream);
     return error == cudaSuccess ? launch_long_forward<Config>(params, stream) : error;
   };
-  const auto launch_dim = [&](auto silu, auto biased) {
-    return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biased)
-                                                     : launch(Constant<128>{}, silu, biased);
+  const auto launch_dim = [&](auto silu, auto biases) {
+    return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biases)
+                                                     : launch(Constant<128>{}, silu, biases);
   };
-  const auto launch_silu = [&](auto biased) {
-    return params.silu ? launch_dim(Constant<1>{}, biased) : launch_dim(Constant<0>{}, biased);
+  const auto launch_silu = [&](auto biases) {
+    return params.silu ? launch_dim(Constant<1>{}, biases) : launch_dim(Constant<0>{}, biases);
   };
-  return params.bias.any() ? launch_silu(Constant<1>{}) : launch_silu(Constant<0>{});
+  if (!params.bias.any()) return launch_silu(Constant<0>{});
+  return params.bias.position_table == nullptr ? launch_silu(Constant<1>{})
+                                               : launch_silu(Constant<2>{});
 }
 
 }  // namespace jagged_cuda::attention

@@ -1,5 +1,6 @@
 // Biases for kernels on wgmma whose rows are queries: what is added to scores, divided by their scale,
-// is what the product Q K^T starts from, so that nothing is left to do behind it.
+// is what the product Q K^T starts from, so that nothing is left to do behind it. kv_bias alone of silu
+// comes behind it instead, halved, by the multiplication that is there anyway.
 //
 // A warp of producers writes what a step of keys brings to shared memory: kv_bias by key,
 // position_bias by diagonal.
@@ -30,9 +31,12 @@ class BiasOverScale {
 };
 
 // Of tiles of kTileM rows and steps of kTileN keys, which are copied to a ring of kSlots, K of a step
-// before V of the one before it; time_bias is not among them.
-template <int kTileM, int kTileN, int kSlots>
+// before V of the one before it: kv_bias alone, or kPositions, position_bias and perhaps kv_bias. Code
+// for both in one kernel does not stay in the instruction cache. kIsBehind: see above.
+template <int kTileM, int kTileN, int kSlots, bool kPositions, bool kIsBehind_>
 struct StartingBias {
+  static constexpr bool kIsBehind = kIsBehind_;
+  static_assert(!(kPositions && kIsBehind));
   static constexpr int kWarps = 1;  // of producers
   // Steps whose biases are kept: when a slot is free for K, that of the third step before was, too.
   static constexpr int kSteps = 3;
@@ -44,7 +48,7 @@ struct StartingBias {
     alignas(16) float keys[kSteps][kTileN];
     // Twice, the second time one further on, so that of every row the diagonals of columns 2 c and
     // 2 c + 1 lie in one aligned pair.
-    alignas(16) float positions[kSteps][2 * kCopy];
+    alignas(16) float positions[kSteps][kPositions ? 2 * kCopy : 4];
 
     // What the scores of this lane start from, of which `row` in the tile is its first row.
     template <int kBlocks>
@@ -53,12 +57,19 @@ struct StartingBias {
       static_assert(kBlocks * 8 == kTileN);
       const auto set = [](float& score, float value) { score = value; };
       const auto add = [](float& score, float value) { score += value; };
-      if (params.bias.position_table == nullptr) {
-        use_keys(s, step, lane, set);
-      } else {
+      if constexpr (kPositions) {
         use_positions(s, step, row, lane, set);
-        if (params.bias.kv_bias != nullptr) use_keys(s, step, lane, add);
+        if (has_keys(params)) use_keys(s, step, lane, add);
+      } else {
+        use_keys(s, step, lane, set);
       }
+    }
+    // s = factor s + the bias of its key, if kIsBehind. Nothing else wants the registers of P then.
+    template <int kBlocks>
+    __device__ __forceinline__ void add(Accumulator<1, kBlocks>& s, float factor, int step,
+                                        int lane) const {
+      use_keys(s, step, lane,
+               [&](float& score, float value) { score = __fmaf_rn(score, factor, value); });
     }
 
    private:
@@ -95,6 +106,10 @@ struct StartingBias {
     }
   };
 
+  __device__ __forceinline__ static bool has_keys(const AttentionParams& params) {
+    return !kPositions || params.bias.kv_bias != nullptr;
+  }
+
   // Of one item: writes what its steps bring.
   class Writer {
    public:
@@ -102,37 +117,38 @@ struct StartingBias {
                                       int head)
         : params_(params), tile_(tile), over_scale_(params) {
       const ScoreBias& bias = params.bias;
-      if (bias.kv_bias != nullptr)
+      if (has_keys(params))
         keys_ = static_cast<const float*>(bias.kv_bias) + tile.key_begin * bias.kv_heads +
-                head / (params.heads / bias.kv_heads);
-      if (bias.position_table != nullptr)
+                static_cast<unsigned>(head) * bias.kv_heads / params.heads;
+      if constexpr (kPositions)
         positions_ = static_cast<const float*>(bias.position_table) +
                      head / (params.heads / bias.position_heads) * bias.position_buckets;
     }
 
-    // Asks for what comes from far: kv_bias of the step from `key` on.
+    // Asks for what comes from far: kv_bias of the step from `key` on, of which a lane has four in turn.
     __device__ __forceinline__ void load(int key) {
-      if (params_.bias.kv_bias == nullptr) return;
+      if (!has_keys(params_)) return;
+      const int first = key + lane() * kLaneKeys, stride = params_.bias.kv_heads;
+      const float* g = keys_ + int64_t{first} * stride;
 #pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) {
-        const int own = key + i * 32 + lane();
-        loaded_[i] =
-            own < tile_.num_keys ? __ldg(keys_ + int64_t{own} * params_.bias.kv_heads) : 0.0f;
-      }
+      for (int i = 0; i < kLaneKeys; ++i, g += stride)
+        loaded_[i] = first + i < tile_.num_keys ? __ldg(g) : 0.0f;
     }
     // Writes that, and all else of that step.
     __device__ __forceinline__ void store(Shared& shared, int step, int key) const {
-      if (params_.bias.kv_bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kLaneKeys; ++i)
-          shared.keys[step][i * 32 + lane()] = over_scale_(loaded_[i]);
+      if (has_keys(params_)) {
+        const auto value = [&](int i) {
+          return kIsBehind ? 0.5f * loaded_[i] : over_scale_(loaded_[i]);
+        };
+        reinterpret_cast<float4*>(shared.keys[step])[lane()] =
+            make_float4(value(0), value(1), value(2), value(3));
       }
-      if (params_.bias.position_table != nullptr) store_positions(shared.positions[step], key);
+      if constexpr (kPositions) store_positions(shared.positions[step], key);
     }
 
    private:
-    static constexpr int kLaneKeys = kTileN / 32;
-    static_assert(kTileN % 32 == 0 && kTileM % 32 == 0);
+    static constexpr int kLaneKeys = 4;
+    static_assert(kTileN == 32 * kLaneKeys && kTileM % 32 == 0);
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
@@ -196,18 +212,20 @@ struct StartingBias {
           writer.store(shared.bias, step.advance(), key);
           arrive();
         };
-        writer.load(mask.first());
-        store(mask.first());
-        int next = mask.next(mask.first());
-        writer.load(next);
-        for (int key = mask.first(); key < mask.last(); key = next) {
-          next = mask.next(key);
-          if (next < mask.last()) {
-            store(next);
-            writer.load(mask.next(next));
+        int key = mask.first();
+        writer.load(key);
+        // Once more than there are steps, for the last V.
+        for (bool is_first = true, is_step = true; is_step; is_first = false) {
+          is_step = key < mask.last();
+          if (is_step) {
+            store(key);
+            key = mask.next(key);
+            writer.load(key);
           }
-          shared.ring.acquire(slot);  // of V
-          arrive();
+          if (!is_first) {
+            shared.ring.acquire(slot);  // of V of the step before
+            arrive();
+          }
         }
       }
       __syncwarp();
