@@ -439,17 +439,16 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
 // The tile decides how fast a batch is, and no sum's order: the same bits whatever its mean length.
 template <bool kTranspose>
 cudaError_t launch_direction(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
-  const OffsetsView& rows = kTranspose ? params.matrices.columns : params.matrices.rows;
-  const bool is_short = rows.total <= 32 * rows.num_seqs;
   if (params.type == ElementType::kF32) {
+    const OffsetsView& rows = kTranspose ? params.matrices.columns : params.matrices.rows;
+    const bool is_short = rows.total <= 32 * rows.num_seqs;
     return is_short
                ? launch_config<ArrayF32Config<F32, kTranspose, 32, 8, 3, 1, 3, 2>>(params, stream)
                : launch_config<ArrayF32Config<F32, kTranspose, 64, 8, 3, 2, 2, 2>>(params, stream);
   }
-  if (is_short) {
-    return launch_config<ArrayF32Config<Tf32, kTranspose, 32, 8, 2, 1, 2, 1>>(params, stream);
-  }
-  return params.columns <= 128
+  // Where the last tile of eight warps would have few columns, tiles of four are faster.
+  constexpr int kWideN = 256;
+  return (params.columns - 1) % kWideN < kWideN / 2
              ? launch_config<ArrayF32Config<Tf32, kTranspose, 64, 4, 2, 2, 3, 1>>(params, stream)
              : launch_config<ArrayF32Config<Tf32, kTranspose, 64, 8, 2, 2, 2, 2>>(params, stream);
 }
