@@ -17,13 +17,10 @@
 
 namespace jagged_cuda::gemm {
 
-// kRows is 16, or 8: then one half of the band leaves after the other, through half of the memory.
-template <typename Element_, int kColumns_, int kRows_ = 16>
+template <typename Element_, int kColumns_>
 struct RaggedBand {
   using Element = Element_;
-  static constexpr int kRows = kRows_, kColumns = kColumns_;  // at most
-  static constexpr int kHalves = kRows / 8;
-  static_assert(kHalves == 1 || kHalves == 2);
+  static constexpr int kRows = 16, kColumns = kColumns_;  // at most
   static constexpr int kChunkBytes = 16, kChunk = kChunkBytes / sizeof(Element);
   // Of 8 rows with a pitch of a multiple of as many bytes, four or more begin in the same banks.
   static constexpr int kSharedBanksBytes = 64;
@@ -39,22 +36,6 @@ struct RaggedBand {
   __device__ __forceinline__ void store(const float (&sum)[kBlocks][4], Element* global,
                                         int64_t pitch, int rows, int columns) {
     static_assert(kBlocks * 8 <= kColumns);
-    store_half<0>(sum, global, pitch, rows, columns);
-    if constexpr (kHalves == 1) {
-      end_store();
-      __syncwarp();  // of all lanes
-      store_half<1>(sum, global + 8 * pitch, pitch, rows - 8, columns);
-    }
-  }
-
-  // Waits until what this thread has stored is read.
-  __device__ __forceinline__ static void end_store() { ptx::cp_async_bulk_wait_read(); }
-
- private:
-  // Rows from the kFirst-th half of the band on, as many as there is memory for.
-  template <int kFirst, int kBlocks>
-  __device__ __forceinline__ void store_half(const float (&sum)[kBlocks][4], Element* global,
-                                             int64_t pitch, int rows, int columns) {
     rows = min(rows, kRows);
     if (rows <= 0) return;
     const int lane = threadIdx.x % 32, line = columns * static_cast<int>(sizeof(Element));
@@ -62,14 +43,14 @@ struct RaggedBand {
     const bool is_run = columns == pitch && line % kSharedBanksBytes != 0;
     // Of a run all rows lie as far from a chunk as the first; else each as far as it is itself.
     const int line_bytes = is_run ? line : kLineBytes;
-    uint32_t rows_of_lane[kHalves];
+    uint32_t rows_of_lane[2];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
+    for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half;
       rows_of_lane[half] =
           shared + row * line_bytes + phase_of(is_run ? global : global + row * pitch);
     }
-    write<kFirst>(sum, rows_of_lane, columns);
+    write(sum, rows_of_lane, columns);
     ptx::fence_proxy_async();
     __syncwarp();  // the band is there for all lanes, and for bulk copies
     // Lanes in groups, one for each run: a lane for each element of its edges.
@@ -82,30 +63,34 @@ struct RaggedBand {
     }
   }
 
+  // Waits until what this thread has stored is read.
+  __device__ __forceinline__ static void end_store() { ptx::cp_async_bulk_wait_read(); }
+
+ private:
   __device__ __forceinline__ static int phase_of(const Element* global) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(global) % kChunkBytes);
   }
 
-  // This lane's elements of one row of each half from the kFirst-th on.
-  template <int kFirst, int kBlocks>
+  // This lane's elements of two rows.
+  template <int kBlocks>
   __device__ __forceinline__ static void write(const float (&sum)[kBlocks][4],
-                                               const uint32_t (&lane_rows)[kHalves], int columns) {
+                                               const uint32_t (&lane_rows)[2], int columns) {
     const int first = threadIdx.x % 4 * 2;
+    const uint32_t rows[2] = {lane_rows[0] + first * static_cast<int>(sizeof(Element)),
+                              lane_rows[1] + first * static_cast<int>(sizeof(Element))};
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       if (8 * block >= columns) break;
       const bool exists[2] = {8 * block + first < columns, 8 * block + first + 1 < columns};
 #pragma unroll
-      for (int i = 0; i < 2 * kHalves; ++i) {
+      for (int i = 0; i < 4; ++i) {
         if (exists[i % 2]) {
-          const float value = sum[block][2 * kFirst + i];
-          const uint32_t address =
-              lane_rows[i / 2] + (first + 8 * block + i % 2) * static_cast<int>(sizeof(Element));
+          const uint32_t address = rows[i / 2] + (8 * block + i % 2) * sizeof(Element);
           if constexpr (sizeof(Element) == 2) {
-            const Element rounded = from_sum<Element>(value);
-            ptx::st_shared_2(address, *reinterpret_cast<const uint16_t*>(&rounded));
+            const Element value = from_sum<Element>(sum[block][i]);
+            ptx::st_shared_2(address, *reinterpret_cast<const uint16_t*>(&value));
           } else {
-            ptx::st_shared_4(address, __float_as_uint(value));
+            ptx::st_shared_4(address, __float_as_uint(sum[block][i]));
           }
         }
       }
