@@ -449,6 +449,14 @@ FAULTS = (
         "tests/test_cuda.py -k test_infinite_operands_in_full_precision",
     ),
     Fault(
+        "rows of the first lanes alone",
+        "cuda",
+        "cuda/kernels/gemm/outer.cuh",
+        "first = lane / lanes, step",
+        "first = 0, step",
+        "tests/test_cuda.py -k test_one_term",
+    ),
+    Fault(
         "a copy counted twice",
         "cuda",
         "cuda/kernels/jagged_index_select.cu",

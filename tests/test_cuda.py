@@ -107,6 +107,15 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.thin"),
         )
     ),
+    # One term per sum.
+    *(
+        (name, dtype, False, {"D": 1, "N": 72}, f"{first}.{element}", f"{last}.{element}")
+        for element, dtype in _DTYPES.items()
+        for name, first, last in (
+            ("jagged_dense_bmm", f"{_DENSE}.outer", f"{_JAGGED}.mma_sync"),
+            ("jagged_jagged_bmm", f"{_JAGGED}.mma_sync", f"{_DENSE}.outer"),
+        )
+    ),
     # Few columns, of y with stride 1 along N, and along D in gradients, or with one column.
     *(
         (name, dtype, False, {"D": dim, "N": columns}, f"{first}.{element}", f"{last}.{element}")
@@ -716,6 +725,19 @@ def test_few_columns(
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     element = next(name for name, value in _DTYPES.items() if value is dtype)
     assert last_kernel("cuda") == f"{_DENSE}.few_columns.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("columns", [32, 72, 200, 264])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_one_term(dtype: torch.dtype, columns: int) -> None:
+    """8, 16 and all lanes for a row, and two steps of columns; tiles of 64 rows, many sequences."""
+    case = CASES["jagged_dense_bmm"]
+    layout = Layout((0, 1, 63, 64, 65, 0, 150) + (3, 0, 7) * 40, base=5, tail=9)
+    spec = spec_of(layout, D=1, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in _DTYPES.items() if value is dtype)
+    assert last_kernel("cuda") == f"{_DENSE}.outer.{element}"
     judge(case, spec, dtype, CUDA)
 
 

@@ -2,8 +2,8 @@
 // sums; bias and activation follow in registers (gemm/epilogue.cuh). f64 below.
 //
 // A = x_b [L, D], jagged along M and with stride 1 along K; B = y_b [D, N] with stride 1 along
-// either. With few terms per sum, or few columns, other kernels take it (gemm/thin.cuh,
-// gemm/few_columns.cuh).
+// either. With few terms per sum, or few columns, other kernels take it (gemm/outer.cuh,
+// gemm/thin.cuh, gemm/few_columns.cuh).
 //
 // Grid: x, one CTA for each virtual tile of kTileM rows (prim/jagged.cuh: T / kTileM + B + 2 of
 // them); y, parts of N, more than one only where there are few rows. A CTA finds its tile with a
@@ -16,6 +16,7 @@
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/f64.cuh"
 #include "cuda/kernels/gemm/few_columns.cuh"
+#include "cuda/kernels/gemm/outer.cuh"
 #include "cuda/kernels/gemm/thin.cuh"
 #include "cuda/kernels/jagged_dense_bmm.h"
 #include "cuda/kernels/prim/launch.cuh"
@@ -151,6 +152,7 @@ cudaError_t launch_f64(const JaggedDenseBmmParams& params, cudaStream_t stream) 
 
 cudaError_t launch_jagged_dense_bmm(const JaggedDenseBmmParams& params, cudaStream_t stream) {
   if (params.type == ElementType::kF64) return gemm::launch_f64(params, stream);
+  if (gemm::is_outer(params)) return gemm::launch_outer(params, stream);
   if (gemm::is_thin(params)) return gemm::launch_thin(params, stream);
   if (gemm::is_few_columns(params)) return gemm::launch_few_columns(params, stream);
   return gemm::with_math(
