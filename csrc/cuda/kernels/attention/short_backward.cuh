@@ -24,7 +24,8 @@
 // warpgroup, so that one product may read it while the next is written; sums of dK or dV, and the
 // gradients on their way out, pass through the same place.
 //
-// Barriers:                arrives                                   waits
+// Barriers (every lane arrives for what it wrote or read):
+//                          arrives                                   waits
 //   issued, of an item     copying warp: it is described             all others
 //   full, of a page        copying warp, with the bytes of the page  the helping warp that has it
 //   ready, of a page       helping warp: zeros, lse and delta are    computing warps
@@ -138,8 +139,8 @@ struct ShortBackwardStorage : ShortLayout {
     for (int i = 0; i < kDescribed; ++i) ptx::mbarrier_init(issued[i], 1);
     for (int i = 0; i < kPages; ++i) {
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], 1);
-      ptx::mbarrier_init(empty[i], Config::kWarpgroups * 4);
+      ptx::mbarrier_init(ready[i], 32);
+      ptx::mbarrier_init(empty[i], Config::kWarpgroups * 128);
     }
     listed.init();
     ptx::fence_mbarrier_init();
@@ -296,8 +297,7 @@ __device__ __forceinline__ void help_short_backward(const AttentionBackwardParam
         prepare_queries<Config>(params, shared, item, page - key_pages, place, lane);
       }
       ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.ready[place.slot]);
+      ptx::mbarrier_arrive(shared.ready[place.slot]);
     }
   }
 }
@@ -375,7 +375,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
         const int row = (is_keys ? page : page - key_pages) * Config::kPageRows;
         // Both warpgroups read all keys, and of three pages of queries the one between.
         if (alone || (!is_keys && !(pages - key_pages == 3 && page - key_pages == 1)))
-          ptx::mbarrier_arrive_count(shared.empty[slot], 4);
+          ptx::mbarrier_arrive_count(shared.empty[slot], 128);
         uint64_t& full = shared.full[slot];
         ptx::mbarrier_arrive_expect_tx(full, sizeof(typename Storage::Page));
         const CUtensorMap* maps = is_keys ? params.keys : params.queries;
@@ -478,10 +478,9 @@ struct ShortBackwardConsumer {
   __device__ __forceinline__ void wait_ready(const ShortPlace& place) const {
     ptx::mbarrier_wait(shared.ready[place.slot], place.parity);
   }
-  // This warp has read all that it will of a page, for which it has waited.
+  // This lane has read all that it will of a page, for which it has waited.
   __device__ __forceinline__ void release(const ShortPlace& place) const {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.empty[place.slot]);
+    ptx::mbarrier_arrive(shared.empty[place.slot]);
   }
 
   // The keys from `key` on, in `keys`, and kBlocks * 8 queries from `query` on, which are in a page's
