@@ -335,12 +335,10 @@ struct ShortBackwardTurns {
 template <typename Config>
 __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams& params,
                                                        ShortBackwardStorage<Config>& shared,
-                                                       int warp, int lane) {
+                                                       bool listed, int warp, int lane) {
   using Storage = ShortBackwardStorage<Config>;
   const AttentionBackwardParams& attention = params.attention;
-  const bool listed = lists_all(attention);
   using Items = ShortBackwardItems<Config>;
-  if (listed) list_short<Items>(attention, shared.listed, warp * 32 + lane);
   if (warp > 0) {
     help_short_backward<Config>(attention, shared, warp - 1, lane);
     return;
@@ -400,7 +398,7 @@ struct ShortBackwardConsumer {
   using Element = typename Config::Element;
   using Storage = ShortBackwardStorage<Config>;
   using Rows = typename Storage::Rows;
-  static constexpr int kOwn = 1 + 1, kSums = kOwn + 2, kRead = kSums + 1;  // list_short has 1
+  static constexpr int kOwn = 1, kSums = kOwn + 2, kRead = kSums + 1;
 
   const AttentionBackwardParams& params;
   Storage& shared;
@@ -712,11 +710,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  const bool listed = lists_all(params.attention);
+  if (listed)
+    list_short<ShortBackwardItems<Config>, Config::kThreads>(params.attention, shared.listed);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce_short_backward<Config>(params, shared, warp, lane);
+    produce_short_backward<Config>(params, shared, listed, warp, lane);
     if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

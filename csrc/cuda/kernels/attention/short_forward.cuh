@@ -70,12 +70,10 @@ struct ShortForwardItems {
 
 template <typename Config>
 __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& params,
-                                                      typename Config::Storage& shared, int warp,
-                                                      int lane) {
+                                                      typename Config::Storage& shared,
+                                                      bool listed, int warp, int lane) {
   using Storage = typename Config::Storage;
   const AttentionParams& attention = params.attention;
-  const bool listed = lists_all(attention);
-  if (listed) list_short<ShortForwardItems>(attention, shared.listed, warp * 32 + lane);
   const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
@@ -210,11 +208,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) shared.init(Config::kMaxUnits, Config::kConsumers / 32);
   __syncthreads();
+  const bool listed = lists_all(params.attention);
+  if (listed) list_short<ShortForwardItems, Config::kThreads>(params.attention, shared.listed);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce_short_forward<Config>(params, shared, warp, lane);
+    produce_short_forward<Config>(params, shared, listed, warp, lane);
     if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -66,7 +66,7 @@ struct ShortLayout {
 struct ShortList {
   ShortSequence sequences[ShortLayout::kList];
   int num_first, num_last;
-  int warp_costs[4];
+  int warp_costs[32];
 
   __device__ __forceinline__ void init() { num_first = num_last = 0; }
 };
@@ -109,17 +109,17 @@ __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// Lists the sequences of this CTA, those first for which Items::is_first() holds; 128 threads, which
-// meet at named barrier 1. Items::cost() says what one head of a sequence takes, 0 where there is no
+// Lists the sequences of this CTA, those first for which Items::is_first() holds; all kThreads of it.
+// Items::cost() says what one head of a sequence takes, 0 where there is no
 // item: as steps of the kernel are, not smoothly, or some CTAs get a fifth more than others.
-template <typename Items>
-__device__ __forceinline__ void list_short(const AttentionParams& params, ShortList& list,
-                                           int thread) {
-  const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
-  const int per_thread = (num_seqs + 127) / 128, first = thread * per_thread,
+template <typename Items, int kThreads>
+__device__ __forceinline__ void list_short(const AttentionParams& params, ShortList& list) {
+  const int num_seqs = static_cast<int>(params.q_offsets.num_seqs),
+            thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int per_thread = (num_seqs + kThreads - 1) / kThreads, first = thread * per_thread,
             last = min(first + per_thread, num_seqs);
   int cost = 0;
-#pragma unroll 8
+#pragma unroll 4
   for (int seq = first; seq < last; ++seq) cost += Items::cost(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
@@ -128,10 +128,10 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
     if (lane >= step) sum += before;
   }
   if (lane == 31) list.warp_costs[thread / 32] = sum;
-  ptx::bar_sync(1, 128);
+  __syncthreads();
   int total = 0, before = sum - cost;
 #pragma unroll
-  for (int warp = 0; warp < 4; ++warp) {
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
     if (warp < thread / 32) before += list.warp_costs[warp];
     total += list.warp_costs[warp];
   }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
       }
     }
   }
-  ptx::bar_sync(1, 128);
+  __syncthreads();
 }
 
 // Lists the sequences of round `round`, where they go round; false if there are no more. One warp.
