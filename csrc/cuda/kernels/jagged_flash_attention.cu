@@ -10,6 +10,8 @@
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/hopper.h"
 
+#include <atomic>
+
 namespace jagged_cuda {
 namespace {
 
@@ -114,6 +116,13 @@ cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
                              Launch launch_longer,
                              cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
   if (!has_tiny) return launch_longer(params);
+  // Who does not look in slabs need not know.
+  if (params.q_offsets.data != params.kv_offsets.data ||
+      params.q_offsets.total >= params.q_offsets.num_seqs * kShortRows) {
+    params.longer = nullptr;
+  }
+  static std::atomic<int> calls{0};
+  params.call_number = calls.fetch_add(1, std::memory_order_relaxed);
   const cudaError_t error = launch_tiny(params, stream);
   if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;

@@ -235,6 +235,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if constexpr (kLooped) {
+    if (nothing_is_left(params)) return;
     TilesOfCta<Config::kRows>(params, params.q_offsets)
         .visit(shared.tile, [&](const JaggedTile& tile) {
           backward_dq_of_queries<Config>(params, shared, tile);
@@ -389,6 +390,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();  // the plan of the kernel for long sequences
   if constexpr (kLooped) {
+    if (nothing_is_left(params)) return;
     TilesOfCta<Config::kRows>(params, params.kv_offsets)
         .visit(shared.tile, [&](const JaggedTile& tile) {
           backward_dkdv_of_keys<Config>(params, shared, tile);
