@@ -129,7 +129,8 @@ cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
   // Where sequences are short on average, most tiles would be those of tiny ones.
   params.longer_in_slabs =
       params.q_offsets.data == params.kv_offsets.data &&
-      params.q_offsets.total < params.q_offsets.num_seqs * (tiny_limit(params) / 2);
+      params.q_offsets.total < params.q_offsets.num_seqs *
+                                   (has_wide_rows(params) ? kTinyWideRows / 2 : kTinyRows * 3 / 4);
   return launch_longer(params);
 }
 
