@@ -130,7 +130,7 @@ cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
   params.longer_in_slabs =
       params.q_offsets.data == params.kv_offsets.data &&
       params.q_offsets.total < params.q_offsets.num_seqs *
-                                   (has_wide_rows(params) ? kTinyWideRows / 2 : kTinyRows * 3 / 4);
+                                   (has_wide_rows(params) ? kTinyWideRows / 2 : kTinyRows * 5 / 8);
   return launch_longer(params);
 }
 
