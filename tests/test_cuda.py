@@ -1604,6 +1604,49 @@ def test_graph_replays_with_other_lengths(case: Case, cross: bool, dtype: torch.
         check(case, fresh, results, given)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_graph_replays_with_longer_sequences_among_many_tiny_ones(dim: int) -> None:
+    """Captured where all are tiny, and kernels behind have no work; replayed with some longer."""
+    total, heads = 24_000, 2
+    tiny = [10] * 2000  # so many that longer ones are looked for in slabs
+    q, k, v, grad_out = (
+        torch.randn(total, heads, dim, device=CUDA, dtype=torch.bfloat16) for _ in range(4)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def offsets_of(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *lengths], device=CUDA).cumsum(0)
+
+    def step(offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = jagged_cuda.jagged_flash_attention(*leaves, offsets)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    static = offsets_of(tiny)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(static)
+    for lengths in (
+        tiny,
+        [*tiny[:-9], 65, *tiny[:8]],
+        [300, *tiny[9:], 0, 0, 0, 0, 0, 0, 0, 33],
+        tiny,
+        [*tiny[:300], 900, *tiny[301:]],
+    ):
+        assert len(lengths) == len(tiny)
+        offsets = offsets_of(lengths)
+        static.copy_(offsets)
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        for found, wanted in zip(results, step(offsets), strict=True):
+            assert torch.equal(found, wanted)
+
+
 @CASE
 def test_current_stream(case: Case) -> None:
     """Inputs that are written late on a side stream are read after they are written."""

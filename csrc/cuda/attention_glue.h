@@ -153,8 +153,9 @@ inline Tensor allocate_long_plan(const char* op, AttentionParams& params, const 
                                  int plans = 1) {
   constexpr int64_t kWordBytes = 4;
   const int64_t words = plans * long_plan_bytes(params.q_offsets.num_seqs) / kWordBytes;
-  Tensor plan = allocate(op, like, {words}, ScalarType::Int);
+  Tensor plan = allocate(op, like, {words + AttentionParams::kLongerWords}, ScalarType::Int);
   params.long_plan = plan.mutable_data_ptr();
+  params.longer = plan.mutable_data_ptr<int>() + words;
   return plan;
 }
 

@@ -10,6 +10,8 @@
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/hopper.h"
 
+#include <atomic>
+
 namespace jagged_cuda {
 namespace {
 
@@ -114,13 +116,21 @@ cudaError_t launch_by_length(Params params, bool has_tiny, cudaStream_t stream,
                              Launch launch_longer,
                              cudaError_t (*launch_tiny)(const Params&, cudaStream_t)) {
   if (!has_tiny) return launch_longer(params);
+  // Who does not look in slabs need not know.
+  if (params.q_offsets.data != params.kv_offsets.data ||
+      params.q_offsets.total >= params.q_offsets.num_seqs * kShortRows) {
+    params.longer = nullptr;
+  }
+  static std::atomic<int> calls{0};
+  params.call_number = calls.fetch_add(1, std::memory_order_relaxed);
   const cudaError_t error = launch_tiny(params, stream);
   if (error != cudaSuccess || all_tiny(params)) return error;
   params.split_by_length = true;
   // Where sequences are short on average, most tiles would be those of tiny ones.
   params.longer_in_slabs =
       params.q_offsets.data == params.kv_offsets.data &&
-      params.q_offsets.total < params.q_offsets.num_seqs * (tiny_limit(params) / 2);
+      params.q_offsets.total < params.q_offsets.num_seqs *
+                                   (has_wide_rows(params) ? kTinyWideRows / 2 : kTinyRows * 5 / 8);
   return launch_longer(params);
 }
 

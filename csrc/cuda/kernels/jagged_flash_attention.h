@@ -103,10 +103,17 @@ struct AttentionParams {
   bool plans_itself;
   // True where it comes before the kernels for other lengths, since most rows are likely its own.
   bool long_first;
+  // [kLongerWords]: the kernel for tiny sequences leaves call_number here, where it finds a sequence of
+  // more than tiny_limit() rows, and one of more than kShortRows. Where it has not, those behind it that
+  // look for tiles in slabs have nothing to look for. Before, the words may hold anything: if that
+  // number, they look in vain. Null: they always look.
+  int* longer;
+  int call_number;
   // Its tiles hold 2^packed_shift heads of each query (packing_shift()).
   int packed_shift;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
+  static constexpr int kLongerWords = 2;
 };
 
 // Whether a call wants the kernels that look ranges of keys, biases and used parts up.
@@ -127,7 +134,8 @@ constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
-  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight()
+  // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight(). Behind it
+  // there may be `longer`.
   void* delta;
   HeadsView grad_q;  // [Tq, H, D] contiguous
   HeadsView grad_k;  // [Tk, G, D] contiguous

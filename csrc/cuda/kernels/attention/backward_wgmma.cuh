@@ -235,6 +235,7 @@ __device__ __forceinline__ void visit_backward_tiles(const AttentionBackwardPara
   if constexpr (kLooped && kLimit > 0) {
     visit_tiles(LongTilesOfCta<kRows, kLimit>(offsets), shared_tile, visit);
   } else if constexpr (kLooped) {
+    if (nothing_is_left(params)) return;
     visit_tiles(TilesOfCta<kRows>(params, offsets), shared_tile, visit);
   } else {
     const JaggedTile tile = find_tile<kRows>(offsets, blockIdx.x);

@@ -12,13 +12,13 @@
 // forward_few: shared memory, barriers and edges are those of forward_wgmma.cuh; tiny sequences need
 // none.
 //
-// forward_few_short, a tile of a short sequence, four warps of 16 queries each:
+// forward_few_short, a tile of a short sequence, one warpgroup:
 //     warps 0, 1, 2: copy K, Q, V of the tile;  all wait;  warp 3: zeros in V past the end
-//     __syncthreads;  each warp its 16 queries against all keys (attend_short)
+//     __syncthreads;  the 64 queries against all keys (attend_short)
 // Shared memory: all keys and values of a sequence, kShortRows rows each, and the tile's queries, in
 // rows of 128 bytes: 72 KiB. O leaves through the warp's own rows of Q.
 // Barriers: `full`: warps 0 to 2, each with the bytes of its copies; all threads wait, once per CTA.
-// One __syncthreads once it is initialised, one behind the zeros.
+// One __syncthreads once it is initialised, one behind the zeros, one behind the products.
 // A CTA whose tile has no rows, or is of a sequence that is tiny or not short, ends at once.
 #pragma once
 
@@ -148,11 +148,14 @@ __device__ __forceinline__ void run_short_tile(const FewShortParams& params,
          item.head);
   if (warp == 2) copy(params.v, item.v, keys, kv_head);
   ptx::mbarrier_wait(shared.full, 0);
-  if (warp == 3) zero_short_rows(shared, item.v, num_rows, lane);
+  if (warp == 3) {
+    zero_short_rows(shared, item.v, min(num_rows, round_up(keys.len, FewShortStorage::kBoxRows)),
+                    round_up(keys.len, Config::Short::kKeyRows), lane);
+    ptx::fence_proxy_async();
+  }
   __syncthreads();
-  const int query = row + warp * Config::Short::kUnitRows;
-  if (query >= num_rows) return;
-  attend_short<typename Config::Short>(attention, shared.ring, item, query, lane, [] {});
+  attend_short<typename Config::Short>(
+      attention, shared.ring, item, row, warp, lane, [] { __syncthreads(); }, [] {});
 }
 
 template <typename Config>

@@ -365,6 +365,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   ptx::griddepcontrol_launch_dependents();
+  if (kLooped && nothing_is_left(params.attention)) return;
   run_forward_wgmma<Config, kLooped>(
       params, *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer

@@ -57,8 +57,11 @@ inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offset
                     kFewCtas = 264;  // what an H100 holds of the smallest, and half
   constexpr int64_t kFewSlabs = 8 * kFewCtas;
   Grid grid = tile_grid(params, offsets, tile_rows, heads);
+  // Where longer sequences are less rare, each of a giant's tiles gets a CTA of its own.
+  const bool are_rare =
+      params.short_apart || offsets.total < offsets.num_seqs * (tiny_limit(params) / 2);
   const int64_t ctas = grid.x / 2 <= kFewSlabs ? kFewCtas : kManyCtas,
-                enough = (ctas + heads - 1) / heads;
+                enough = are_rare ? (ctas + heads - 1) / heads : kManyCtas;
   if (params.longer_in_slabs && grid.x > enough) grid.x = enough;
   return grid;
 }

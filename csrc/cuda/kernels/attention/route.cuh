@@ -4,6 +4,7 @@
 
 #include "cuda/kernels/jagged_flash_attention.h"
 #include "cuda/kernels/prim/jagged.cuh"
+#include "cuda/kernels/prim/ptx.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -33,6 +34,17 @@ __device__ __forceinline__ bool left_to_long(const Params& params, int64_t queri
 __device__ __forceinline__ bool left_to_long(const AttentionBackwardParams& params,
                                              int64_t queries) {
   return params.long_plan != nullptr && queries > long_rows(params);
+}
+
+// Whether no tile is left for a kernel behind those for tiny and short sequences. Where longer ones are
+// this is known early; else the kernel waits until those before it are done.
+__device__ __forceinline__ bool nothing_is_left(const AttentionParams& params) {
+  const auto any_longer = [&] {
+    return ptx::ld_acquire_gpu(params.longer + (params.short_apart ? 1 : 0)) == params.call_number;
+  };
+  if (params.longer == nullptr || any_longer()) return false;
+  ptx::griddepcontrol_wait();
+  return !any_longer();
 }
 
 // This CTA's tile in a grid of tile_grid(). There may be none: row >= rows.len.

@@ -24,7 +24,8 @@
 // warpgroup, so that one product may read it while the next is written; sums of dK or dV, and the
 // gradients on their way out, pass through the same place.
 //
-// Barriers:                arrives                                   waits
+// Barriers (every lane arrives for what it wrote or read):
+//                          arrives                                   waits
 //   issued, of an item     copying warp: it is described             all others
 //   full, of a page        copying warp, with the bytes of the page  the helping warp that has it
 //   ready, of a page       helping warp: zeros, lse and delta are    computing warps
@@ -138,8 +139,8 @@ struct ShortBackwardStorage : ShortLayout {
     for (int i = 0; i < kDescribed; ++i) ptx::mbarrier_init(issued[i], 1);
     for (int i = 0; i < kPages; ++i) {
       ptx::mbarrier_init(full[i], 1);
-      ptx::mbarrier_init(ready[i], 1);
-      ptx::mbarrier_init(empty[i], Config::kWarpgroups * 4);
+      ptx::mbarrier_init(ready[i], 32);
+      ptx::mbarrier_init(empty[i], Config::kWarpgroups * 128);
     }
     listed.init();
     ptx::fence_mbarrier_init();
@@ -296,8 +297,7 @@ __device__ __forceinline__ void help_short_backward(const AttentionBackwardParam
         prepare_queries<Config>(params, shared, item, page - key_pages, place, lane);
       }
       ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.ready[place.slot]);
+      ptx::mbarrier_arrive(shared.ready[place.slot]);
     }
   }
 }
@@ -335,12 +335,10 @@ struct ShortBackwardTurns {
 template <typename Config>
 __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams& params,
                                                        ShortBackwardStorage<Config>& shared,
-                                                       int warp, int lane) {
+                                                       bool listed, int warp, int lane) {
   using Storage = ShortBackwardStorage<Config>;
   const AttentionBackwardParams& attention = params.attention;
-  const bool listed = lists_all(attention);
   using Items = ShortBackwardItems<Config>;
-  if (listed) list_short<Items>(attention, shared.listed, warp * 32 + lane);
   if (warp > 0) {
     help_short_backward<Config>(attention, shared, warp - 1, lane);
     return;
@@ -375,7 +373,7 @@ __device__ __forceinline__ void produce_short_backward(const ShortBackwardParams
         const int row = (is_keys ? page : page - key_pages) * Config::kPageRows;
         // Both warpgroups read all keys, and of three pages of queries the one between.
         if (alone || (!is_keys && !(pages - key_pages == 3 && page - key_pages == 1)))
-          ptx::mbarrier_arrive_count(shared.empty[slot], 4);
+          ptx::mbarrier_arrive_count(shared.empty[slot], 128);
         uint64_t& full = shared.full[slot];
         ptx::mbarrier_arrive_expect_tx(full, sizeof(typename Storage::Page));
         const CUtensorMap* maps = is_keys ? params.keys : params.queries;
@@ -400,7 +398,7 @@ struct ShortBackwardConsumer {
   using Element = typename Config::Element;
   using Storage = ShortBackwardStorage<Config>;
   using Rows = typename Storage::Rows;
-  static constexpr int kOwn = 1 + 1, kSums = kOwn + 2, kRead = kSums + 1;  // list_short has 1
+  static constexpr int kOwn = 1, kSums = kOwn + 2, kRead = kSums + 1;
 
   const AttentionBackwardParams& params;
   Storage& shared;
@@ -478,10 +476,9 @@ struct ShortBackwardConsumer {
   __device__ __forceinline__ void wait_ready(const ShortPlace& place) const {
     ptx::mbarrier_wait(shared.ready[place.slot], place.parity);
   }
-  // This warp has read all that it will of a page, for which it has waited.
+  // This lane has read all that it will of a page, for which it has waited.
   __device__ __forceinline__ void release(const ShortPlace& place) const {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.empty[place.slot]);
+    ptx::mbarrier_arrive(shared.empty[place.slot]);
   }
 
   // The keys from `key` on, in `keys`, and kBlocks * 8 queries from `query` on, which are in a page's
@@ -713,11 +710,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_short(
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  const bool listed = lists_all(params.attention);
+  if (listed)
+    list_short<ShortBackwardItems<Config>, Config::kThreads>(params.attention, shared.listed);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce_short_backward<Config>(params, shared, warp, lane);
+    produce_short_backward<Config>(params, shared, listed, warp, lane);
     if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -1,17 +1,22 @@
 // Forward of jagged_flash_attention for short sequences (short_items.cuh): head dims up to 64, 16-bit
-// elements, copies by TMA, products by mma.sync (compute capability 9.0).
+// elements, copies by TMA, products by wgmma (compute capability 9.0).
 //
-// An item is one head of a sequence, a unit 16 of its queries, which one warp takes against all
-// keys:
-//     for each 32 keys: S = Q K^T, P = exp(...), O += P V
+// An item is one head of a sequence. A warpgroup takes 64 of its queries, four units of 16, against
+// all keys:
+//     for each 64 keys (or the 32 that are left): S = Q K^T, P = exp(...), O += P V
+// while three others do the same, so that one's exponentials run beside the others' products. A warp
+// of whose 16 queries there is none takes part in the products alone.
 //
 // Sixteen warps compute; of the other four each of three copies one of Q, K and V, the last overwrites
-// rows of V past the end with zeros (a copy may reach into the next sequence, and 0 times NaN is
-// NaN). Scores of keys past the end are masked. Without queries there is no item; without keys a unit
+// rows of V past the end with zeros, up to a multiple of 32, which the last step may be (a copy may
+// reach into the next sequence, and 0 times NaN is NaN). Scores of keys past the end are masked; what
+// queries past the end give is not stored. Without queries there is no item; without keys a unit
 // writes out 0 and lse -inf.
 //
-// Shared memory: the ring: 384 bytes for each row of an item, about five items of 100 rows. O leaves
-// through the unit's own rows of Q.
+// Shared memory: the ring: 384 bytes for each row of an item, about five items of 100 rows. A product
+// may read rows behind an item's last, and behind the ring's. O leaves through the unit's own rows of
+// Q.
+// Barriers beside those of short_items.cuh: 1 to 4, of each warpgroup: its products have read Q.
 #pragma once
 
 #include "cuda/kernels/attention/mask.cuh"
@@ -28,13 +33,16 @@ struct ShortForwardConfig {
   // With 640 threads a kernel starts with 96 registers a thread.
   static constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kUnitRows = 16;
+  static constexpr int kUnitRows = 16;  // of one warp
   static constexpr int kMaxUnits = kShortRows / kUnitRows;
+  static constexpr int kKeyRows = 32;  // of which the values in the ring are a multiple
   static constexpr int kRingBytes = 212 * 1024;
   static constexpr PathName kName = PathName("cuda.attention.forward.short.d64");
   using Storage = ShortStorage<kRingBytes>;
-  using Tile = SharedTile<Element, 32, ShortLayout::kColumns>;
-  static_assert(sizeof(Storage) <= 227 * 1024);
+  using Rows = WarpgroupTile<Element, 64, ShortLayout::kColumns>;
+  // A part of the ring has 16 rows at least.
+  static_assert(sizeof(Storage) <= 227 * 1024 &&
+                sizeof(Storage) >= kRingBytes + 48 * ShortLayout::kRowBytes);
 };
 
 struct ShortForwardParams {
@@ -61,21 +69,19 @@ struct ShortForwardItems {
   __device__ __forceinline__ static bool is_first(const ShortSequence& /*sequence*/) {
     return true;
   }
+  // In about 170 cycles of a warpgroup, by clock() (docs/performance_log.md).
   __device__ __forceinline__ static int cost(const ShortSequence& sequence) {
-    const int queries = sequence.queries.len, keys = sequence.keys.len;
-    // About rows moved.
-    return queries + keys == 0 ? 0 : 32 + queries + keys + queries * keys / 64;
+    const int keys = sequence.keys.len, steps = (keys + 31) / 32;  // of 32 keys
+    return (sequence.queries.len + 63) / 64 * (16 + steps / 2 * 10 + steps % 2 * 6);
   }
 };
 
 template <typename Config>
 __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& params,
-                                                      typename Config::Storage& shared, int warp,
-                                                      int lane) {
+                                                      typename Config::Storage& shared, bool listed,
+                                                      int warp, int lane) {
   using Storage = typename Config::Storage;
   const AttentionParams& attention = params.attention;
-  const bool listed = lists_all(attention);
-  if (listed) list_short<ShortForwardItems>(attention, shared.listed, warp * 32 + lane);
   const unsigned group = attention.heads / attention.kv_heads;
   if (warp == 0) {
     ShortProducer<Storage> producer{attention, shared, Config::kMaxUnits, lane};
@@ -85,12 +91,12 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
           item.queries = sequence.queries;
           item.keys = sequence.keys;
           item.head = head;
-          item.units = (item.queries.len + Config::kUnitRows - 1) / Config::kUnitRows;
+          item.units = round_up(item.queries.len, 64) / Config::kUnitRows;
           if (item.units == 0) return;
           producer.begin_item();
           item.k = producer.allocate_rows(item.keys.len);
           item.q = producer.allocate_rows(item.queries.len);
-          item.v = producer.allocate_rows(item.keys.len);
+          item.v = producer.allocate_rows(round_up(item.keys.len, Config::kKeyRows));
           const int rows = round_up(item.queries.len, Storage::kBoxRows) +
                            2 * round_up(item.keys.len, Storage::kBoxRows);
           uint64_t& full = producer.push(item, rows * Storage::kRowBytes);
@@ -110,7 +116,8 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
       } else if (warp == 3) {
         if (more) {
           ptx::mbarrier_wait(full, parity);
-          zero_short_rows(shared, item.v, item.keys.len, lane);
+          zero_short_rows(shared, item.v, item.keys.len, round_up(item.keys.len, Config::kKeyRows),
+                          lane);
           ptx::fence_proxy_async();
         }
         ptx::mbarrier_arrive(shared.ready[slot]);  // every lane, for its zeros
@@ -120,18 +127,19 @@ __device__ __forceinline__ void produce_short_forward(const ShortForwardParams& 
   }
 }
 
-// 16 queries from `query` on, against all keys. Calls release() when all was read from the ring.
-template <typename Config, typename Release>
+// 64 queries from `query` on, against all keys; a warpgroup, of which this is warp `warp`. It meets()
+// before its output passes through the rows of Q, and calls release() when all was read from the ring.
+template <typename Config, typename Meet, typename Release>
 __device__ __forceinline__ void attend_short(const AttentionParams& params, char* ring,
-                                             const ShortItem& item, int query, int lane,
-                                             Release release) {
+                                             const ShortItem& item, int query, int warp, int lane,
+                                             Meet meet, Release release) {
   using Element = typename Config::Element;
-  using Tile = typename Config::Tile;
-  using Address = LaneAddress<Tile>;
-  Tile& tile_q = *reinterpret_cast<Tile*>(ring + item.q);
-  const auto k_rows = Address::by_columns(*reinterpret_cast<Tile*>(ring + item.k), 0, lane),
-             v_rows = Address::by_rows(*reinterpret_cast<Tile*>(ring + item.v), 0, lane);
-  const int num_queries = item.queries.len, num_keys = item.keys.len;
+  using Rows = typename Config::Rows;
+  const auto rows_of = [&](int part, int row) -> const Rows& {
+    return *reinterpret_cast<const Rows*>(ring + part + row * Rows::kRowBytes);
+  };
+  const Rows& tile_q = rows_of(item.q, query);
+  const int num_queries = item.queries.len, num_keys = item.keys.len, own = query + warp * 16;
   // At least a tiny positive number: with scale 0 all scores are equal, but a masked one, -inf, must
   // stay so.
   const float scale = static_cast<float>(params.scale),
@@ -139,45 +147,49 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params, char
   const WindowOf<int> window{num_keys - num_queries, window_rows32(params.window_left),
                              window_rows32(params.window_right)};
   const int first = window.first_column(query) / 32 * 32,
-            last = window.last_column(query, 16, num_keys);
-  const RowOperand<true, 1, Tile> q(tile_q, query, lane);
+            last = window.last_column(query, 64, num_keys);
   LazySoftmax softmax;
   Accumulator<1, 8> o = {};
   int key = first;
   // The next kBlocks * 8 keys.
   const auto step = [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    Accumulator<1, kBlocks> s = {};
-    mma_rows_by_rows(s, q, k_rows.rows_on(key));
-    if (scale < 0.0f) {  // the maximum of scale * S lies where -S is largest
+    Accumulator<1, kBlocks> s;
+    ptx::wgmma_fence();
+    wgmma_rows_by_rows(s, tile_q, 0, rows_of(item.k, key));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();  // for the output of the last step, too
+    ptx::fence_operands(s[0]);
+    ptx::fence_operands(o[0]);
+    PackedRows<Element, kBlocks> p;  // of queries past the end anything
+    if (own < num_queries) {
+      if (scale < 0.0f) {  // the maximum of scale * S lies where -S is largest
 #pragma unroll
-      for (int i = 0; i < kBlocks * 4; ++i) s[0][i / 4][i % 4] = -s[0][i / 4][i % 4];
-    }
-    if (window.cuts_tile(query, 16, key, kBlocks * 8, num_keys))
-      replace_unseen(s, -INFINITY, window, query + lane / 4, key, num_keys, lane);
-    PackedRows<Element, kBlocks> p;
-    float rescale[1][2];
-    const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
-    if (moved && key > first) rescale_rows(o, rescale);
-    const auto values = v_rows.rows_on(key);
-#pragma unroll
-    for (int block = 0; block < kBlocks; block += 2) {
-#pragma unroll
-      for (int out = 0; out < 8; out += 2) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, values.block(block * 8, out * 8));
-        ptx::mma_m16n8k16<Element>(o[0][out], p.fragments[block / 2], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(o[0][out + 1], p.fragments[block / 2], b[2], b[3]);
+        for (int i = 0; i < kBlocks * 4; ++i) s[0][i / 4][i % 4] = -s[0][i / 4][i % 4];
       }
+      if (window.cuts_tile(own, 16, key, kBlocks * 8, num_keys))
+        replace_unseen(s, -INFINITY, window, own + lane / 4, key, num_keys, lane);
+      float rescale[1][2];
+      const bool moved = softmax.update(s, p, rescale, scale_log2, [] {});
+      if (moved && key > first) rescale_rows(o, rescale);
     }
+    ptx::fence_operands(o[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns(o, p, rows_of(item.v, key));
+    ptx::wgmma_commit_group();
+    key += kBlocks * 8;
   };
 #pragma unroll 1
-  for (; key + 16 < last; key += 32) step(Constant<4>{});
-  if (key < last) step(Constant<2>{});
+  while (key + 32 < last) step(Constant<8>{});
+  if (key < last) step(Constant<4>{});
+  ptx::wgmma_wait_group<0>();
+  ptx::fence_operands(o[0]);
+  meet();
+  if (own >= num_queries) return release();
 
-  const uint32_t stage = ptx::shared_address(ring) + item.q + query * Tile::kRowBytes;
-  const unsigned row = item.queries.begin + query;
-  const int rows = num_queries - query;
+  const uint32_t stage = ptx::shared_address(ring) + item.q + own * Rows::kRowBytes;
+  const unsigned row = item.queries.begin + own;
+  const int rows = num_queries - own;
   const LaneRows out(params.out, row + lane / 8, item.head, lane % 8 * 8);
   char* lse =
       static_cast<char*>(params.lse) +
@@ -208,24 +220,28 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) shared.init(Config::kMaxUnits, Config::kConsumers / 32);
+  if (threadIdx.x == 0) shared.init(Config::kMaxUnits);
   __syncthreads();
+  const bool listed = lists_all(params.attention);
+  if (listed) list_short<ShortForwardItems, Config::kThreads>(params.attention, shared.listed);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce_short_forward<Config>(params, shared, warp, lane);
+    produce_short_forward<Config>(params, shared, listed, warp, lane);
     if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     ShortUnits<Storage> units{shared, lane, warp - 4};
     int unit;
     while (units.find(unit)) {
-      attend_short<Config>(params.attention, shared.ring, units.item(), unit * Config::kUnitRows,
-                           lane, [&] {
-                             ptx::fence_proxy_async();  // before the next copy to the rows of Q
-                             units.take_next();
-                           });
+      attend_short<Config>(
+          params.attention, shared.ring, units.item(), unit / 4 * 64, warp % 4, lane,
+          [&] { ptx::bar_sync(warp / 4, 128); },
+          [&] {
+            ptx::fence_proxy_async();  // before the next copy to the rows of Q
+            units.take_next(Config::kConsumers / 32);
+          });
     }
   }
 }

@@ -1,7 +1,7 @@
 // Work on short sequences, of up to kShortRows queries and keys, that are not tiny. One persistent CTA
 // per SM takes items (sequence, head): warps copy their operands into a ring in shared memory, as far
-// ahead as there is room; other warps each take one unit of an item (some of its queries) after
-// another and wait for nothing but the item's copies.
+// ahead as there is room; other warps take units of items (some of their queries), and wait for nothing
+// but an item's copies.
 //
 // Barriers, for each item:     arrives                              waits
 //     issued    copying warp, when the item is described            helping warps
@@ -10,13 +10,12 @@
 //     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
 //               its operands                                        room
 //
-// Units are handed out in order: the first to each warp, the others by a counter, the next before the
-// last is given up. So a warp always holds a unit that is not done, and no more than kAhead items
-// behind that are in flight; it walks over no more than kAhead + 1 descriptions, while kAhead more
-// are written: hence kDescribed.
+// Units go to warps in turn. Those of a warp are as many apart as there are warps that compute, which is
+// what four items have at most; no more than kAhead items are in flight. So a warp walks over few of
+// the descriptions, of which there are kDescribed.
 //
-// Which items a CTA takes: where there are few sequences (lists_all) the producers of each CTA read
-// all their lengths and take an equal part of the work; else sequences go round, 8 at a time.
+// Which items a CTA takes: where there are few sequences (lists_all) all threads of each CTA read all
+// their lengths, and it takes an equal part of the work; else sequences go round, 8 at a time.
 #pragma once
 
 #include "cuda/kernels/attention/tiles.cuh"
@@ -66,7 +65,7 @@ struct ShortLayout {
 struct ShortList {
   ShortSequence sequences[ShortLayout::kList];
   int num_first, num_last;
-  int warp_costs[4];
+  int warp_costs[32];
 
   __device__ __forceinline__ void init() { num_first = num_last = 0; }
 };
@@ -78,10 +77,9 @@ struct ShortStorage : ShortLayout {
   ShortItem items[kDescribed];
   uint64_t issued[kDescribed], full[kDescribed], ready[kDescribed], empty[kDescribed];
   ShortList listed;
-  int next_unit;
 
   // One thread.
-  __device__ __forceinline__ void init(int max_units, int computing_warps) {
+  __device__ __forceinline__ void init(int max_units) {
     for (int i = 0; i < kDescribed; ++i) {
       ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
@@ -89,7 +87,6 @@ struct ShortStorage : ShortLayout {
       ptx::mbarrier_init(empty[i], max_units);
     }
     listed.init();
-    next_unit = computing_warps;
     ptx::fence_mbarrier_init();
   }
 };
@@ -109,17 +106,17 @@ __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// Lists the sequences of this CTA, those first for which Items::is_first() holds; 128 threads, which
-// meet at named barrier 1. Items::cost() says what one head of a sequence takes, 0 where there is no
+// Lists the sequences of this CTA, those first for which Items::is_first() holds; all kThreads of it.
+// Items::cost() says what one head of a sequence takes, 0 where there is no
 // item: as steps of the kernel are, not smoothly, or some CTAs get a fifth more than others.
-template <typename Items>
-__device__ __forceinline__ void list_short(const AttentionParams& params, ShortList& list,
-                                           int thread) {
-  const int num_seqs = static_cast<int>(params.q_offsets.num_seqs), lane = thread % 32;
-  const int per_thread = (num_seqs + 127) / 128, first = thread * per_thread,
+template <typename Items, int kThreads>
+__device__ __forceinline__ void list_short(const AttentionParams& params, ShortList& list) {
+  const int num_seqs = static_cast<int>(params.q_offsets.num_seqs),
+            thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int per_thread = (num_seqs + kThreads - 1) / kThreads, first = thread * per_thread,
             last = min(first + per_thread, num_seqs);
   int cost = 0;
-#pragma unroll 8
+#pragma unroll 4
   for (int seq = first; seq < last; ++seq) cost += Items::cost(short_sequence(params, seq));
   int sum = cost;
 #pragma unroll
@@ -128,10 +125,10 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
     if (lane >= step) sum += before;
   }
   if (lane == 31) list.warp_costs[thread / 32] = sum;
-  ptx::bar_sync(1, 128);
+  __syncthreads();
   int total = 0, before = sum - cost;
 #pragma unroll
-  for (int warp = 0; warp < 4; ++warp) {
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
     if (warp < thread / 32) before += list.warp_costs[warp];
     total += list.warp_costs[warp];
   }
@@ -162,7 +159,7 @@ __device__ __forceinline__ void list_short(const AttentionParams& params, ShortL
       }
     }
   }
-  ptx::bar_sync(1, 128);
+  __syncthreads();
 }
 
 // Lists the sequences of round `round`, where they go round; false if there are no more. One warp.
@@ -355,22 +352,19 @@ struct ShortUnits {
     }
   }
   // This warp has read all that it will of the unit's item.
-  __device__ __forceinline__ void take_next() {
+  __device__ __forceinline__ void take_next(int warps) {
     __syncwarp();
-    if (lane == 0) {
-      taken = atomicAdd(&shared.next_unit, 1);
-      ptx::mbarrier_arrive(shared.empty[slot()]);
-    }
-    taken = __shfl_sync(0xffffffffu, taken, 0);
+    if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot()]);
+    taken += warps;
   }
 };
 
-// Rows [rows, round_up(rows, kBoxRows)) of a part become zeros; one warp.
+// Rows [first, last) of a part become zeros; one warp.
 template <typename Storage>
-__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int rows, int lane) {
+__device__ __forceinline__ void zero_short_rows(Storage& shared, int part, int first, int last,
+                                                int lane) {
   constexpr int kChunks = Storage::kRowBytes / 16;
-  const int first = rows * kChunks, last = round_up(rows, Storage::kBoxRows) * kChunks;
-  for (int chunk = first + lane; chunk < last; chunk += 32)
+  for (int chunk = first * kChunks + lane; chunk < last * kChunks; chunk += 32)
     *reinterpret_cast<uint4*>(shared.ring + part + chunk * 16) = make_uint4(0, 0, 0, 0);
 }
 
@@ -384,16 +378,19 @@ struct ShortOutput {
                                                    uint32_t stage, int lane) {
     constexpr int kRowBytes = ShortLayout::kRowBytes;
     ShortOutput output;
-    const int quad = lane / 4;
     // The stage starts at a multiple of 1024 bytes.
-    const uint32_t words = (stage + quad * kRowBytes + lane % 4 * 4) ^ (quad * 16);
+    const uint32_t row = stage + lane % 16 * kRowBytes;
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int half = i / 8, block = i % 8;
-      ptx::st_shared_4(
-          (words ^ (block * 16)) + half * 8 * kRowBytes,
-          pack<Element>(o[block][2 * half] * scale[half], o[block][2 * half + 1] * scale[half]));
+    for (int k = 0; k < 8; k += 2) {
+      uint32_t fragment[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&pair)[4] = o[k + i / 2];
+        const int half = i % 2;
+        fragment[i] = pack<Element>(pair[2 * half] * scale[half], pair[2 * half + 1] * scale[half]);
+      }
+      ptx::stmatrix_x4(row + (((k + lane / 16) ^ (lane & 7)) * 16), fragment);
     }
     __syncwarp();
 #pragma unroll

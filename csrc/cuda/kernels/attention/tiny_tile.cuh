@@ -42,12 +42,18 @@ __device__ __forceinline__ TinyRows tiny_rows(const OffsetsView& offsets, unsign
   return {static_cast<unsigned>(begin), max(end - begin, 0)};
 }
 
-// Sequence `seq`, or an empty one where it is not tiny.
+// Sequence `seq`, or an empty one where it is not tiny, which is left in params.longer.
 __device__ __forceinline__ TinySequence tiny_sequence(const AttentionParams& params, unsigned seq) {
   const TinyRows queries = tiny_rows(params.q_offsets, seq);
   const TinyRows keys =
       params.kv_offsets.data == params.q_offsets.data ? queries : tiny_rows(params.kv_offsets, seq);
-  if (!is_tiny(params, queries.len, keys.len)) return {};
+  if (!is_tiny(params, queries.len, keys.len)) {
+    if (params.longer != nullptr) {
+      params.longer[0] = params.call_number;
+      if (max(queries.len, keys.len) > kShortRows) params.longer[1] = params.call_number;
+    }
+    return {};
+  }
   return {queries, keys};
 }
 
