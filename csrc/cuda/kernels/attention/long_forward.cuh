@@ -170,9 +170,8 @@ struct PlainValues {
 // Where nothing is added to scores.
 struct NoBias {
   struct Shared {};
-  static constexpr int kWarps = 0;          // of producers
-  static constexpr int kSteps = 1;          // of keys that are kept
-  static constexpr bool kIsBehind = false;  // whether it is added to what the product leaves
+  static constexpr int kWarps = 0;  // of producers
+  static constexpr int kSteps = 1;  // of keys that are kept
 };
 
 // Scores of a warp's 16 rows as softmax has them.
@@ -534,7 +533,6 @@ struct LongForwardConsumer {
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
   static constexpr bool kBiased = Config::Bias::kWarps > 0;
-  static constexpr bool kIsBehind = Config::Bias::kIsBehind, kStarts = kBiased && !kIsBehind;
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
@@ -612,16 +610,16 @@ struct LongForwardConsumer {
   // What is added to the scores of the next step, whose keys are there, divided by their scale: their
   // product starts from it.
   __device__ __forceinline__ void begin_scores() {
-    if constexpr (kStarts)
+    if constexpr (kBiased)
       shared.bias.load(s, attention, bias_step.advance(), row_of_thread(), lane);
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
     const auto& sOwn = shared.sQ[query_tile(item_stage)];
     const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
-    if constexpr (kStarts) ptx::fence_operands(s[0]);
+    if constexpr (kBiased) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
-    if constexpr (kStarts) {
+    if constexpr (kBiased) {
       add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
     } else {
       wgmma_rows_by_rows<Config::kDim>(s, sOwn, row, shared.slots[stage]);
@@ -631,7 +629,6 @@ struct LongForwardConsumer {
   // Masks of S, the scores of keys from `key` on, when their product is done.
   __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
-    if constexpr (kIsBehind) shared.bias.add(s, score.half_scale, bias_step.advance(), lane);
     score.begin(s);
     mask.hide(
         s, Config::Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);
@@ -878,12 +875,8 @@ struct LongForwardConsumer {
         } else {
           release_slot(score_slot);
           if (next >= last) release_queries();
-          if constexpr (kIsBehind) finish_last();
           finish_scores(mask, is_uncut, key);
-          const bool moved = score.update(s, p, [&] {
-            if constexpr (!kIsBehind) finish_last();
-          });
-          if (moved) rescale_rows(o, score.rescale);
+          if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
         }
       }
       pending_rows = item.tile.num_keys - key;

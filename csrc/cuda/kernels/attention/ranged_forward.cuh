@@ -47,8 +47,6 @@ class RangesMask {
 };
 
 // Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.
-// kHalved: they come as z / 2.
-template <bool kHalved>
 struct SiluScore {
   static constexpr float kHidden = 0.0f;
   const float half_scale;
@@ -71,7 +69,7 @@ struct SiluScore {
         float silu[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float own = s[0][block][2 * half + i], z = kHalved ? own : own * half_scale;
+          const float z = s[0][block][2 * half + i] * half_scale;
           silu[i] = __fmaf_rn(z, ptx::tanh_approx(z), z);
         }
         p.set(block, half, silu);
@@ -98,11 +96,9 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
-  static constexpr bool kIsBehind = kSilu && kBiased && !kPositions;
-  using Score = std::conditional_t<kSilu, SiluScore<kIsBehind>, SoftmaxScore>;
+  using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
   using Bias = std::conditional_t<
-      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kPositions, kIsBehind>,
-      NoBias>;
+      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kPositions>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };

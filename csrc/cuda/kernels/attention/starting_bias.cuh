@@ -1,6 +1,5 @@
 // Biases for kernels on wgmma whose rows are queries: what is added to scores, divided by their scale,
-// is what the product Q K^T starts from, so that nothing is left to do behind it. kv_bias alone of silu
-// comes behind it instead, halved, by the multiplication that is there anyway.
+// is what the product Q K^T starts from, so that nothing is left to do behind it.
 //
 // A warp of producers writes what a step of keys brings to shared memory: kv_bias by key,
 // position_bias by diagonal.
@@ -32,11 +31,9 @@ class BiasOverScale {
 
 // Of tiles of kTileM rows and steps of kTileN keys, which are copied to a ring of kSlots, K of a step
 // before V of the one before it: kv_bias alone, or kPositions, position_bias and perhaps kv_bias. Code
-// for both in one kernel does not stay in the instruction cache. kIsBehind: see above.
-template <int kTileM, int kTileN, int kSlots, bool kPositions, bool kIsBehind_>
+// for both in one kernel does not stay in the instruction cache.
+template <int kTileM, int kTileN, int kSlots, bool kPositions>
 struct StartingBias {
-  static constexpr bool kIsBehind = kIsBehind_;
-  static_assert(!(kPositions && kIsBehind));
   static constexpr int kWarps = 1;  // of producers
   // Steps whose biases are kept: when a slot is free for K, that of the third step before was, too.
   static constexpr int kSteps = 3;
@@ -63,13 +60,6 @@ struct StartingBias {
       } else {
         use_keys(s, step, lane, set);
       }
-    }
-    // s = factor s + the bias of its key, if kIsBehind. Nothing else wants the registers of P then.
-    template <int kBlocks>
-    __device__ __forceinline__ void add(Accumulator<1, kBlocks>& s, float factor, int step,
-                                        int lane) const {
-      use_keys(s, step, lane,
-               [&](float& score, float value) { score = __fmaf_rn(score, factor, value); });
     }
 
    private:
@@ -137,11 +127,9 @@ struct StartingBias {
     // Writes that, and all else of that step.
     __device__ __forceinline__ void store(Shared& shared, int step, int key) const {
       if (has_keys(params_)) {
-        const auto value = [&](int i) {
-          return kIsBehind ? 0.5f * loaded_[i] : over_scale_(loaded_[i]);
-        };
         reinterpret_cast<float4*>(shared.keys[step])[lane()] =
-            make_float4(value(0), value(1), value(2), value(3));
+            make_float4(over_scale_(loaded_[0]), over_scale_(loaded_[1]), over_scale_(loaded_[2]),
+                        over_scale_(loaded_[3]));
       }
       if constexpr (kPositions) store_positions(shared.positions[step], key);
     }
