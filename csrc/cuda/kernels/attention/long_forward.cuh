@@ -150,9 +150,12 @@ class WindowMask {
 
 // Where nothing is added to scores.
 struct NoBias {
-  struct Shared {};
-  static constexpr int kWarps = 0;  // of producers
-  static constexpr int kSteps = 1;  // of keys that are kept
+  struct Shared {
+    __device__ __forceinline__ static void init() {}
+  };
+  static constexpr int kWarps = 0;    // that bring it
+  static constexpr int kFillers = 0;  // of them, those that do so with K and V
+  static constexpr int kSteps = 1;    // of keys that are kept
 };
 
 // Scores of a warp's 16 rows as softmax has them.
@@ -265,6 +268,7 @@ struct LongForwardConfig {
   static constexpr bool kOwnQueries = kDim > 128;
   // Published ahead. If more than two, their tiles of Q are a ring apart from them.
   static constexpr int kItems = 2;
+  static constexpr int kWriters = 0;  // warpgroups that write biases
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
@@ -576,7 +580,7 @@ struct LongForwardConsumer {
   // product starts from it.
   __device__ __forceinline__ void begin_scores() {
     if constexpr (kBiased)
-      shared.bias.load(s, attention, bias_step.advance(), row_of_thread(), lane);
+      shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
@@ -658,7 +662,7 @@ struct LongForwardConsumer {
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {
     release_slot(wait_for_slot());
-    if (kBiased) bias_step.advance();
+    if constexpr (kBiased) shared.bias.skip(bias_step);
     take_turn();
     pass_turn();
   }
@@ -673,7 +677,7 @@ struct LongForwardConsumer {
         pass_turn();
       }
       for (int i = 0; i < 2; ++i) release_slot(wait_for_slot());
-      if (kBiased) bias_step.advance();
+      if constexpr (kBiased) shared.bias.skip(bias_step);
     }
   }
 
@@ -864,7 +868,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps);
-    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kWarps);
+    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kFillers);
+    shared.bias.init();
     if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.q_empty)
@@ -889,8 +894,16 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
       }
     }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
-    if constexpr (Config::Bias::kWarps > 0) {
+    if constexpr (Config::Bias::kFillers > 0) {
       if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
+    }
+  } else if (Config::kWriters > 0 && warpgroup > Config::kWarpgroups) {
+    if constexpr (Config::kWriters > 0) {
+      ptx::setmaxnreg_dec<Config::kWriterRegisters>();
+      const int first = (Config::kWarpgroups + 1) * 4;
+      Config::Bias::template write<Config>(
+          params.attention, shared,
+          __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - first, 0));
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

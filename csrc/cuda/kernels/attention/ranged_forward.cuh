@@ -6,6 +6,7 @@
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/starting_bias.cuh"
+#include "cuda/kernels/attention/starting_times.cuh"
 #include "cuda/kernels/prim/tanh.cuh"
 
 #include <type_traits>
@@ -100,6 +101,19 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
       std::conditional_t<kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
+};
+
+// With time_bias alone: fewer rows, for registers and shared memory.
+template <typename Element, bool kSilu>
+struct TimedForwardConfig : RangedForwardConfig<Element, 64, kSilu, false> {
+  using Base = RangedForwardConfig<Element, 64, kSilu, false>;
+  static constexpr int kWarpgroups = 2, kWriters = 2;
+  static constexpr int kTileM = kWarpgroups * 64;
+  static constexpr int kThreads = (kWarpgroups + kWriters + 1) * 128;
+  static constexpr int kProducerRegisters = 32, kWriterRegisters = 56, kConsumerRegisters = 168;
+  using Mask = RangesMask<kTileM, Base::kTileN>;
+  using Bias = StartingTimes<kTileM, Base::kTileN>;
+  static constexpr PathName kName = Base::kName + ".times";
 };
 
 template <typename Element>

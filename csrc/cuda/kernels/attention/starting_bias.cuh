@@ -33,7 +33,7 @@ class BiasOverScale {
 // before V of the one before it; time_bias is not among them.
 template <int kTileM, int kTileN, int kSlots>
 struct StartingBias {
-  static constexpr int kWarps = 1;  // of producers
+  static constexpr int kWarps = 1, kFillers = 1;  // of producers
   // Steps whose biases are kept: when a slot is free for K, that of the third step before was, too.
   static constexpr int kSteps = 3;
   static_assert(kSlots == 4);
@@ -49,7 +49,8 @@ struct StartingBias {
     // What the scores of this lane start from, of which `row` in the tile is its first row.
     template <int kBlocks>
     __device__ __forceinline__ void load(Accumulator<1, kBlocks>& s, const AttentionParams& params,
-                                         int step, int row, int lane) const {
+                                         RingPosition<kSteps>& place, int row, int lane) const {
+      const int step = place.advance();
       static_assert(kBlocks * 8 == kTileN);
       const auto set = [](float& score, float value) { score = value; };
       const auto add = [](float& score, float value) { score += value; };
@@ -60,6 +61,9 @@ struct StartingBias {
         if (params.bias.kv_bias != nullptr) use_keys(s, step, lane, add);
       }
     }
+    // Instead of that for a step that its warpgroup does not see.
+    __device__ __forceinline__ static void skip(RingPosition<kSteps>& place) { place.advance(); }
+    __device__ __forceinline__ static void init() {}
 
    private:
     template <int kBlocks, typename Use>
