@@ -34,6 +34,14 @@ struct StartingTimes {
     uint32_t boundary;
     uint32_t nearest;
   };
+  // Of distances: the place of the value of those before `boundary`, behind which is that of others.
+  struct alignas(8) Cell {
+    uint32_t boundary;
+    uint32_t offset;
+    __device__ __forceinline__ uint32_t offset_of(uint32_t away) const {
+      return offset + (away >= boundary ? 4 : 0);
+    }
+  };
   struct alignas(16) Warp {
     float4 scores[kSteps][kBlocks][32];
     float values[kMostBuckets];  // of the item's head, over the scale
@@ -43,7 +51,7 @@ struct StartingTimes {
 
   struct Shared {
     Warp warps[kWarps];
-    TimeCells cells;
+    Cell cells[TimeCells::kCells];
     int crowded;  // whether a cell has more than one boundary
 
     // One thread.
@@ -88,6 +96,7 @@ struct StartingTimes {
       last_row_ = tile.rows - 1;
       last_key_ = tile.num_keys - 1;
       window_ = -1;
+      asm volatile("" : "+l"(kv_time_));  // kept, since it is used often
       const int64_t time = __ldg(q_time_ + min(first_row_ + lane() % 16, last_row_));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -115,6 +124,13 @@ struct StartingTimes {
     __device__ __forceinline__ void write(int key, int stage) {
       if (key / kWindow != window_) find(key / kWindow);
       const int place = key % kWindow / kGroup;
+      constexpr unsigned kAllGroups = (1u << kUnit / kGroup) - 1;
+      if ((one_ >> place & kAllGroups) == kAllGroups) {
+#pragma unroll
+        for (int group = 0; group < kUnit / kGroup; ++group)
+          fill(&own_.scores[stage][2 * group][lane()], own_.groups[place + group].value);
+        return;
+      }
 #pragma unroll 1
       for (int group = 0; group < kUnit / kGroup; ++group) {
         const int first = key + group * kGroup;
@@ -123,7 +139,7 @@ struct StartingTimes {
         const Group found = own_.groups[place + group];
         const unsigned bit = 1u << (place + group);
         if (one_ & bit) {
-          out[0] = out[32] = make_float4(found.value, found.value, found.value, found.value);
+          fill(out, found.value);
         } else if (two_ & bit) {
           const uint32_t shifted[2] = {rows_[0] - found.nearest, rows_[1] - found.nearest};
           for_each_pair(out, first, [&](int half, uint32_t time) {
@@ -134,8 +150,7 @@ struct StartingTimes {
           for_each_pair(out, first, [&](int half, uint32_t time) {
             const int difference = static_cast<int>(rows_[half] - time);
             const auto away = static_cast<uint32_t>(max(difference, difference * mirrored));
-            const TimeCells::Cell cell = shared_.cells.cells[TimeCells::index_of(away)];
-            return own_.values[cell.bucket + (away >= cell.boundary ? 1 : 0)];
+            return value_at(shared_.cells[TimeCells::index_of(away)].offset_of(away));
           });
         } else {
           search(reinterpret_cast<float*>(out), first);
@@ -149,6 +164,13 @@ struct StartingTimes {
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
     __device__ __forceinline__ const ScoreBias& bias() const { return params_.bias; }
 
+    __device__ __forceinline__ static void fill(float4* out, float value) {
+      out[0] = out[32] = make_float4(value, value, value, value);
+    }
+    __device__ __forceinline__ float value_at(uint32_t offset) const {
+      return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
+    }
+
     template <typename Value>
     __device__ __forceinline__ void for_each_pair(float4* out, int first, Value value) const {
       uint32_t times[4];
@@ -157,6 +179,8 @@ struct StartingTimes {
         const int key = min(first + i / 2 * 8 + 2 * (lane() % 4) + i % 2, last_key_);
         times[i] = __ldg(reinterpret_cast<const uint32_t*>(kv_time_ + key));
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(times[i]));  // loads first
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
         out[block * 32] = make_float4(value(0, times[2 * block]), value(0, times[2 * block + 1]),
@@ -167,10 +191,20 @@ struct StartingTimes {
     // The groups of a window, one in each lane.
     __device__ __forceinline__ void find(int window) {
       window_ = window;
-      TimeSpan keys;
+      const int first_key = window * kWindow + lane() * kGroup;
+      const auto time_at = [&](int i) { return __ldg(kv_time_ + min(first_key + i, last_key_)); };
+      TimeSpan keys = {time_at(0), time_at(0)};
+      bool is_sorted = true;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i)
-        keys.include(__ldg(kv_time_ + min(window * kWindow + lane() * kGroup + i, last_key_)));
+      for (int i = 1; i < kGroup; ++i) {
+        const int64_t time = time_at(i);
+        is_sorted &= keys.latest <= time;
+        keys.latest = time;
+      }
+      if (!is_sorted) {
+#pragma unroll 1
+        for (int i = 0; i < kGroup; ++i) keys.include(time_at(i));
+      }
       const TimeDistances away(bias().symmetric, span_, keys);
       const int first = bucket(away.nearest), last = bucket(away.farthest);
       Group group = {own_.values[first], 0.0f, ~0u, static_cast<uint32_t>(away.nearest)};
@@ -189,7 +223,8 @@ struct StartingTimes {
     __device__ __forceinline__ int bucket(uint64_t away) const {
       if (away >= kNarrow || shared_.crowded != 0)
         return bucket_of(bias(), away, 0, bias().time_buckets - 1);
-      return shared_.cells.bucket(bias(), static_cast<uint32_t>(away));
+      const auto own = static_cast<uint32_t>(away);
+      return static_cast<int>(shared_.cells[TimeCells::index_of(own)].offset_of(own) / 4);
     }
 
     // The lane's 8 scores of a group, one after another.
@@ -276,8 +311,8 @@ struct StartingTimes {
                                                         : int64_t{TimeCells::kLimit};
       const int bucket = bucket_of(bias, begin, 0, last);
       const int64_t next = boundary(bucket);
-      shared.cells.cells[index] = {next < end ? static_cast<uint32_t>(next) : TimeCells::kLimit,
-                                   static_cast<uint32_t>(bucket)};
+      shared.cells[index] = {next < end ? static_cast<uint32_t>(next) : TimeCells::kLimit,
+                             static_cast<uint32_t>(bucket) * 4};
       if (boundary(bucket + 1) < end) shared.crowded = 1;
     }
     ptx::bar_sync(kBarrier, kThreads);
