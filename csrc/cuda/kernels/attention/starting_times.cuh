@@ -7,6 +7,7 @@
 // unsorted times further apart than 2^31, a search for each score. Any times are right.
 #pragma once
 
+#include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/starting_bias.cuh"
 #include "cuda/kernels/attention/time_buckets.cuh"
@@ -16,10 +17,11 @@ namespace jagged_cuda::attention {
 // Of tiles of kTileM rows and steps of kTileN keys; up to kMostBuckets buckets.
 template <int kTileM, int kTileN>
 struct StartingTimes {
-  static constexpr int kMostBuckets = 256;
+  static constexpr int kMostBuckets = kMostForwardTimeBuckets;
   static constexpr int kWarps = kTileM / 16;
   static constexpr int kFillers = 0;           // of the ring of K and V
-  static constexpr int kUnit = 64, kSteps = 3;  // keys that are handed over at once; how many are kept
+  // Keys that are handed over at once; how many of these are kept.
+  static constexpr int kUnit = 64, kSteps = kTileN > kUnit ? 3 : 2;
   static constexpr int kBlocks = kUnit / 8;
   static constexpr int kGroup = 16, kWindow = 32 * kGroup;  // keys whose groups are found at once
   static constexpr int kBarrier = 15;                       // of all writing warps
@@ -284,9 +286,7 @@ struct StartingTimes {
 #pragma unroll 1
           for (int first = key; first < key + kTileN; first += kUnit) {
             shared.warps[warp].ring.acquire(unit);
-#ifndef NOWRITE
             writer.write(first, unit.stage);
-#endif
             __syncwarp();
             if (lane == 0) shared.warps[warp].ring.publish(unit.stage);
             unit.advance();
