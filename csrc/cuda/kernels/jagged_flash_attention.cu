@@ -5,6 +5,7 @@
 
 #include "cuda/kernels/attention/few_forward.h"
 #include "cuda/kernels/attention/launch.h"
+#include "cuda/kernels/attention/starting_times.h"
 #include "cuda/kernels/attention/tf32.h"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"

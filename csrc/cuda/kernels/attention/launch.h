@@ -51,9 +51,8 @@ template <typename Element>
 cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stream);
-// With ranges of keys, used parts of key sequences, biases or silu, head dims up to 128 (attention/
-// ranged_forward.cuh); time_bias by itself, of at most so many buckets.
-constexpr int kMostForwardTimeBuckets = 256;
+// With ranges of keys, used parts of key sequences or silu, head dims up to 128 (attention/
+// ranged_forward.cuh).
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
 // The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. Without

@@ -7,9 +7,9 @@
 // unsorted times further apart than 2^31, a search for each score. Any times are right.
 #pragma once
 
-#include "cuda/kernels/attention/launch.h"
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/starting_bias.cuh"
+#include "cuda/kernels/attention/starting_times.h"
 #include "cuda/kernels/attention/time_buckets.cuh"
 
 namespace jagged_cuda::attention {
