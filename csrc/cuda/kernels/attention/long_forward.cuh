@@ -156,6 +156,7 @@ struct NoBias {
   static constexpr int kWarps = 0;    // that bring it
   static constexpr int kFillers = 0;  // of them, those that do so with K and V
   static constexpr int kSteps = 1;    // of keys that are kept
+  static constexpr bool kFollows = false;  // the product, which does not start from it
 };
 
 // Scores of a warp's 16 rows as softmax has them.
@@ -502,7 +503,7 @@ struct LongForwardConsumer {
   using Mask = typename Config::Mask;
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
-  static constexpr bool kBiased = Config::Bias::kWarps > 0;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0, kStarts = kBiased && !Config::Bias::kFollows;
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
@@ -579,16 +580,16 @@ struct LongForwardConsumer {
   // What is added to the scores of the next step, whose keys are there, divided by their scale: their
   // product starts from it.
   __device__ __forceinline__ void begin_scores() {
-    if constexpr (kBiased)
+    if constexpr (kStarts)
       shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
     const auto& sOwn = shared.sQ[query_tile(item_stage)];
     const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
-    if constexpr (kBiased) ptx::fence_operands(s[0]);
+    if constexpr (kStarts) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
-    if constexpr (kBiased) {
+    if constexpr (kStarts) {
       add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
     } else {
       wgmma_rows_by_rows(s, sOwn, row, shared.slots[stage]);
@@ -598,6 +599,7 @@ struct LongForwardConsumer {
   // Masks of S, the scores of keys from `key` on, when their product is done.
   __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
+    if constexpr (kBiased && !kStarts) shared.bias.add(s, bias_step, row_of_thread(), lane);
     score.begin(s);
     mask.hide(
         s, Config::Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);
@@ -894,7 +896,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
       }
     }
     if (threadIdx.x == 32) copy_operands<Config>(params, shared);
-    if constexpr (Config::Bias::kFillers > 0) {
+    if constexpr (Config::Bias::kWarps > 0) {
       if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
     }
   } else if (Config::kWriters > 0 && warpgroup > Config::kWarpgroups) {

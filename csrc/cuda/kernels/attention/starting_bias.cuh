@@ -34,6 +34,7 @@ class BiasOverScale {
 template <int kTileM, int kTileN, int kSlots>
 struct StartingBias {
   static constexpr int kWarps = 1, kFillers = 1;  // of producers
+  static constexpr bool kFollows = false;
   // Steps whose biases are kept: when a slot is free for K, that of the third step before was, too.
   static constexpr int kSteps = 3;
   static_assert(kSlots == 4);

@@ -18,8 +18,9 @@ namespace jagged_cuda::attention {
 template <int kTileM, int kTileN>
 struct StartingTimes {
   static constexpr int kMostBuckets = kMostForwardTimeBuckets;
-  static constexpr int kWarps = kTileM / 16;
-  static constexpr int kFillers = 0;           // of the ring of K and V
+  static constexpr int kWriters = kTileM / 16, kWarps = kWriters + 1;  // and one that brings times
+  static constexpr int kFillers = 0;  // of the ring of K and V
+  static constexpr bool kFollows = true;
   // Keys that are handed over at once; how many of these are kept.
   static constexpr int kUnit = 64, kSteps = kTileN > kUnit ? 3 : 2;
   static constexpr int kBlocks = kUnit / 8;
@@ -28,13 +29,18 @@ struct StartingTimes {
   static constexpr uint32_t kNarrow = 1u << 31;
   static_assert(kTileN % kUnit == 0 && kWindow % kTileN == 0);
 
-  // The times between 16 rows and 16 keys: the value of the nearest, that of the bucket behind it, and
-  // the boundary between them, counted from the nearest distance on, modulo 2^32.
+  // The times between 16 rows and 16 keys: the value of the nearest, that of the bucket behind it, the
+  // soonest of the keys, and that more than the boundary between the buckets.
   struct alignas(16) Group {
     float value;
     float behind;
+    uint32_t soonest;
     uint32_t boundary;
-    uint32_t nearest;
+  };
+  // Of kWindow keys, the last one repeated behind the sequence.
+  struct Window {
+    alignas(16) uint32_t times[kWindow];  // less the soonest of their 16
+    TimeSpan spans[kWindow / kGroup];
   };
   // Of distances: the place of the value of those before `boundary`, behind which is that of others.
   struct alignas(8) Cell {
@@ -52,18 +58,21 @@ struct StartingTimes {
   };
 
   struct Shared {
-    Warp warps[kWarps];
+    Warp warps[kWriters];
+    Window windows[2];
+    Ring<2> window_ring;
     Cell cells[TimeCells::kCells];
     int crowded;  // whether a cell has more than one boundary
 
     // One thread.
     __device__ __forceinline__ void init() {
       for (Warp& warp : warps) warp.ring.init(1);
+      window_ring.init(kWriters);
     }
-    // What the scores of this lane start from, of which `row` in the tile is its first row.
+    // Adds to the scores of this lane, of which `row` in the tile is its first row.
     template <int kScoreBlocks>
-    __device__ __forceinline__ void load(Accumulator<1, kScoreBlocks>& s, const AttentionParams&,
-                                         RingPosition<kSteps>& unit, int row, int lane) {
+    __device__ __forceinline__ void add(Accumulator<1, kScoreBlocks>& s,
+                                        RingPosition<kSteps>& unit, int row, int lane) {
       Warp& own = warps[row / 16];
 #pragma unroll
       for (int first = 0; first < kScoreBlocks; first += kBlocks) {
@@ -71,10 +80,10 @@ struct StartingTimes {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           const float4 values = own.scores[unit.stage][block][lane];
-          s[0][first + block][0] = values.x;
-          s[0][first + block][1] = values.y;
-          s[0][first + block][2] = values.z;
-          s[0][first + block][3] = values.w;
+          s[0][first + block][0] += values.x;
+          s[0][first + block][1] += values.y;
+          s[0][first + block][2] += values.z;
+          s[0][first + block][3] += values.w;
         }
         __syncwarp();
         if (lane == 0) own.ring.release(unit.stage);
@@ -97,8 +106,6 @@ struct StartingTimes {
       kv_time_ = bias().kv_time + tile.key_begin;
       last_row_ = tile.rows - 1;
       last_key_ = tile.num_keys - 1;
-      window_ = -1;
-      asm volatile("" : "+l"(kv_time_));  // kept, since it is used often
       const int64_t time = __ldg(q_time_ + min(first_row_ + lane() % 16, last_row_));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -122,40 +129,76 @@ struct StartingTimes {
       __syncwarp();
     }
 
-    // What scores of keys from `key` on, a multiple of kUnit, start from.
-    __device__ __forceinline__ void write(int key, int stage) {
-      if (key / kWindow != window_) find(key / kWindow);
-      const int place = key % kWindow / kGroup;
-      constexpr unsigned kAllGroups = (1u << kUnit / kGroup) - 1;
+    // Finds the groups of a window whose first key is `first_key`, one in each lane.
+    __device__ __forceinline__ void find(const Window& window, int first_key) {
+      window_ = &window;
+      const TimeSpan keys = window.spans[lane()];
+      const TimeDistances away(bias().symmetric, span_, keys);
+      int ends[2];
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const int found = bucket(i == 0 ? away.nearest : away.farthest);
+        if (i == 0) ends[0] = found;
+        ends[1] = found;
+      }
+      const int first = ends[0], last = ends[1];
+      const auto soonest = static_cast<uint32_t>(keys.soonest);
+      Group group = {own_.values[first], own_.values[min(first + 1, last)], soonest, soonest};
+      if (first < last) group.boundary += static_cast<uint32_t>(__ldg(bias().boundaries + first));
+      const int key = first_key + lane() * kGroup;
+      const bool is_seen = key < seen_.end && key + kGroup > seen_.begin,
+                 has_two = first + 1 == last && away.is_ordered &&
+                           away.farthest - away.nearest < kNarrow;
+      __syncwarp();
+      own_.groups[lane()] = group;
+      one_ = __ballot_sync(kAll, !is_seen || first == last);
+      rich_ = __ballot_sync(kAll, is_seen && first < last && !has_two);
+      narrow_ = __ballot_sync(kAll, away.widest < kNarrow && shared_.crowded == 0);
+      __syncwarp();
+    }
+
+    // Writes what is added to the scores of the window's kUnit keys from `key` on, which are these of
+    // the sequence from `first` on.
+    __device__ __forceinline__ void write(int key, int first, int stage) const {
+      constexpr unsigned kGroups = kUnit / kGroup, kAllGroups = (1u << kGroups) - 1;
+      const int place = key / kGroup;
+      const Group* groups = &own_.groups[place];
+      float4* out = &own_.scores[stage][0][lane()];
       if ((one_ >> place & kAllGroups) == kAllGroups) {
 #pragma unroll
-        for (int group = 0; group < kUnit / kGroup; ++group)
-          fill(&own_.scores[stage][2 * group][lane()], own_.groups[place + group].value);
+        for (int group = 0; group < kGroups; ++group) {
+          const float value = groups[group].value;
+          out[2 * group * 32] = out[(2 * group + 1) * 32] = make_float4(value, value, value, value);
+        }
         return;
       }
+      // As if all had one or two.
+      const auto* times = reinterpret_cast<const uint2*>(&window_->times[key]) + lane() % 4;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const Group found = groups[group];
+        const int passed[2] = {static_cast<int>(rows_[0] - found.boundary),
+                               static_cast<int>(rows_[1] - found.boundary)};
+        write_group(out + 2 * group * 32, times + group * (kGroup / 2),
+                    [&](int half, uint32_t time) {
+                      return static_cast<int>(time) <= passed[half] ? found.behind : found.value;
+                    });
+      }
 #pragma unroll 1
-      for (int group = 0; group < kUnit / kGroup; ++group) {
-        const int first = key + group * kGroup;
-        if (first >= seen_.end || first + kGroup <= seen_.begin) continue;
-        float4* out = &own_.scores[stage][2 * group][lane()];
-        const Group found = own_.groups[place + group];
-        const unsigned bit = 1u << (place + group);
-        if (one_ & bit) {
-          fill(out, found.value);
-        } else if (two_ & bit) {
-          const uint32_t shifted[2] = {rows_[0] - found.nearest, rows_[1] - found.nearest};
-          for_each_pair(out, first, [&](int half, uint32_t time) {
-            return shifted[half] - time >= found.boundary ? found.behind : found.value;
-          });
-        } else if (narrow_ & bit) {
+      for (unsigned left = rich_ >> place & kAllGroups; left != 0; left &= left - 1) {
+        const int group = __ffs(static_cast<int>(left)) - 1;
+        float4* own = out + 2 * group * 32;
+        if (narrow_ >> (place + group) & 1) {
+          const uint32_t soonest = groups[group].soonest;
+          const uint32_t rows[2] = {rows_[0] - soonest, rows_[1] - soonest};
           const int mirrored = bias().symmetric ? -1 : 0;
-          for_each_pair(out, first, [&](int half, uint32_t time) {
-            const int difference = static_cast<int>(rows_[half] - time);
+          write_group(own, times + group * (kGroup / 2), [&](int half, uint32_t time) {
+            const int difference = static_cast<int>(rows[half] - time);
             const auto away = static_cast<uint32_t>(max(difference, difference * mirrored));
             return value_at(shared_.cells[TimeCells::index_of(away)].offset_of(away));
           });
         } else {
-          search(reinterpret_cast<float*>(out), first);
+          search(reinterpret_cast<float*>(own), first + group * kGroup);
         }
       }
     }
@@ -165,62 +208,20 @@ struct StartingTimes {
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
     __device__ __forceinline__ const ScoreBias& bias() const { return params_.bias; }
-
-    __device__ __forceinline__ static void fill(float4* out, float value) {
-      out[0] = out[32] = make_float4(value, value, value, value);
-    }
     __device__ __forceinline__ float value_at(uint32_t offset) const {
       return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
     }
 
+    // Of the lane's pairs of keys in two blocks.
     template <typename Value>
-    __device__ __forceinline__ void for_each_pair(float4* out, int first, Value value) const {
-      uint32_t times[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = min(first + i / 2 * 8 + 2 * (lane() % 4) + i % 2, last_key_);
-        times[i] = __ldg(reinterpret_cast<const uint32_t*>(kv_time_ + key));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(times[i]));  // loads first
+    __device__ __forceinline__ static void write_group(float4* out, const uint2* times,
+                                                       Value value) {
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
-        out[block * 32] = make_float4(value(0, times[2 * block]), value(0, times[2 * block + 1]),
-                                      value(1, times[2 * block]), value(1, times[2 * block + 1]));
+        const uint2 pair = times[block * 4];
+        out[block * 32] = make_float4(value(0, pair.x), value(0, pair.y), value(1, pair.x),
+                                      value(1, pair.y));
       }
-    }
-
-    // The groups of a window, one in each lane.
-    __device__ __forceinline__ void find(int window) {
-      window_ = window;
-      const int first_key = window * kWindow + lane() * kGroup;
-      const auto time_at = [&](int i) { return __ldg(kv_time_ + min(first_key + i, last_key_)); };
-      TimeSpan keys = {time_at(0), time_at(0)};
-      bool is_sorted = true;
-#pragma unroll
-      for (int i = 1; i < kGroup; ++i) {
-        const int64_t time = time_at(i);
-        is_sorted &= keys.latest <= time;
-        keys.latest = time;
-      }
-      if (!is_sorted) {
-#pragma unroll 1
-        for (int i = 0; i < kGroup; ++i) keys.include(time_at(i));
-      }
-      const TimeDistances away(bias().symmetric, span_, keys);
-      const int first = bucket(away.nearest), last = bucket(away.farthest);
-      Group group = {own_.values[first], 0.0f, ~0u, static_cast<uint32_t>(away.nearest)};
-      if (first < last) {
-        group.boundary = static_cast<uint32_t>(__ldg(bias().boundaries + first)) - group.nearest;
-        group.behind = own_.values[first + 1];
-      }
-      __syncwarp();
-      own_.groups[lane()] = group;
-      one_ = __ballot_sync(kAll, first == last);
-      two_ = __ballot_sync(kAll, first + 1 == last && away.is_ordered &&
-                                     away.farthest - away.nearest < kNarrow);
-      narrow_ = __ballot_sync(kAll, away.widest < kNarrow && shared_.crowded == 0);
-      __syncwarp();
     }
     __device__ __forceinline__ int bucket(uint64_t away) const {
       if (away >= kNarrow || shared_.crowded != 0)
@@ -251,14 +252,14 @@ struct StartingTimes {
     const int64_t* kv_time_;  // of the sequence
     int last_row_;
     int last_key_;
-    int window_;
+    const Window* window_;
     uint32_t rows_[2];  // times of the lane's rows, the lower half
     TimeSpan span_;     // of the 16 rows
     KeyHull seen_;      // by them
-    // Groups with one bucket; those with two whose queries are all later than their keys, where
-    // distances from the nearest on are exact in 32 bits; and those for which cells serve.
+    // Groups with one bucket, or unseen; those that are seen and have neither one nor two whose queries
+    // are all later than their keys; and those for which cells serve.
     unsigned one_;
-    unsigned two_;
+    unsigned rich_;
     unsigned narrow_;
   };
 
@@ -272,6 +273,7 @@ struct StartingTimes {
     Writer writer(params, shared, warp);
     RingPosition<Storage::kItems> place;
     RingPosition<kSteps> unit;
+    RingPosition<2> window;
     for (;;) {
       storage.items.wait(place);
       const WorkItem& item = storage.item[place.stage];
@@ -279,28 +281,91 @@ struct StartingTimes {
       const typename Config::Mask mask(params, item.tile, keys);
       const int stage = place.advance();
       if (item.is_end) return;
-      if (mask.first() < mask.last() && warp / 4 * 64 < item.tile.rows) {
-        writer.begin(item.tile, keys, item.head);
-        const int last = mask.own_last(warp / 4);
-        for (int key = mask.first(); key < last; key = mask.next(key)) {
+      const int last = warp / 4 * 64 < item.tile.rows ? mask.own_last(warp / 4) : 0;
+      if (last > 0 && mask.first() < mask.last()) writer.begin(item.tile, keys, item.head);
+      for_each_window(mask, [&](int first_key, auto for_each_step) {
+        shared.window_ring.wait(window);
+        const Window& own = shared.windows[window.stage];
+        if (first_key < last) writer.find(own, first_key);
+        for_each_step([&](int key) {
+          if (key >= last) return;
 #pragma unroll 1
           for (int first = key; first < key + kTileN; first += kUnit) {
             shared.warps[warp].ring.acquire(unit);
-            writer.write(first, unit.stage);
+            writer.write(first - first_key, first, unit.stage);
             __syncwarp();
             if (lane == 0) shared.warps[warp].ring.publish(unit.stage);
             unit.advance();
           }
+        });
+        __syncwarp();
+        if (lane == 0) shared.window_ring.release(window.stage);
+        window.advance();
+      });
+      __syncwarp();
+      if (lane == 0) storage.items.release(stage);
+    }
+  }
+
+  // Brings the times of keys; one warp.
+  template <typename Config, typename Storage>
+  __device__ __forceinline__ static void copy(const AttentionParams& params, Storage& storage) {
+    const int lane = threadIdx.x % 32;
+    Shared& shared = storage.bias;
+    RingPosition<Storage::kItems> place;
+    RingPosition<2> position;
+    for (;;) {
+      storage.items.wait(place);
+      const WorkItem& item = storage.item[place.stage];
+      const typename Config::Mask mask(params, item.tile, storage.keys[place.stage]);
+      const int stage = place.advance();
+      if (item.is_end) return;
+      const int64_t* times = params.bias.kv_time + item.tile.key_begin;
+      const int last_key = item.tile.num_keys - 1;
+      for_each_window(mask, [&](int first_key, auto) {
+        shared.window_ring.acquire(position);
+        Window& window = shared.windows[position.stage];
+        const auto time = [&](int i) {
+          return __ldg(times + min(first_key + lane * kGroup + i, last_key));
+        };
+        TimeSpan span;
+#pragma unroll 4
+        for (int i = 0; i < kGroup; ++i) span.include(time(i));
+        window.spans[lane] = span;
+        const auto soonest = static_cast<uint32_t>(span.soonest);
+#pragma unroll 1
+        for (int i = 0; i < kGroup; i += 4) {
+          *reinterpret_cast<uint4*>(&window.times[lane * kGroup + i]) = make_uint4(
+              static_cast<uint32_t>(time(i)) - soonest, static_cast<uint32_t>(time(i + 1)) - soonest,
+              static_cast<uint32_t>(time(i + 2)) - soonest,
+              static_cast<uint32_t>(time(i + 3)) - soonest);
         }
-      }
+        __syncwarp();
+        if (lane == 0) shared.window_ring.publish(position.stage);
+        position.advance();
+      });
       __syncwarp();
       if (lane == 0) storage.items.release(stage);
     }
   }
 
  private:
+  // Calls use(its first key, for_each_step) for each window that an item's steps touch.
+  template <typename Mask, typename Use>
+  __device__ __forceinline__ static void for_each_window(const Mask& mask, Use use) {
+    for (int key = mask.first(); key < mask.last();) {
+      const int first_key = key / kWindow * kWindow;
+      int next = key;
+      while (next < mask.last() && next < first_key + kWindow) next = mask.next(next);
+      use(first_key, [&](auto use_step) {
+        for (int step = key; step < next; step = mask.next(step)) use_step(step);
+      });
+      key = next;
+    }
+  }
+
   __device__ __forceinline__ static void fill(const ScoreBias& bias, Shared& shared, int thread) {
-    constexpr int kThreads = kWarps * 32;
+    constexpr int kThreads = kWriters * 32;
     if (thread == 0) shared.crowded = 0;
     ptx::bar_sync(kBarrier, kThreads);
     const int last = bias.time_buckets - 1;
