@@ -166,10 +166,11 @@ struct SoftmaxScore {
   LazySoftmax softmax;
   float rescale[1][2], sums[2];
 
+  static constexpr float kLogits = kLn2;  // the scale of scores that are logits in powers of 2
   // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
   // one, -inf, must stay so.
-  __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
-      : scale(static_cast<float>(params.scale)), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+  __device__ __forceinline__ explicit SoftmaxScore(float given)
+      : scale(given), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
   __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
   // Before what is hidden is replaced.
@@ -503,7 +504,8 @@ struct LongForwardConsumer {
   using Mask = typename Config::Mask;
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
-  static constexpr bool kBiased = Config::Bias::kWarps > 0, kStarts = kBiased && !Config::Bias::kFollows;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0, kAdds = Config::Bias::kFollows,
+                        kStarts = kBiased && !kAdds;
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
@@ -532,7 +534,7 @@ struct LongForwardConsumer {
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
         first_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
-        score(params.attention) {}
+        score(kAdds ? Config::Score::kLogits : static_cast<float>(params.attention.scale)) {}
 
   // The first of this lane's two rows. Where registers are full it is found anew.
   __device__ __forceinline__ int row_of_thread() const {
@@ -599,7 +601,10 @@ struct LongForwardConsumer {
   // Masks of S, the scores of keys from `key` on, when their product is done.
   __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
-    if constexpr (kBiased && !kStarts) shared.bias.add(s, bias_step, row_of_thread(), lane);
+    if constexpr (kAdds) {
+      const float factor = static_cast<float>(attention.scale) / Config::Score::kLogits;
+      shared.bias.add(s, factor, bias_step, row_of_thread(), lane);
+    }
     score.begin(s);
     mask.hide(
         s, Config::Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);

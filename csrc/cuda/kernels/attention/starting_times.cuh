@@ -69,9 +69,9 @@ struct StartingTimes {
       for (Warp& warp : warps) warp.ring.init(1);
       window_ring.init(kWriters);
     }
-    // Adds to the scores of this lane, of which `row` in the tile is its first row.
+    // Scores of this lane, of which `row` in the tile is its first row, become logits.
     template <int kScoreBlocks>
-    __device__ __forceinline__ void add(Accumulator<1, kScoreBlocks>& s,
+    __device__ __forceinline__ void add(Accumulator<1, kScoreBlocks>& s, float factor,
                                         RingPosition<kSteps>& unit, int row, int lane) {
       Warp& own = warps[row / 16];
 #pragma unroll
@@ -80,10 +80,11 @@ struct StartingTimes {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           const float4 values = own.scores[unit.stage][block][lane];
-          s[0][first + block][0] += values.x;
-          s[0][first + block][1] += values.y;
-          s[0][first + block][2] += values.z;
-          s[0][first + block][3] += values.w;
+          float (&own_scores)[4] = s[0][first + block];
+          own_scores[0] = __fmaf_rn(own_scores[0], factor, values.x);
+          own_scores[1] = __fmaf_rn(own_scores[1], factor, values.y);
+          own_scores[2] = __fmaf_rn(own_scores[2], factor, values.z);
+          own_scores[3] = __fmaf_rn(own_scores[3], factor, values.w);
         }
         __syncwarp();
         if (lane == 0) own.ring.release(unit.stage);
@@ -97,8 +98,14 @@ struct StartingTimes {
   // Of one item, for the 16 rows of a warp.
   class Writer {
    public:
-    __device__ __forceinline__ Writer(const AttentionParams& params, Shared& shared, int warp)
-        : params_(params), shared_(shared), own_(shared.warps[warp]), first_row_(warp * 16) {}
+    // Of values that are multiplied by `unit`.
+    __device__ __forceinline__ Writer(const AttentionParams& params, Shared& shared, int warp,
+                                      float unit)
+        : params_(params),
+          shared_(shared),
+          own_(shared.warps[warp]),
+          first_row_(warp * 16),
+          unit_(unit) {}
 
     template <typename Keys>
     __device__ __forceinline__ void begin(const QueryTile& tile, const Keys& keys, int head) {
@@ -120,12 +127,11 @@ struct StartingTimes {
         hull.widen(keys.rows[first_row_ + lane()].second);
       }
       seen_ = hull.of_warp();
-      const BiasOverScale over_scale(params_);
       const float* table = static_cast<const float*>(bias().time_table) +
                            head / (params_.heads / bias().time_heads) * bias().time_buckets;
 #pragma unroll 4
       for (int i = lane(); i < bias().time_buckets; i += 32)
-        own_.values[i] = over_scale(__ldg(table + i));
+        own_.values[i] = in_unit(__ldg(table + i));
       __syncwarp();
     }
 
@@ -208,6 +214,12 @@ struct StartingTimes {
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
     __device__ __forceinline__ const ScoreBias& bias() const { return params_.bias; }
+    // An infinite sum would be NaN less itself.
+    __device__ __forceinline__ float in_unit(float bias) const {
+      constexpr float kMost = 1e38f;
+      const float value = bias * unit_;
+      return value > kMost ? kMost : value;
+    }
     __device__ __forceinline__ float value_at(uint32_t offset) const {
       return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
     }
@@ -248,6 +260,7 @@ struct StartingTimes {
     Shared& shared_;
     Warp& own_;
     const int first_row_;
+    const float unit_;
     const int64_t* q_time_;   // of the tile
     const int64_t* kv_time_;  // of the sequence
     int last_row_;
@@ -270,7 +283,7 @@ struct StartingTimes {
     const int lane = threadIdx.x % 32;
     Shared& shared = storage.bias;
     fill(params.bias, shared, warp * 32 + lane);
-    Writer writer(params, shared, warp);
+    Writer writer(params, shared, warp, 1.0f / Config::Score::kLogits);
     RingPosition<Storage::kItems> place;
     RingPosition<kSteps> unit;
     RingPosition<2> window;
