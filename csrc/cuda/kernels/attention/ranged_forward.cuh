@@ -110,7 +110,7 @@ struct TimedForwardConfig : RangedForwardConfig<Element, kDim, kSilu, false> {
   static constexpr int kWarpgroups = 2, kWriters = 2;
   static constexpr int kTileM = kWarpgroups * 64, kTileN = kDim == 64 ? 128 : 64;
   static constexpr int kThreads = (1 + kWarpgroups + kWriters) * 128;
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 168, kWriterRegisters = 56;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160, kWriterRegisters = 64;
   using Mask = RangesMask<kTileM, kTileN>;
   using Bias = StartingTimes<kTileM, kTileN>;
   static constexpr PathName kName = Base::kName + ".times";

@@ -50,7 +50,17 @@ struct StartingTimes {
       return offset + (away >= boundary ? 4 : 0);
     }
   };
+  // What is seldom looked at of the item whose 16 rows a warp writes.
+  struct Item {
+    TimeSpan span;
+    KeyHull seen;
+    const int64_t* q_time;   // of the tile
+    const int64_t* kv_time;  // of the sequence
+    int last_row;
+    int last_key;
+  };
   struct alignas(16) Warp {
+    Item item;
     float4 scores[kSteps][kBlocks][32];
     float values[kMostBuckets];  // of the item's head, over the scale
     Group groups[kWindow / kGroup];
@@ -109,24 +119,26 @@ struct StartingTimes {
 
     template <typename Keys>
     __device__ __forceinline__ void begin(const QueryTile& tile, const Keys& keys, int head) {
-      q_time_ = bias().q_time + tile.global_row;
-      kv_time_ = bias().kv_time + tile.key_begin;
-      last_row_ = tile.rows - 1;
-      last_key_ = tile.num_keys - 1;
-      const int64_t time = __ldg(q_time_ + min(first_row_ + lane() % 16, last_row_));
+      const int64_t* q_time = bias().q_time + tile.global_row;
+      const int last_row = tile.rows - 1;
+      const int64_t time = __ldg(q_time + min(first_row_ + lane() % 16, last_row));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         rows_[half] =
             static_cast<uint32_t>(__shfl_sync(kAll, static_cast<int>(time), lane() / 4 + half * 8));
       }
-      span_ = {time, time};
-      span_.combine();
+      TimeSpan span = {time, time};
+      span.combine();
       KeyHull hull;
-      if (lane() < 16 && first_row_ + lane() <= last_row_) {
+      if (lane() < 16 && first_row_ + lane() <= last_row) {
         hull.widen(keys.rows[first_row_ + lane()].first);
         hull.widen(keys.rows[first_row_ + lane()].second);
       }
-      seen_ = hull.of_warp();
+      hull = hull.of_warp();
+      if (lane() == 0) {
+        own_.item = {span,     hull, q_time, bias().kv_time + tile.key_begin,
+                     last_row, tile.num_keys - 1};
+      }
       const float* table = static_cast<const float*>(bias().time_table) +
                            head / (params_.heads / bias().time_heads) * bias().time_buckets;
 #pragma unroll 4
@@ -139,7 +151,7 @@ struct StartingTimes {
     __device__ __forceinline__ void find(const Window& window, int first_key) {
       window_ = &window;
       const TimeSpan keys = window.spans[lane()];
-      const TimeDistances away(bias().symmetric, span_, keys);
+      const TimeDistances away(bias().symmetric, own_.item.span, keys);
       int ends[2];
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {
@@ -152,7 +164,7 @@ struct StartingTimes {
       Group group = {own_.values[first], own_.values[min(first + 1, last)], soonest, soonest};
       if (first < last) group.boundary += static_cast<uint32_t>(__ldg(bias().boundaries + first));
       const int key = first_key + lane() * kGroup;
-      const bool is_seen = key < seen_.end && key + kGroup > seen_.begin,
+      const bool is_seen = key < own_.item.seen.end && key + kGroup > own_.item.seen.begin,
                  has_two = first + 1 == last && away.is_ordered &&
                            away.farthest - away.nearest < kNarrow;
       __syncwarp();
@@ -178,31 +190,34 @@ struct StartingTimes {
         }
         return;
       }
-      // As if all had one or two.
+      // As if all had one or two. Loads come first, since stores might overwrite what they load.
       const auto* times = reinterpret_cast<const uint2*>(&window_->times[key]) + lane() % 4;
+      Group found[kGroups];
+      uint2 pairs[2 * kGroups];
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        const Group found = groups[group];
-        const int passed[2] = {static_cast<int>(rows_[0] - found.boundary),
-                               static_cast<int>(rows_[1] - found.boundary)};
-        write_group(out + 2 * group * 32, times + group * (kGroup / 2),
-                    [&](int half, uint32_t time) {
-                      return static_cast<int>(time) <= passed[half] ? found.behind : found.value;
-                    });
+        found[group] = groups[group];
+        pairs[2 * group] = times[group * (kGroup / 2)];
+        pairs[2 * group + 1] = times[group * (kGroup / 2) + 4];
+      }
+#pragma unroll
+      for (int block = 0; block < 2 * kGroups; ++block) {
+        const Group& own = found[block / 2];
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto time = static_cast<int>(i % 2 == 0 ? pairs[block].x : pairs[block].y);
+          values[i] =
+              time <= static_cast<int>(rows_[i / 2] - own.boundary) ? own.behind : own.value;
+        }
+        out[block * 32] = make_float4(values[0], values[1], values[2], values[3]);
       }
 #pragma unroll 1
       for (unsigned left = rich_ >> place & kAllGroups; left != 0; left &= left - 1) {
         const int group = __ffs(static_cast<int>(left)) - 1;
         float4* own = out + 2 * group * 32;
         if (narrow_ >> (place + group) & 1) {
-          const uint32_t soonest = groups[group].soonest;
-          const uint32_t rows[2] = {rows_[0] - soonest, rows_[1] - soonest};
-          const int mirrored = bias().symmetric ? -1 : 0;
-          write_group(own, times + group * (kGroup / 2), [&](int half, uint32_t time) {
-            const int difference = static_cast<int>(rows[half] - time);
-            const auto away = static_cast<uint32_t>(max(difference, difference * mirrored));
-            return value_at(shared_.cells[TimeCells::index_of(away)].offset_of(away));
-          });
+          look_up(own, times + group * (kGroup / 2), groups[group].soonest);
         } else {
           search(reinterpret_cast<float*>(own), first + group * kGroup);
         }
@@ -224,15 +239,33 @@ struct StartingTimes {
       return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
     }
 
-    // Of the lane's pairs of keys in two blocks.
-    template <typename Value>
-    __device__ __forceinline__ static void write_group(float4* out, const uint2* times,
-                                                       Value value) {
+    // The lane's 8 scores of a group by their cells, all at once.
+    __device__ __forceinline__ void look_up(float4* out, const uint2* times,
+                                            uint32_t soonest) const {
+      const int mirrored = bias().symmetric ? -1 : 0;
+      const uint2 pairs[2] = {times[0], times[4]};
+      uint32_t away[8], place[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint2& pair = pairs[i / 4];
+        const auto difference =
+            static_cast<int>(rows_[i % 4 / 2] - soonest - (i % 2 == 0 ? pair.x : pair.y));
+        away[i] = static_cast<uint32_t>(max(difference, difference * mirrored));
+      }
+      Cell cells[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) cells[i] = shared_.cells[TimeCells::index_of(away[i])];
+      asm volatile(""
+                   : "+r"(cells[0].offset), "+r"(cells[1].offset), "+r"(cells[2].offset),
+                     "+r"(cells[3].offset), "+r"(cells[4].offset), "+r"(cells[5].offset),
+                     "+r"(cells[6].offset), "+r"(cells[7].offset));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) place[i] = cells[i].offset_of(away[i]);
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
-        const uint2 pair = times[block * 4];
-        out[block * 32] = make_float4(value(0, pair.x), value(0, pair.y), value(1, pair.x),
-                                      value(1, pair.y));
+        const uint32_t* own = &place[4 * block];
+        out[block * 32] =
+            make_float4(value_at(own[0]), value_at(own[1]), value_at(own[2]), value_at(own[3]));
       }
     }
     __device__ __forceinline__ int bucket(uint64_t away) const {
@@ -248,8 +281,9 @@ struct StartingTimes {
       for (int i = 0; i < 8; ++i) {
         const int key = first + i / 4 * 8 + 2 * (lane() % 4) + i % 2,
                   row = first_row_ + i % 4 / 2 * 8 + lane() / 4;
-        const int64_t query = __ldg(q_time_ + min(row, last_row_)),
-                      time = __ldg(kv_time_ + min(key, last_key_));
+        const Item& item = own_.item;
+        const int64_t query = __ldg(item.q_time + min(row, item.last_row)),
+                      time = __ldg(item.kv_time + min(key, item.last_key));
         const uint64_t away =
             !bias().symmetric && query < time ? 0 : time_between(query, time);
         out[i / 4 * 128 + i % 4] = own_.values[bucket(away)];
@@ -261,14 +295,8 @@ struct StartingTimes {
     Warp& own_;
     const int first_row_;
     const float unit_;
-    const int64_t* q_time_;   // of the tile
-    const int64_t* kv_time_;  // of the sequence
-    int last_row_;
-    int last_key_;
     const Window* window_;
     uint32_t rows_[2];  // times of the lane's rows, the lower half
-    TimeSpan span_;     // of the 16 rows
-    KeyHull seen_;      // by them
     // Groups with one bucket, or unseen; those that are seen and have neither one nor two whose queries
     // are all later than their keys; and those for which cells serve.
     unsigned one_;
