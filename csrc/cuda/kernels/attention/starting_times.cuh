@@ -72,6 +72,7 @@ struct StartingTimes {
     Window windows[2];
     Ring<2> window_ring;
     Cell cells[TimeCells::kCells];
+    uint32_t boundaries[kMostBuckets];  // the lower half
     int crowded;  // whether a cell has more than one boundary
 
     // One thread.
@@ -122,6 +123,13 @@ struct StartingTimes {
       const int64_t* q_time = bias().q_time + tile.global_row;
       const int last_row = tile.rows - 1;
       const int64_t time = __ldg(q_time + min(first_row_ + lane() % 16, last_row));
+      const float* table = static_cast<const float*>(bias().time_table) +
+                           head / (params_.heads / bias().time_heads) * bias().time_buckets;
+      constexpr int kAtOnce = 4;  // loads on their way
+      float loaded[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        loaded[i] = __ldg(table + min(lane() + i * 32, bias().time_buckets - 1));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         rows_[half] =
@@ -139,11 +147,11 @@ struct StartingTimes {
         own_.item = {span,     hull, q_time, bias().kv_time + tile.key_begin,
                      last_row, tile.num_keys - 1};
       }
-      const float* table = static_cast<const float*>(bias().time_table) +
-                           head / (params_.heads / bias().time_heads) * bias().time_buckets;
-#pragma unroll 4
-      for (int i = lane(); i < bias().time_buckets; i += 32)
-        own_.values[i] = in_unit(__ldg(table + i));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) keep(lane() + i * 32, loaded[i]);
+#pragma unroll 1
+      for (int i = lane() + kAtOnce * 32; i < bias().time_buckets; i += 32)
+        keep(i, __ldg(table + i));
       __syncwarp();
     }
 
@@ -152,17 +160,17 @@ struct StartingTimes {
       window_ = &window;
       const TimeSpan keys = window.spans[lane()];
       const TimeDistances away(bias().symmetric, own_.item.span, keys);
-      int ends[2];
-#pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-        const int found = bucket(i == 0 ? away.nearest : away.farthest);
-        if (i == 0) ends[0] = found;
-        ends[1] = found;
+      int first, last;
+      if (away.farthest < kNarrow && shared_.crowded == 0) {
+        first = cell_bucket(away.nearest);
+        last = cell_bucket(away.farthest);
+      } else {
+        first = bucket_of(bias(), away.nearest, 0, bias().time_buckets - 1);
+        last = bucket_of(bias(), away.farthest, first, bias().time_buckets - 1);
       }
-      const int first = ends[0], last = ends[1];
       const auto soonest = static_cast<uint32_t>(keys.soonest);
       Group group = {own_.values[first], own_.values[min(first + 1, last)], soonest, soonest};
-      if (first < last) group.boundary += static_cast<uint32_t>(__ldg(bias().boundaries + first));
+      if (first < last) group.boundary += shared_.boundaries[first];
       const int key = first_key + lane() * kGroup;
       const bool is_seen = key < own_.item.seen.end && key + kGroup > own_.item.seen.begin,
                  has_two = first + 1 == last && away.is_ordered &&
@@ -183,9 +191,12 @@ struct StartingTimes {
       const Group* groups = &own_.groups[place];
       float4* out = &own_.scores[stage][0][lane()];
       if ((one_ >> place & kAllGroups) == kAllGroups) {
+        float values[kGroups];
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) values[group] = groups[group].value;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          const float value = groups[group].value;
+          const float value = values[group];
           out[2 * group * 32] = out[(2 * group + 1) * 32] = make_float4(value, value, value, value);
         }
         return;
@@ -229,11 +240,11 @@ struct StartingTimes {
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
     __device__ __forceinline__ const ScoreBias& bias() const { return params_.bias; }
-    // An infinite sum would be NaN less itself.
-    __device__ __forceinline__ float in_unit(float bias) const {
+    // A value in the unit of logits; an infinite sum would be NaN less itself.
+    __device__ __forceinline__ void keep(int bucket, float bias) const {
       constexpr float kMost = 1e38f;
       const float value = bias * unit_;
-      return value > kMost ? kMost : value;
+      if (bucket < kMostBuckets) own_.values[bucket] = value > kMost ? kMost : value;
     }
     __device__ __forceinline__ float value_at(uint32_t offset) const {
       return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
@@ -268,9 +279,7 @@ struct StartingTimes {
             make_float4(value_at(own[0]), value_at(own[1]), value_at(own[2]), value_at(own[3]));
       }
     }
-    __device__ __forceinline__ int bucket(uint64_t away) const {
-      if (away >= kNarrow || shared_.crowded != 0)
-        return bucket_of(bias(), away, 0, bias().time_buckets - 1);
+    __device__ __forceinline__ int cell_bucket(uint64_t away) const {
       const auto own = static_cast<uint32_t>(away);
       return static_cast<int>(shared_.cells[TimeCells::index_of(own)].offset_of(own) / 4);
     }
@@ -286,7 +295,8 @@ struct StartingTimes {
                       time = __ldg(item.kv_time + min(key, item.last_key));
         const uint64_t away =
             !bias().symmetric && query < time ? 0 : time_between(query, time);
-        out[i / 4 * 128 + i % 4] = own_.values[bucket(away)];
+        out[i / 4 * 128 + i % 4] =
+            own_.values[bucket_of(bias(), away, 0, bias().time_buckets - 1)];
       }
     }
 
@@ -411,6 +421,8 @@ struct StartingTimes {
     ptx::bar_sync(kBarrier, kThreads);
     const int last = bias.time_buckets - 1;
     const auto boundary = [&](int i) { return i < last ? __ldg(bias.boundaries + i) : LLONG_MAX; };
+    for (int i = thread; i < last; i += kThreads)
+      shared.boundaries[i] = static_cast<uint32_t>(boundary(i));
     for (int index = thread; index < TimeCells::kCells; index += kThreads) {
       const int64_t begin = TimeCells::begin_of(index),
                     end = index + 1 < TimeCells::kCells ? TimeCells::begin_of(index + 1)
