@@ -1,10 +1,30 @@
-// time_bias alone for kernels on wgmma whose rows are queries (starting_bias.cuh): what scores start
-// from is written by warps of their own, one for each computing warp of 16 rows, in the order of its
-// accumulators, so that it has nothing to do but to load.
+// time_bias alone for the forward kernels on wgmma (long_forward.cuh): what is added to the scores of a
+// computing warp's 16 rows, values[bucket of (q_time[row] - kv_time[key])], is written to shared memory
+// by a warp of its own, in the order of the accumulators. So a computing warp has a load of 16 bytes
+// for four scores, and a multiplication and addition that it would have anyway.
 //
-// Times are looked at for 16 rows and 16 keys at once: one value, one comparison with a boundary, or a
-// look at a cell of distances for each score (TimeCells). Where none of these serves, such as for
-// unsorted times further apart than 2^31, a search for each score. Any times are right.
+//     bringer (one warp)             writer w                     computing warp w
+//     for each item:                 for each item:               for each step of keys:
+//       for each kWindow keys:         spans, values of the head    for each unit of kUnit keys:
+//         times, spans of 16 keys      for each window:               load, release the unit
+//                                        groups of 16 keys
+//                                        for each unit: write it
+//
+// Times are looked at for 16 rows and 16 keys at once (Group): one value, one comparison with a boundary
+// for each score, or a look at a cell of distances (TimeCells). Where none of these serves, such as
+// for unsorted times further apart than 2^31, a search for each score. Any times are right.
+//
+// What a writer does is short of latency, not of slots: loads stand in rows, before all stores.
+//
+// Barriers:              arrives                    waits
+//     warps[w].ring.full   writer w                 computing warp w
+//     warps[w].ring.empty  computing warp w         writer w
+//     window_ring.full     bringer                  writers
+//     window_ring.empty    writers                  bringer
+// Items as in long_forward.cuh, where bringer and writers wait for items.full and arrive at items.empty.
+//
+// Shared memory: for each writer kSteps units of 4 KiB, the values of an item's head and what is known of
+// 32 groups; two windows of times; 256 cells. For kTileM 128, kTileN 128: 117 KiB.
 #pragma once
 
 #include "cuda/kernels/attention/row_ranges.cuh"
