@@ -156,7 +156,7 @@ struct NoBias {
   static constexpr int kWarps = 0;    // that bring it
   static constexpr int kFillers = 0;  // of them, those that do so with K and V
   static constexpr int kSteps = 1;    // of keys that are kept
-  static constexpr bool kFollows = false;  // the product, which does not start from it
+  static constexpr bool kAhead = false;  // whether it is loaded as soon as scores are done with
 };
 
 // Scores of a warp's 16 rows as softmax has them.
@@ -166,11 +166,10 @@ struct SoftmaxScore {
   LazySoftmax softmax;
   float rescale[1][2], sums[2];
 
-  static constexpr float kLogits = kLn2;  // the scale of scores that are logits in powers of 2
   // The scale is at least a tiny positive number: with scale 0 all scores are equal, but a masked
   // one, -inf, must stay so.
-  __device__ __forceinline__ explicit SoftmaxScore(float given)
-      : scale(given), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
+  __device__ __forceinline__ explicit SoftmaxScore(const AttentionParams& params)
+      : scale(static_cast<float>(params.scale)), scale_log2(fmaxf(fabsf(scale) * kLog2E, 1e-30f)) {}
 
   __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
   // Before what is hidden is replaced.
@@ -504,8 +503,7 @@ struct LongForwardConsumer {
   using Mask = typename Config::Mask;
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
-  static constexpr bool kBiased = Config::Bias::kWarps > 0, kAdds = Config::Bias::kFollows,
-                        kStarts = kBiased && !kAdds;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0, kLoadsAhead = Config::Bias::kAhead;
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
@@ -534,7 +532,7 @@ struct LongForwardConsumer {
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
         first_row(own_warpgroup * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4),
-        score(kAdds ? Config::Score::kLogits : static_cast<float>(params.attention.scale)) {}
+        score(params.attention) {}
 
   // The first of this lane's two rows. Where registers are full it is found anew.
   __device__ __forceinline__ int row_of_thread() const {
@@ -582,16 +580,37 @@ struct LongForwardConsumer {
   // What is added to the scores of the next step, whose keys are there, divided by their scale: their
   // product starts from it.
   __device__ __forceinline__ void begin_scores() {
-    if constexpr (kStarts)
-      shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
+    if constexpr (kBiased) {
+      wait_for_bias();
+      load_bias();
+      pass_bias();
+    }
+  }
+  __device__ __forceinline__ void wait_for_bias() {
+    shared.bias.wait(bias_step, row_of_thread());
+  }
+  __device__ __forceinline__ void load_bias() {
+    shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
+  }
+  __device__ __forceinline__ void pass_bias() {
+    shared.bias.pass(bias_step, row_of_thread(), lane);
+  }
+  // The same for the step behind this one, if there is one, while this one's scores are used: where
+  // they are loaded, at any rate, so that both stand side by side.
+  template <typename UseScores>
+  __device__ __forceinline__ void begin_next_scores(bool exists, UseScores use_scores) {
+    if (kLoadsAhead && exists) wait_for_bias();
+    use_scores();
+    if constexpr (kLoadsAhead) load_bias();
+    if (kLoadsAhead && exists) pass_bias();
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
     const auto& sOwn = shared.sQ[query_tile(item_stage)];
     const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
-    if constexpr (kStarts) ptx::fence_operands(s[0]);
+    if constexpr (kBiased) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
-    if constexpr (kStarts) {
+    if constexpr (kBiased) {
       add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
     } else {
       wgmma_rows_by_rows(s, sOwn, row, shared.slots[stage]);
@@ -601,10 +620,6 @@ struct LongForwardConsumer {
   // Masks of S, the scores of keys from `key` on, when their product is done.
   __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
-    if constexpr (kAdds) {
-      const float factor = static_cast<float>(attention.scale) / Config::Score::kLogits;
-      shared.bias.add(s, factor, bias_step, row_of_thread(), lane);
-    }
     score.begin(s);
     mask.hide(
         s, Config::Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);
@@ -793,7 +808,7 @@ struct LongForwardConsumer {
         if (next >= last) release_queries();
         reset();
         finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
-        score.update(s, p, [] {});
+        begin_next_scores(next < last, [&] { score.update(s, p, [] {}); });
         if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
         if constexpr (Storage::kStoresThroughQueries) {
           if (pending) release_item(pending_stage);  // its copies ran beside this step
@@ -804,7 +819,7 @@ struct LongForwardConsumer {
         key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
-        begin_scores();
+        if constexpr (!kLoadsAhead) begin_scores();
         take_turn();
         start_scores(stage, score_slot);
         value_slot = wait_for_slot();
@@ -836,7 +851,9 @@ struct LongForwardConsumer {
           release_slot(score_slot);
           if (next >= last) release_queries();
           finish_scores(mask, is_uncut, key);
-          if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
+          bool moved;
+          begin_next_scores(next < last, [&] { moved = score.update(s, p, finish_last); });
+          if (moved) rescale_rows(o, score.rescale);
         }
       }
       pending_rows = item.tile.num_keys - key;

@@ -53,8 +53,8 @@ struct SiluScore {
   const float half_scale;
   float rescale[1][2];
 
-  static constexpr float kLogits = 2.0f;  // the scale of scores that are halves of logits
-  __device__ __forceinline__ explicit SiluScore(float scale) : half_scale(0.5f * scale) {}
+  __device__ __forceinline__ explicit SiluScore(const AttentionParams& params)
+      : half_scale(0.5f * static_cast<float>(params.scale)) {}
 
   __device__ __forceinline__ void reset() {}
   template <int kBlocks>

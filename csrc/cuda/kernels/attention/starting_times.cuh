@@ -40,7 +40,7 @@ struct StartingTimes {
   static constexpr int kMostBuckets = kMostForwardTimeBuckets;
   static constexpr int kWriters = kTileM / 16, kWarps = kWriters + 1;  // and one that brings times
   static constexpr int kFillers = 0;  // of the ring of K and V
-  static constexpr bool kFollows = true;
+  static constexpr bool kAhead = true;
   // Keys that are handed over at once; how many of these are kept.
   static constexpr int kUnit = 64, kSteps = kTileN > kUnit ? 3 : 2;
   static constexpr int kBlocks = kUnit / 8;
@@ -100,25 +100,37 @@ struct StartingTimes {
       for (Warp& warp : warps) warp.ring.init(1);
       window_ring.init(kWriters);
     }
-    // Scores of this lane, of which `row` in the tile is its first row, become logits.
+    // The units of a step, of which a computing warp has the rows from `row` in the tile on.
+    __device__ __forceinline__ void wait(RingPosition<kSteps> unit, int row) {
+#pragma unroll
+      for (int i = 0; i < kTileN / kUnit; ++i) {
+        warps[row / 16].ring.wait(unit);
+        unit.advance();
+      }
+    }
+    // What the scores of this lane start from.
     template <int kScoreBlocks>
-    __device__ __forceinline__ void add(Accumulator<1, kScoreBlocks>& s, float factor,
-                                        RingPosition<kSteps>& unit, int row, int lane) {
-      Warp& own = warps[row / 16];
+    __device__ __forceinline__ void load(Accumulator<1, kScoreBlocks>& s, const AttentionParams&,
+                                         RingPosition<kSteps> unit, int row, int lane) const {
 #pragma unroll
       for (int first = 0; first < kScoreBlocks; first += kBlocks) {
-        own.ring.wait(unit);
+        const float4 (&scores)[kBlocks][32] = warps[row / 16].scores[unit.stage];
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-          const float4 values = own.scores[unit.stage][block][lane];
-          float (&own_scores)[4] = s[0][first + block];
-          own_scores[0] = __fmaf_rn(own_scores[0], factor, values.x);
-          own_scores[1] = __fmaf_rn(own_scores[1], factor, values.y);
-          own_scores[2] = __fmaf_rn(own_scores[2], factor, values.z);
-          own_scores[3] = __fmaf_rn(own_scores[3], factor, values.w);
+          const float4 values = scores[block][lane];
+          s[0][first + block][0] = values.x;
+          s[0][first + block][1] = values.y;
+          s[0][first + block][2] = values.z;
+          s[0][first + block][3] = values.w;
         }
-        __syncwarp();
-        if (lane == 0) own.ring.release(unit.stage);
+        unit.advance();
+      }
+    }
+    __device__ __forceinline__ void pass(RingPosition<kSteps>& unit, int row, int lane) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kTileN / kUnit; ++i) {
+        if (lane == 0) warps[row / 16].ring.release(unit.stage);
         unit.advance();
       }
     }
@@ -129,14 +141,8 @@ struct StartingTimes {
   // Of one item, for the 16 rows of a warp.
   class Writer {
    public:
-    // Of values that are multiplied by `unit`.
-    __device__ __forceinline__ Writer(const AttentionParams& params, Shared& shared, int warp,
-                                      float unit)
-        : params_(params),
-          shared_(shared),
-          own_(shared.warps[warp]),
-          first_row_(warp * 16),
-          unit_(unit) {}
+    __device__ __forceinline__ Writer(const AttentionParams& params, Shared& shared, int warp)
+        : params_(params), shared_(shared), own_(shared.warps[warp]), first_row_(warp * 16) {}
 
     template <typename Keys>
     __device__ __forceinline__ void begin(const QueryTile& tile, const Keys& keys, int head) {
@@ -145,6 +151,7 @@ struct StartingTimes {
       const int64_t time = __ldg(q_time + min(first_row_ + lane() % 16, last_row));
       const float* table = static_cast<const float*>(bias().time_table) +
                            head / (params_.heads / bias().time_heads) * bias().time_buckets;
+      const BiasOverScale over_scale(params_);
       constexpr int kAtOnce = 4;  // loads on their way
       float loaded[kAtOnce];
 #pragma unroll
@@ -168,10 +175,10 @@ struct StartingTimes {
                      last_row, tile.num_keys - 1};
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) keep(lane() + i * 32, loaded[i]);
+      for (int i = 0; i < kAtOnce; ++i) own_.values[lane() + i * 32] = over_scale(loaded[i]);
 #pragma unroll 1
       for (int i = lane() + kAtOnce * 32; i < bias().time_buckets; i += 32)
-        keep(i, __ldg(table + i));
+        own_.values[i] = over_scale(__ldg(table + i));
       __syncwarp();
     }
 
@@ -260,12 +267,6 @@ struct StartingTimes {
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
     __device__ __forceinline__ const ScoreBias& bias() const { return params_.bias; }
-    // A value in the unit of logits; an infinite sum would be NaN less itself.
-    __device__ __forceinline__ void keep(int bucket, float bias) const {
-      constexpr float kMost = 1e38f;
-      const float value = bias * unit_;
-      if (bucket < kMostBuckets) own_.values[bucket] = value > kMost ? kMost : value;
-    }
     __device__ __forceinline__ float value_at(uint32_t offset) const {
       return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
     }
@@ -324,7 +325,6 @@ struct StartingTimes {
     Shared& shared_;
     Warp& own_;
     const int first_row_;
-    const float unit_;
     const Window* window_;
     uint32_t rows_[2];  // times of the lane's rows, the lower half
     // Groups with one bucket, or unseen; those that are seen and have neither one nor two whose queries
@@ -341,7 +341,7 @@ struct StartingTimes {
     const int lane = threadIdx.x % 32;
     Shared& shared = storage.bias;
     fill(params.bias, shared, warp * 32 + lane);
-    Writer writer(params, shared, warp, 1.0f / Config::Score::kLogits);
+    Writer writer(params, shared, warp);
     RingPosition<Storage::kItems> place;
     RingPosition<kSteps> unit;
     RingPosition<2> window;
