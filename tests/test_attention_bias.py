@@ -484,6 +484,8 @@ def test_path_of_biases(
         assert last_kernel("cuda") == f"cuda.attention.backward.wgmma.d{dim}.{kind}.bias"
     assert all(torch.equal(a, b) for a, b in zip(found, results(), strict=True))
     monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "mma_sync")
+    # Over one bucket alone dS of softmax sums to 0, up to the rounding of each row's output.
+    least = rows**0.5 if stamps == "equal" and not silu else 0.0
     for got, want in zip(found, results(on_wgmma=False), strict=True):
-        largest = want.float().abs().max()
+        largest = max(float(want.float().abs().max()), least if want.dim() == 2 else 0.0)
         assert (got.float() - want.float()).abs().max() <= 8 * torch.finfo(dtype).eps * largest
