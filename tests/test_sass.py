@@ -165,21 +165,21 @@ def test_ranges_cost_nothing_where_all_rows_see_a_step(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("silu", [False, True], ids=["softmax", "silu"])
 def test_times_cost_loads_alone(ranged_library: Path, dim: int, silu: bool) -> None:
-    """What computes has no comparison of times: a step's scores start from as many loads as they have
-    blocks of 8 keys, before the turn, and nothing is spilled."""
+    """What computes has no comparison of times: a step's scores start from as many loads as they
+    have blocks of 8 keys, which run beside the exponentials of the step before."""
     name = _name(
         "long_forward", "TimedForwardConfig", "LongForwardParams", f"{BF16}Li{dim}ELb{int(silu)}"
     )
     keys = 128 if dim == 64 else 64
     loop = _key_loop(_instructions(ranged_library, name), products=dim // 16 + keys // 16)
-    products = _places(loop, "HGMMA")
+    products, (passed,) = _places(loop, "HGMMA"), _places(loop, "BAR.ARV")
     assert len(products) == dim // 16 + keys // 16
-    loads = [i for i in _places(loop, "LDS.128") if i < products[0]]
-    assert len(loads) == keys // 8
-    waits, (passed,) = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "BAR.ARV")
-    special = _places(loop, "MUFU")
+    waits, special = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "MUFU")
     assert not [i for i in (*waits, *special) if products[0] < i < passed]
-    assert _spills(loop) == 0
+    loads = [i for i in _places(loop, "LDS.128") if i > special[keys // 8]]
+    assert len(loads) == keys // 8 and loads[0] < special[-1]
+    # Two warpgroups write biases, which leaves 160 registers.
+    assert _spills(loop) <= 4
 
 
 @pytest.mark.parametrize("in_order", [0, 1], ids=["", "in_order"])

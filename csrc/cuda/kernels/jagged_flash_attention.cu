@@ -152,9 +152,8 @@ bool takes_ranged_forward(const AttentionParams& params) {
   constexpr double kLeastScale = 1e-9, kMostScale = 1e9;
   const double scale = params.scale < 0 ? -params.scale : params.scale;
   const ScoreBias& bias = params.bias;
-  if (bias.time_table != nullptr &&
-      (bias.kv_bias != nullptr || bias.position_table != nullptr ||
-       bias.time_buckets > attention::kMostForwardTimeBuckets))
+  if (bias.time_table != nullptr && (bias.kv_bias != nullptr || bias.position_table != nullptr ||
+                                     bias.time_buckets > attention::kMostForwardTimeBuckets))
     return false;
   return is_16_bit(params.type) && !is_wide(params) && takes_wgmma(params) && takes_long(params) &&
          (!params.bias.any() || (scale >= kLeastScale && scale <= kMostScale));

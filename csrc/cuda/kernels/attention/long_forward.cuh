@@ -33,8 +33,9 @@
 // Components of a Config: its Mask (which keys a row sees), Score (what becomes of a score: here
 // softmax) and Bias (what is added to one). With ranges of keys and the like they are those of
 // ranged_forward.cuh: then a third warp of producers, behind the scheduler, finds what the rows of an
-// item see (prepare_masks), a fourth one brings biases, steps that no row sees are passed over, and
-// items are published further ahead than there are tiles of Q (kQueryRing).
+// item see (prepare_masks), a fourth one brings biases, or times, from which warpgroups behind the
+// computing ones write them (starting_times.cuh), steps that no row sees are passed over, and items are
+// published further ahead than there are tiles of Q (kQueryRing).
 //
 // Registers: setmaxnreg moves them from the producers to the others. A product that accumulates
 // reads and writes its accumulators in the register file, which slows all other instructions of the
@@ -153,9 +154,9 @@ struct NoBias {
   struct Shared {
     __device__ __forceinline__ static void init() {}
   };
-  static constexpr int kWarps = 0;    // that bring it
-  static constexpr int kFillers = 0;  // of them, those that do so with K and V
-  static constexpr int kSteps = 1;    // of keys that are kept
+  static constexpr int kWarps = 0;       // that bring it
+  static constexpr int kFillers = 0;     // of them, those that do so with K and V
+  static constexpr int kSteps = 1;       // of keys that are kept
   static constexpr bool kAhead = false;  // whether it is loaded as soon as scores are done with
 };
 
@@ -586,9 +587,7 @@ struct LongForwardConsumer {
       pass_bias();
     }
   }
-  __device__ __forceinline__ void wait_for_bias() {
-    shared.bias.wait(bias_step, row_of_thread());
-  }
+  __device__ __forceinline__ void wait_for_bias() { shared.bias.wait(bias_step, row_of_thread()); }
   __device__ __forceinline__ void load_bias() {
     shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
   }
@@ -599,10 +598,14 @@ struct LongForwardConsumer {
   // they are loaded, at any rate, so that both stand side by side.
   template <typename UseScores>
   __device__ __forceinline__ void begin_next_scores(bool exists, UseScores use_scores) {
-    if (kLoadsAhead && exists) wait_for_bias();
-    use_scores();
-    if constexpr (kLoadsAhead) load_bias();
-    if (kLoadsAhead && exists) pass_bias();
+    if constexpr (kLoadsAhead) {
+      if (exists) wait_for_bias();
+      use_scores();
+      load_bias();
+      if (exists) pass_bias();
+    } else {
+      use_scores();
+    }
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {

@@ -39,7 +39,7 @@ template <int kTileM, int kTileN>
 struct StartingTimes {
   static constexpr int kMostBuckets = kMostForwardTimeBuckets;
   static constexpr int kWriters = kTileM / 16, kWarps = kWriters + 1;  // and one that brings times
-  static constexpr int kFillers = 0;  // of the ring of K and V
+  static constexpr int kFillers = 0;                                   // of the ring of K and V
   static constexpr bool kAhead = true;
   // Keys that are handed over at once; how many of these are kept.
   static constexpr int kUnit = 64, kSteps = kTileN > kUnit ? 3 : 2;
@@ -93,7 +93,7 @@ struct StartingTimes {
     Ring<2> window_ring;
     Cell cells[TimeCells::kCells];
     uint32_t boundaries[kMostBuckets];  // the lower half
-    int crowded;  // whether a cell has more than one boundary
+    int crowded;                        // whether a cell has more than one boundary
 
     // One thread.
     __device__ __forceinline__ void init() {
@@ -114,7 +114,7 @@ struct StartingTimes {
                                          RingPosition<kSteps> unit, int row, int lane) const {
 #pragma unroll
       for (int first = 0; first < kScoreBlocks; first += kBlocks) {
-        const float4 (&scores)[kBlocks][32] = warps[row / 16].scores[unit.stage];
+        const float4(&scores)[kBlocks][32] = warps[row / 16].scores[unit.stage];
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           const float4 values = scores[block][lane];
@@ -171,8 +171,8 @@ struct StartingTimes {
       }
       hull = hull.of_warp();
       if (lane() == 0) {
-        own_.item = {span,     hull, q_time, bias().kv_time + tile.key_begin,
-                     last_row, tile.num_keys - 1};
+        own_.item = {
+            span, hull, q_time, bias().kv_time + tile.key_begin, last_row, tile.num_keys - 1};
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) own_.values[lane() + i * 32] = over_scale(loaded[i]);
@@ -200,8 +200,8 @@ struct StartingTimes {
       if (first < last) group.boundary += shared_.boundaries[first];
       const int key = first_key + lane() * kGroup;
       const bool is_seen = key < own_.item.seen.end && key + kGroup > own_.item.seen.begin,
-                 has_two = first + 1 == last && away.is_ordered &&
-                           away.farthest - away.nearest < kNarrow;
+                 has_two =
+                     first + 1 == last && away.is_ordered && away.farthest - away.nearest < kNarrow;
       __syncwarp();
       own_.groups[lane()] = group;
       one_ = __ballot_sync(kAll, !is_seen || first == last);
@@ -308,10 +308,8 @@ struct StartingTimes {
         const Item& item = own_.item;
         const int64_t query = __ldg(item.q_time + min(row, item.last_row)),
                       time = __ldg(item.kv_time + min(key, item.last_key));
-        const uint64_t away =
-            !bias().symmetric && query < time ? 0 : time_between(query, time);
-        out[i / 4 * 128 + i % 4] =
-            own_.values[bucket_of(bias(), away, 0, bias().time_buckets - 1)];
+        const uint64_t away = !bias().symmetric && query < time ? 0 : time_between(query, time);
+        out[i / 4 * 128 + i % 4] = own_.values[bucket_of(bias(), away, 0, bias().time_buckets - 1)];
       }
     }
 
@@ -400,10 +398,11 @@ struct StartingTimes {
         const auto soonest = static_cast<uint32_t>(span.soonest);
 #pragma unroll 1
         for (int i = 0; i < kGroup; i += 4) {
-          *reinterpret_cast<uint4*>(&window.times[lane * kGroup + i]) = make_uint4(
-              static_cast<uint32_t>(time(i)) - soonest, static_cast<uint32_t>(time(i + 1)) - soonest,
-              static_cast<uint32_t>(time(i + 2)) - soonest,
-              static_cast<uint32_t>(time(i + 3)) - soonest);
+          *reinterpret_cast<uint4*>(&window.times[lane * kGroup + i]) =
+              make_uint4(static_cast<uint32_t>(time(i)) - soonest,
+                         static_cast<uint32_t>(time(i + 1)) - soonest,
+                         static_cast<uint32_t>(time(i + 2)) - soonest,
+                         static_cast<uint32_t>(time(i + 3)) - soonest);
         }
         __syncwarp();
         if (lane == 0) shared.window_ring.publish(position.stage);
@@ -438,9 +437,9 @@ struct StartingTimes {
     for (int i = thread; i < last; i += kThreads)
       shared.boundaries[i] = static_cast<uint32_t>(boundary(i));
     for (int index = thread; index < TimeCells::kCells; index += kThreads) {
-      const int64_t begin = TimeCells::begin_of(index),
-                    end = index + 1 < TimeCells::kCells ? TimeCells::begin_of(index + 1)
-                                                        : int64_t{TimeCells::kLimit};
+      const int64_t begin = TimeCells::begin_of(index), end = index + 1 < TimeCells::kCells
+                                                                  ? TimeCells::begin_of(index + 1)
+                                                                  : int64_t{TimeCells::kLimit};
       const int bucket = bucket_of(bias, begin, 0, last);
       const int64_t next = boundary(bucket);
       shared.cells[index] = {next < end ? static_cast<uint32_t>(next) : TimeCells::kLimit,
