@@ -3,6 +3,7 @@
     python tests/mutations.py                   # the faults of the CPU's kernels
     python tests/mutations.py --device cuda     # those of the GPU's
     python tests/mutations.py --only "lost barrier" --device cuda
+    python tests/mutations.py --device cuda --jobs 6    # six copies, each compiled once
 
 A fault is one text that is replaced by another in a copy of the sources. The copy is built, and the
 fuzzer, or the test that the fault names, is run on it. The exit status is 1 if a fault is not
@@ -20,8 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0
@@ -57,6 +60,22 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a packed row of the next head",
+        "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "const int head = item.head + (own_row & ((1 << shift) - 1));",
+        "const int head = item.head + (own_row + 1 & ((1 << shift) - 1));",
+        "tests/test_cuda.py -k packed_heads",
+    ),
+    Fault(
+        "a mask by rows of the tile",
+        "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "return kPacked ? row >> params_.packed_shift : row;",
+        "return row;",
+        "tests/test_cuda.py -k packed_heads",
+    ),
     Fault(
         "columns behind a padded head not zero",
         "cuda",
@@ -220,8 +239,8 @@ FAULTS = (
         "tail mask off by one",
         "cuda",
         "cuda/kernels/attention/long_forward.cuh",
-        "replace_behind(s, value, seen, row, key, tile_.num_keys, lane)",
-        "replace_behind(s, value, seen, row, key, tile_.num_keys + 1, lane)",
+        "replace_behind(s[0], value, seen, rows, key, tile_.num_keys, lane)",
+        "replace_behind(s[0], value, seen, rows, key, tile_.num_keys + 1, lane)",
         "--op jagged_flash_attention",
     ),
     Fault(
@@ -610,7 +629,7 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self.copy = folder / "copy"
         self.cache = folder / "cache"
-        self.cache.mkdir(mode=0o700)
+        self.cache.mkdir(mode=0o700, parents=True)
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(self.copy),
@@ -665,27 +684,36 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", choices=sorted({fault.name for fault in FAULTS}))
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in its copy")
     options = parser.parse_args(given)
     chosen = [
         fault
         for fault in FAULTS
         if fault.device == options.device and options.only in (None, fault.name)
     ]
-    failed = 0
     with tempfile.TemporaryDirectory(prefix="jagged_cuda_mutations") as folder:
-        workshop = Workshop(Path(folder))
-        workshop.prepare(None)
-        sound = workshop.run("--cases 300", options.device)
-        print(f"sources as they are: {'right' if not sound.by else sound.by}", flush=True)
-        failed += bool(sound.by)
-        for fault in chosen:
-            workshop.prepare(fault)
-            outcome = workshop.run(fault.check, options.device)
-            failed += not outcome.caught
+        workshops: SimpleQueue[Workshop] = SimpleQueue()
+        for number in range(options.jobs):
+            workshops.put(Workshop(Path(folder) / str(number)))
+
+        def caught(fault: Fault | None) -> bool:
+            workshop = workshops.get()
+            try:
+                workshop.prepare(fault)
+                if fault is None:
+                    sound = workshop.run("--cases 300", options.device)
+                    print(f"sources as they are: {sound.by or 'right'}", flush=True)
+                    return not sound.by
+                outcome = workshop.run(fault.check, options.device)
+            finally:
+                workshops.put(workshop)
             verdict = outcome.by if outcome.caught else f"NOT CAUGHT {outcome.by}"
-            print(
-                f"{fault.name} (csrc/{fault.path}): {outcome.seconds:.0f} s, {verdict}", flush=True
-            )
+            at = f"{fault.name} (csrc/{fault.path})"
+            print(f"{at}: {outcome.seconds:.0f} s, {verdict}", flush=True)
+            return outcome.caught
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            failed = list(pool.map(caught, [None, *chosen])).count(False)
     print(
         f"{len(chosen)} faults, {failed} not caught" if failed else f"{len(chosen)} faults caught"
     )

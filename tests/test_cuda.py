@@ -58,6 +58,12 @@ _PRODUCT_PATHS = (
 # The forward path of attention, where its name is not that of the backward path.
 _FORWARD = {"wgmma.d64": "short.d64", "wide.d192": "long.d192", "wide.d256": "long.d256"}
 
+
+def _forward(path: str, dims: tuple[int, int]) -> str:
+    """The path of the forward pass, by that of the backward pass."""
+    return "wgmma.d96" if path == "wgmma.d128" and max(dims) <= 96 else _FORWARD.get(path, path)
+
+
 PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (
@@ -215,7 +221,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dims": dims, "max_len": True},  # else the kernel for long sequences comes last
-            f"cuda.attention.forward.{_FORWARD.get(path, path)}",
+            f"cuda.attention.forward.{_forward(path, dims)}",
             f"cuda.attention.backward.{path}",
         )
         for dtype in _DTYPES.values()
@@ -790,7 +796,8 @@ def test_path_of_tiny_sequences(
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize(
-    ("dims", "bucket"), [((72, 128), 128), ((128, 96), 128), ((136, 256), 256), ((208, 24), 256)]
+    ("dims", "bucket"),
+    [((72, 128), 128), ((128, 96), 128), ((72, 96), 128), ((136, 256), 256), ((208, 24), 256)],
 )
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_tiny_sequences_of_wide_rows(
@@ -807,7 +814,8 @@ def test_path_of_tiny_sequences_of_wide_rows(
         spec = spec_of(TINY_WIDE, dims=dims, heads=heads, max_len=True, **options)
         spec = dataclasses.replace(spec, kv_layout=TINY_WIDE_KEYS if cross else None)
         case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}"
+        columns = 96 if max(dims) <= 96 else bucket
+        assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{columns}"
         judge(case, spec, dtype, CUDA)
         is_tiny = last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
         assert is_tiny == (heads[0] == heads[1])
@@ -815,7 +823,7 @@ def test_path_of_tiny_sequences_of_wide_rows(
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize("path", ["best", "mma_sync"])
-@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 def test_tiny_among_longer_sequences(
     dim: int, path: str, cross: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -954,6 +962,38 @@ def test_long_among_shorter_sequences(
         judge(case, spec, torch.bfloat16, CUDA)
 
 
+# Queries that, with the heads of a group, fill a part of a tile, beside edges of tiles of 2, 4, 8.
+PACKED = Layout((1, 33, 0, 4, 8, 9, 16, 17, 31, 32, 65, 128, 300, 257, 24), base=5, tail=7)
+PACKED_KEYS = Layout((300, 33, 7, 129, 600, 0, 64, 1, 257, 40, 128, 130, 301, 9, 900), base=2)
+
+
+@pytest.mark.parametrize("keys", [None, PACKED_KEYS], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(2, 1), (8, 2), (16, 2), (6, 1), (16, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 96)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_packed_heads(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], keys: Layout | None
+) -> None:
+    """Heads of a group share a tile; a sequence alone gives the bits that it gives among others."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (70, 30)}, {"scale": -0.3}):
+        spec = spec_of(PACKED, dims=dims, heads=heads, kv_layout=keys, **options)
+        sample = case.sample(spec, dtype, CUDA)
+        whole = run(case, sample, calls(case), None)
+        if HOPPER:
+            bucket = 64 if max(dims) <= 64 else 128
+            assert last_kernel("cuda") == f"cuda.attention.forward.long.packed.d{bucket}"
+        judge(case, spec, dtype, CUDA, backward=False)
+        if keys is not None:
+            continue
+        begin, end = PACKED.offsets().tolist()[-4:-2]
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        alone = dataclasses.replace(spec, layout=Layout((end - begin,)))
+        found = run(case, Sample(alone, rows, offsets, None), calls(case), None)
+        assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
 # The same for the backward pass, where those of 1,024 queries and more are long.
 LONG_BACKWARD = Layout((1023, 1025, 0, 1024, 64, 1153, 1, 1300), base=5, tail=70)
 LONG_BACKWARD_KEYS = Layout((300, 129, 3, 1200, 64, 0, 7, 1), base=2, tail=66)
@@ -981,6 +1021,52 @@ def test_long_among_shorter_sequences_backward(
             name = "long_ordered" if in_order else "long"
             bucket = 64 if max(dims) <= 64 else 128
             assert last_kernel("cuda") == f"cuda.attention.backward.{name}.d{bucket}"
+
+
+# Beside so many others sequences of 1,024 rows and more have launches of their own, at D up to 32.
+LONG_HIDDEN = Layout(
+    (*(40, 0, 128, 70, 65, 1, 100) * 20, 1023, 1024, 1500, 300, 1025), base=5, tail=70
+)
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (16, 24)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_long_hidden_among_shorter_sequences_backward(
+    dtype: torch.dtype, dims: tuple[int, int]
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}):
+        for heads in ((2, 2), (3, 1)):
+            spec = spec_of(LONG_HIDDEN, dims=dims, heads=heads, max_len=True, **options)
+            judge(case, spec, dtype, CUDA)
+
+
+def test_long_hidden_among_many_shorter_sequences_backward() -> None:
+    """The same where there is so much to do that they are looked for without max_len."""
+    lengths = torch.tensor((*(100,) * 4100, 2000, *(60,) * 2000, 1024), device=CUDA)
+    offsets = jagged_cuda.offsets_from_lengths(lengths)
+    total = int(lengths.sum())
+    assert 2 * total >= 2**20
+    torch.manual_seed(0)
+    size = (total, 2, 32)
+    leaves = [
+        torch.randn(size, device=CUDA, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+    out = jagged_cuda.jagged_flash_attention(*leaves, offsets, causal=True)
+    given = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, given)
+    for seq in (0, 4099, 4100, 5000, 6101):
+        rows = slice(int(offsets[seq]), int(offsets[seq + 1]))
+        part = [leaf[rows].detach().double().movedim(0, 1).requires_grad_() for leaf in leaves]
+        wanted = torch.autograd.grad(
+            torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True),
+            part,
+            given[rows].double().movedim(0, 1),
+        )
+        for gradient, exact in zip(found, wanted, strict=True):
+            expected = exact.movedim(0, 1)
+            bound = 2**-6 * expected.abs().max() + 1e-2
+            assert ((gradient[rows].double() - expected).abs() <= bound).all(), seq
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (700, 30), (300, -1)])
@@ -1049,7 +1135,7 @@ def test_long_backward_does_not_depend_on_neighbours(dim: int) -> None:
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (400, 30)])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_scores_that_rise_along_the_keys(
     dtype: torch.dtype, dim: int, window_size: tuple[int, int]
@@ -1085,7 +1171,7 @@ def test_scores_that_rise_along_the_keys(
         torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1).T, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 def test_long_sequences_do_not_depend_on_neighbours(dim: int) -> None:
     """A long sequence alone gives the bits that it gives among others."""
     case = CASES["jagged_flash_attention"]

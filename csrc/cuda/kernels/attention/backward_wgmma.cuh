@@ -227,27 +227,36 @@ __device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardPa
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
 }
 
-template <typename Config, bool kLooped>
+// Visits the tiles of a CTA. If kLimit, those of sequences of more rows (kLooped), or of all others.
+template <int kRows, bool kLooped, int kLimit, typename Visit>
+__device__ __forceinline__ void visit_backward_tiles(const AttentionBackwardParams& params,
+                                                     const OffsetsView& offsets,
+                                                     JaggedTile& shared_tile, Visit visit) {
+  if constexpr (kLooped && kLimit > 0) {
+    visit_tiles(LongTilesOfCta<kRows, kLimit>(offsets), shared_tile, visit);
+  } else if constexpr (kLooped) {
+    visit_tiles(TilesOfCta<kRows>(params, offsets), shared_tile, visit);
+  } else {
+    const JaggedTile tile = find_tile<kRows>(offsets, blockIdx.x);
+    if (kLimit == 0 || tile.seq < 0 || tile.rows.len <= kLimit) visit(tile);
+  }
+}
+
+template <typename Config, bool kLooped, int kLimit>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dq_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<DqWgmmaStorage<Config>*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
-  if constexpr (kLooped) {
-    TilesOfCta<Config::kRows>(params, params.q_offsets)
-        .visit(shared.tile, [&](const JaggedTile& tile) {
-          backward_dq_of_queries<Config>(params, shared, tile);
-        });
-  } else {
-    backward_dq_of_queries<Config>(params, shared,
-                                   find_tile<Config::kRows>(params.q_offsets, blockIdx.x));
-  }
+  visit_backward_tiles<Config::kRows, kLooped, kLimit>(
+      params, params.q_offsets, shared.tile,
+      [&](const JaggedTile& tile) { backward_dq_of_queries<Config>(params, shared, tile); });
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
 }
 
-// One tile of keys.
-template <typename Config>
+// One tile of keys. Without kWaits delta is there.
+template <typename Config, bool kWaits>
 __device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardParams& params,
                                                       DkdvWgmmaStorage<Config>& shared,
                                                       const JaggedTile& tile) {
@@ -303,7 +312,7 @@ __device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardPar
   load_tile<kThreads>(shared.sV, row_of<Element>(params.v, global_row, kv_head),
                       params.v.row_stride, rows, params.dim_v, true);
   ptx::cp_async_commit();
-  ptx::griddepcontrol_wait();  // for delta
+  if (kWaits) ptx::griddepcontrol_wait();  // for delta
   if (first_query < last_query) load_queries(head, first_query, 0);
   ptx::cp_async_commit();
 
@@ -381,36 +390,77 @@ __device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardPar
              params.grad_v.row_stride, rows, params.dim_v, true, lane);
 }
 
-template <typename Config, bool kLooped>
+template <typename Config, bool kLooped, int kLimit>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_dkdv_wgmma(
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<DkdvWgmmaStorage<Config>*>(wgmma_shared_bytes);
+  if (kLooped && kLimit > 0) ptx::griddepcontrol_wait();  // the next one finds delta
   ptx::griddepcontrol_launch_dependents();  // the plan of the kernel for long sequences
-  if constexpr (kLooped) {
-    TilesOfCta<Config::kRows>(params, params.kv_offsets)
-        .visit(shared.tile, [&](const JaggedTile& tile) {
-          backward_dkdv_of_keys<Config>(params, shared, tile);
-        });
-  } else {
-    backward_dkdv_of_keys<Config>(params, shared,
-                                  find_tile<Config::kRows>(params.kv_offsets, blockIdx.x));
-  }
+  visit_backward_tiles<Config::kRows, kLooped, kLimit>(
+      params, params.kv_offsets, shared.tile, [&](const JaggedTile& tile) {
+        backward_dkdv_of_keys<Config, kLooped || kLimit == 0>(params, shared, tile);
+      });
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
+}
+
+template <typename Config, bool kLooped, int kLimit = 0>
+cudaError_t launch_dq(const AttentionBackwardParams& params, const Grid& grid,
+                      cudaStream_t stream) {
+  return launch_longer<backward_dq_wgmma<Config, kLooped, kLimit>>(
+      params, params, grid, Config::kThreads, sizeof(DqWgmmaStorage<Config>), stream,
+      Config::kName);
+}
+
+template <typename Config, bool kLooped, int kLimit = 0>
+cudaError_t launch_dkdv(const AttentionBackwardParams& params, const Grid& grid,
+                        cudaStream_t stream) {
+  return launch_dependent<backward_dkdv_wgmma<Config, kLooped, kLimit>>(
+      params, grid, Config::kThreads, sizeof(DkdvWgmmaStorage<Config>), stream);
 }
 
 template <typename Element, int kDim, int kStep, bool kLooped>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
-  const cudaError_t error = launch_longer<backward_dq_wgmma<Dq, kLooped>>(
-      params, params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), Dq::kThreads,
-      sizeof(DqWgmmaStorage<Dq>), stream, Dq::kName);
+  const cudaError_t error = launch_dq<Dq, kLooped>(
+      params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), stream);
   if (error != cudaSuccess) return error;
-  return launch_dependent<backward_dkdv_wgmma<Dkdv, kLooped>>(
-      params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), Dkdv::kThreads,
-      sizeof(DkdvWgmmaStorage<Dkdv>), stream);
+  return launch_dkdv<Dkdv, kLooped>(
+      params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), stream);
+}
+
+// Whether long sequences hide among short ones, in self-attention of head dims up to 32, where no other
+// kernel takes them: then they have launches of their own, with large steps. Where nobody says so, only
+// if there is so much to do that to look for them, in all CTAs, takes little of it.
+inline bool hides_long(const AttentionBackwardParams& params) {
+  constexpr int64_t kManyRows = int64_t{1} << 20;  // of all heads
+  return dim_bucket(params) == 32 && !params.longer_in_slabs && !has_long_sequences(params) &&
+         params.q_offsets.data == params.kv_offsets.data &&
+         (params.max_len == 0 ? params.q_offsets.total >= kManyRows / params.heads
+                              : params.max_len > kLongBackwardRows);
+}
+
+// dq of long ones, of others, dk and dv of long ones, which waits for both, and of others beside it.
+template <typename Element>
+cudaError_t launch_backward_with_long(const AttentionBackwardParams& params, cudaStream_t stream) {
+  constexpr int kLimit = kLongBackwardRows, kRows = 64;
+  constexpr int64_t kCtas = 528;
+  const auto long_grid = [](int heads) { return Grid{(kCtas + heads - 1) / heads, heads}; };
+  const auto grid = [&](int heads) { return tile_grid(params, params.q_offsets, kRows, heads); };
+  cudaError_t error = launch_dq<DqWgmmaConfig<Element, 32, 64>, true, kLimit>(
+      params, long_grid(params.heads), stream);
+  if (error == cudaSuccess)
+    error = launch_dq<DqWgmmaConfig<Element, 32, 32>, false, kLimit>(params, grid(params.heads),
+                                                                     stream);
+  if (error == cudaSuccess)
+    error = launch_dkdv<DkdvWgmmaConfig<Element, 32, 64>, true, kLimit>(
+        params, long_grid(params.kv_heads), stream);
+  if (error == cudaSuccess)
+    error = launch_dkdv<DkdvWgmmaConfig<Element, 32, 32>, false, kLimit>(
+        params, grid(params.kv_heads), stream);
+  return error;
 }
 
 template <typename Element>
@@ -423,6 +473,9 @@ cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStr
       return any_longer && (dim.value == 32 || params.short_apart)
                  ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
                  : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+    }
+    if constexpr (dim.value == 32) {
+      if (hides_long(params)) return launch_backward_with_long<Element>(params, stream);
     }
     if (!has_long_sequences(params))
       return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);

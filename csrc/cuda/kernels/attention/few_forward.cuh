@@ -213,6 +213,7 @@ cudaError_t launch_forward_few(const AttentionParams& attention, cudaStream_t st
         is_behind_long(attention), params, few_grid<Config>(attention, tiles.x), Config::kThreads,
         sizeof(ForwardWgmmaStorage<Tiles>), stream, path_behind_long(attention, Tiles::kName));
   };
+  if (fits_96(attention)) return launch_dim(Constant<96>{});
   return dim_bucket(attention) == 32 ? launch_dim(Constant<32>{}) : launch_dim(Constant<128>{});
 }
 

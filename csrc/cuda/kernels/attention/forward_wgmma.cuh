@@ -41,7 +41,8 @@ namespace jagged_cuda::attention {
 template <typename Element_, int kDim_>
 struct ForwardWgmmaConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;  // columns of Q, K, V in shared memory: D and Dv, rounded up
+  static constexpr int kDim = kDim_;  // columns of products: D and Dv, rounded up
+  static constexpr int kTileColumns = kDim == 96 ? 128 : kDim;  // of Q, K, V in shared memory
   static constexpr int kConsumers = 128;
   static constexpr int kThreads = kConsumers + 32;
   static constexpr int kTileM = 64;
@@ -52,7 +53,7 @@ struct ForwardWgmmaConfig {
   // As many as registers allow: one more would leave too few for S, P and O.
   static constexpr int kMinCtas = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
   static constexpr PathName kName = PathName("cuda.attention.forward.wgmma.d") + kDim;
-  static_assert(kDim == 32 || kDim == 64 || kDim == 128);
+  static_assert(kDim == 32 || kDim == 64 || kDim == 96 || kDim == 128);
 };
 
 struct ForwardWgmmaParams {
@@ -65,7 +66,7 @@ struct ForwardWgmmaParams {
 
 template <typename Config>
 struct ForwardWgmmaStorage {
-  using Tile = WarpgroupTile<typename Config::Element, 64, Config::kDim>;
+  using Tile = WarpgroupTile<typename Config::Element, 64, Config::kTileColumns>;
   static_assert(Config::kTileM == Tile::kRows && Config::kTileN == Tile::kRows);
   Tile sQ;
   Tile slots[Config::kSlots];
@@ -90,7 +91,7 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
   if (found.seq < 0 ? params.split_by_length
                     : left_to_tiny(params, found.rows.len, kv.len) ||
                           left_to_short(params, found.rows.len, kv.len) ||
-                          left_to_long(params, found.rows.len)) {
+                          left_to_long(params, found.rows.len, kv.len)) {
     tile.rows = 0;
   }
   return tile;
@@ -104,10 +105,13 @@ inline bool looks_by_sequence(const AttentionParams& params) {
          params.q_offsets.total / kShortRows >= params.q_offsets.num_seqs;
 }
 
-// Tiles of kTile rows that a sequence which is not long may have.
+// Rows of the longest sequence in self-attention that is not long, and tiles of kTile rows that it has.
+constexpr int most_middle_rows(const AttentionParams& params) {
+  return is_long(params, kShortRows, kShortRows) ? long_rows(params) : kShortRows;
+}
 template <int kTile>
 constexpr int64_t middle_tiles(const AttentionParams& params) {
-  return (long_rows(params) + kTile - 1) / kTile;
+  return (most_middle_rows(params) + kTile - 1) / kTile;
 }
 
 // The tiles of sequences that are neither tiny nor long among those of this CTA in a grid of
@@ -128,7 +132,7 @@ class MiddleTilesOfCta {
       bool found = false;
       if (own_ < num_tiles) {
         const int64_t len = sequence_rows(params_.q_offsets, own_ / of_sequence).len;
-        found = len > tiny_limit(params_) && len <= long_rows(params_) &&
+        found = len > tiny_limit(params_) && !is_long(params_, len, len) &&
                 own_ % of_sequence * kTile < len;
       }
       left_ = __ballot_sync(0xffffffffu, found);
@@ -252,7 +256,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       const auto start_scores = [&] {
         ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
         ptx::wgmma_fence();
-        wgmma_rows_by_rows(s, shared.sQ, 0, shared.slots[ring.stage]);
+        wgmma_rows_by_rows<Config::kDim>(s, shared.sQ, 0, shared.slots[ring.stage]);
         ptx::wgmma_commit_group();
         return ring.advance();
       };
@@ -384,7 +388,7 @@ cudaError_t encode_forward_maps(ForwardWgmmaParams& params, const AttentionParam
 
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
-  return for_dim<128>(attention, [&](auto dim) {
+  const auto launch_dim = [&](auto dim) {
     using Config = ForwardWgmmaConfig<Element, dim.value>;
     ForwardWgmmaParams params;
     params.attention = attention;
@@ -409,7 +413,8 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     };
     return attention.longer_in_slabs || by_sequence ? launch_kernel(Constant<1>{})
                                                     : launch_kernel(Constant<0>{});
-  });
+  };
+  return fits_96(attention) ? launch_dim(Constant<96>{}) : for_dim<128>(attention, launch_dim);
 }
 
 }  // namespace jagged_cuda::attention

@@ -20,6 +20,12 @@ int dim_bucket(const Params& params) {
   return 0;
 }
 
+// Whether kernels of 96 columns, where there are some, spare a quarter of the products of 128.
+template <typename Params>
+bool fits_96(const Params& params) {
+  return dim_bucket(params) == 128 && params.dim_qk <= 96 && params.dim_v <= 96;
+}
+
 // True where sequences are long on average, which is all that the host knows of their lengths. Then
 // the mma.sync kernels give a warp two blocks of 16 rows (tiles of 128 rows, then seldom half
 // empty), and the wgmma backward kernels take larger steps. Larger head dims leave fewer registers,

@@ -27,7 +27,11 @@ __device__ __forceinline__ bool left_to_short(const AttentionParams& params, int
 
 // Whether another kernel leaves a sequence to that for long ones.
 template <typename Params>
-__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries) {
+__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries, int64_t keys) {
+  return params.long_plan != nullptr && is_long(params, queries, keys);
+}
+__device__ __forceinline__ bool left_to_long(const AttentionBackwardParams& params,
+                                             int64_t queries) {
   return params.long_plan != nullptr && queries > long_rows(params);
 }
 
@@ -75,24 +79,6 @@ class TilesOfCta {
     return true;
   }
 
-  // Calls visit(tile) for each in all threads of the CTA. One warp searches: the loads of a search
-  // meet no line twice.
-  template <typename Visit>
-  __device__ __forceinline__ void visit(JaggedTile& shared_tile, Visit visit) {
-    for (;;) {
-      if (threadIdx.x < 32) {
-        JaggedTile tile;
-        if (!next(tile)) tile.row = -1;
-        if (threadIdx.x == 0) shared_tile = tile;
-      }
-      __syncthreads();
-      const JaggedTile tile = shared_tile;
-      if (tile.row < 0) return;
-      visit(tile);
-      __syncthreads();  // before the next tile's copies
-    }
-  }
-
  private:
   const AttentionParams& params_;
   const OffsetsView& offsets_;
@@ -100,5 +86,73 @@ class TilesOfCta {
   unsigned left_ = 0;
   int seq_, row_;
 };
+
+// The tiles of sequences of more than kLimit rows among those of this CTA. All lanes of a warp; a lane
+// looks at one sequence of every 32.
+template <int kTile, int kLimit>
+class LongTilesOfCta {
+ public:
+  __device__ __forceinline__ explicit LongTilesOfCta(const OffsetsView& offsets)
+      : offsets_(offsets) {}
+
+  // False if there are no more. Tiles are counted over all such sequences, and every n-th is this CTA's.
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    const int stride = static_cast<int>(gridDim.x), lane = static_cast<int>(threadIdx.x) % 32;
+    while (row_ >= rows_.len) {
+      while (left_ == 0) {
+        if (++group_ == kGroups) {
+          if (first_ >= offsets_.num_seqs) return false;
+#pragma unroll
+          for (int i = 0; i < kGroups; ++i) {
+            const int64_t own = first_ + i * 32 + lane;
+            const unsigned found = __ballot_sync(
+                0xffffffffu, own < offsets_.num_seqs && sequence_rows(offsets_, own).len > kLimit);
+            if (lane == i) found_ = found;
+          }
+          first_ += kGroups * 32;
+          group_ = 0;
+        }
+        left_ = __shfl_sync(0xffffffffu, found_, group_);
+      }
+      seq_ = first_ - (kGroups - group_) * 32 + __ffs(static_cast<int>(left_)) - 1;
+      left_ &= left_ - 1;
+      rows_ = sequence_rows(offsets_, seq_);
+      row_ = int64_t{(static_cast<int>(blockIdx.x) + stride - before_) % stride} * kTile;
+      before_ = static_cast<int>((before_ + (rows_.len + kTile - 1) / kTile) % stride);
+    }
+    tile = {seq_, rows_, row_};
+    row_ += int64_t{stride} * kTile;
+    return true;
+  }
+
+ private:
+  static constexpr int kGroups = 8;  // loads in flight
+
+  const OffsetsView& offsets_;
+  int64_t first_ = 0;  // of the groups of sequences to look at next
+  int group_ = kGroups - 1;
+  unsigned found_, left_ = 0;
+  int64_t seq_, row_ = 0;
+  RowRange rows_ = {0, 0};
+  int before_ = 0;  // tiles, modulo the number of CTAs
+};
+
+// Calls visit(tile) for each of a CTA's tiles in all of its threads. One warp searches: the loads of a
+// search meet no line twice.
+template <typename Tiles, typename Visit>
+__device__ __forceinline__ void visit_tiles(Tiles tiles, JaggedTile& shared_tile, Visit visit) {
+  for (;;) {
+    if (threadIdx.x < 32) {
+      JaggedTile tile;
+      if (!tiles.next(tile)) tile.row = -1;
+      if (threadIdx.x == 0) shared_tile = tile;
+    }
+    __syncthreads();
+    const JaggedTile tile = shared_tile;
+    if (tile.row < 0) return;
+    visit(tile);
+    __syncthreads();  // before the next tile's copies
+  }
+}
 
 }  // namespace jagged_cuda::attention

@@ -287,10 +287,6 @@ struct StartingTimes {
       Cell cells[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) cells[i] = shared_.cells[TimeCells::index_of(away[i])];
-      asm volatile(""
-                   : "+r"(cells[0].offset), "+r"(cells[1].offset), "+r"(cells[2].offset),
-                     "+r"(cells[3].offset), "+r"(cells[4].offset), "+r"(cells[5].offset),
-                     "+r"(cells[6].offset), "+r"(cells[7].offset));
 #pragma unroll
       for (int i = 0; i < 8; ++i) place[i] = cells[i].offset_of(away[i]);
 #pragma unroll

@@ -21,11 +21,12 @@ struct TinyWideForwardConfig {
   static constexpr int kDim = kDim_;  // D and Dv, rounded up
   static constexpr int kWarps = 2;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kMinCtas = 4;  // 8 warps per SM with up to 255 registers
+  // Twice as many warps per SM. With 256 columns and 168 registers it would spill.
+  static constexpr int kMinCtas = kDim == 256 ? 4 : 6;
   // Of a group: Q, K and V of 32 keys fill 160 registers.
-  static constexpr int kGroup = 4, kGroups = kDim / 32 / kGroup;
+  static constexpr int kGroup = kDim == 96 ? 3 : 4, kGroups = kDim / 32 / kGroup;
   static constexpr PathName kName = PathName("cuda.attention.forward.tiny.d") + kDim;
-  static_assert(kDim == 128 || kDim == 256);
+  static_assert(kDim == 96 || kDim == 128 || kDim == 256);
 };
 
 // What TinyScores and store_row know of a group of columns.
@@ -165,6 +166,7 @@ cudaError_t launch_forward_tiny_wide(const AttentionParams& params, cudaStream_t
     using Config = TinyWideForwardConfig<Element, dim.value>;
     return launch_tiny_forward<forward_tiny_wide<Config>, Config>(params, stream);
   };
+  if (fits_96(params)) return launch_dim(Constant<96>{});
   return is_wide(params) ? launch_dim(Constant<256>{}) : launch_dim(Constant<128>{});
 }
 

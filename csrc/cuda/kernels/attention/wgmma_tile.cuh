@@ -50,15 +50,15 @@ struct WarpgroupTile {
   static constexpr int row_step_bytes(int k) { return k * kRowBytes; }
 };
 
-// s = a b^T over the columns of both tiles: 64 rows of a from `a_row` on, the first kBlocks * 8
-// rows of b.
-template <int kBlocks, typename ATile, typename BTile>
+// s = a b^T over the columns of both tiles, or kDepth of them: 64 rows of a from `a_row` on, the first
+// kBlocks * 8 rows of b.
+template <int kDepth = 0, int kBlocks, typename ATile, typename BTile>
 __device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
                                                    int a_row, const BTile& b) {
   using Product = ptx::Wgmma<typename ATile::Element, false>;
   const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
 #pragma unroll
-  for (int k = 0; k < ATile::kColumns; k += 16) {
+  for (int k = 0; k < (kDepth > 0 ? kDepth : ATile::kColumns); k += 16) {
     Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
                  k > 0);
   }
@@ -92,13 +92,13 @@ struct PackedRows {
   }
 };
 
-// o += p b: b the first kBlocks * 8 rows of a tile, all its columns.
+// o += p b: b the first kBlocks * 8 rows of a tile, the first kOutBlocks * 8 of its columns.
 template <int kBlocks, int kOutBlocks, typename BTile>
 __device__ __forceinline__ void wgmma_packed_by_columns(
     Accumulator<1, kOutBlocks>& o, const PackedRows<typename BTile::Element, kBlocks>& p,
     const BTile& b) {
   using Product = ptx::Wgmma<typename BTile::Element, true>;
-  static_assert(kOutBlocks * 8 == BTile::kColumns);
+  static_assert(kOutBlocks * 8 <= BTile::kColumns);
   const ptx::MatrixDescriptor b_rows = b.descriptor();
 #pragma unroll
   for (int k = 0; k < kBlocks * 8; k += 16)

@@ -105,6 +105,7 @@ struct Wgmma;
 #define JAGGED_CUDA_C8(block) JAGGED_CUDA_C4(block), JAGGED_CUDA_C4(block + 4)
 #define JAGGED_CUDA_C10(block) \
   JAGGED_CUDA_C8(block), JAGGED_CUDA_C(block + 8), JAGGED_CUDA_C(block + 9)
+#define JAGGED_CUDA_C12(block) JAGGED_CUDA_C8(block), JAGGED_CUDA_C4(block + 8)
 #define JAGGED_CUDA_C14(block) JAGGED_CUDA_C10(block), JAGGED_CUDA_C4(block + 10)
 #define JAGGED_CUDA_C16(block) JAGGED_CUDA_C8(block), JAGGED_CUDA_C8(block + 8)
 #define JAGGED_CUDA_C24(block) JAGGED_CUDA_C16(block), JAGGED_CUDA_C8(block + 16)
@@ -117,6 +118,9 @@ struct Wgmma;
 #define JAGGED_CUDA_REGISTERS_10 \
   JAGGED_CUDA_REGISTERS_8        \
   ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define JAGGED_CUDA_REGISTERS_12 \
+  JAGGED_CUDA_REGISTERS_10       \
+  ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define JAGGED_CUDA_REGISTERS_14 \
   JAGGED_CUDA_REGISTERS_10       \
   ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
@@ -163,6 +167,7 @@ struct Wgmma;
   JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)      \
   JAGGED_CUDA_WGMMA_FORMS(type, 64, 8, 32, 33, 34, 35, 36, 37, 38)      \
   JAGGED_CUDA_WGMMA_FORMS(type, 80, 10, 40, 41, 42, 43, 44, 45, 46)     \
+  JAGGED_CUDA_WGMMA_FORMS(type, 96, 12, 48, 49, 50, 51, 52, 53, 54)     \
   JAGGED_CUDA_WGMMA_FORMS(type, 112, 14, 56, 57, 58, 59, 60, 61, 62)    \
   JAGGED_CUDA_WGMMA_FORMS(type, 128, 16, 64, 65, 66, 67, 68, 69, 70)    \
   JAGGED_CUDA_WGMMA_FORMS(type, 192, 24, 96, 97, 98, 99, 100, 101, 102) \
@@ -216,6 +221,7 @@ struct Wgmma<float, false, false> {
 #undef JAGGED_CUDA_REGISTERS_4
 #undef JAGGED_CUDA_REGISTERS_8
 #undef JAGGED_CUDA_REGISTERS_10
+#undef JAGGED_CUDA_REGISTERS_12
 #undef JAGGED_CUDA_REGISTERS_14
 #undef JAGGED_CUDA_REGISTERS_16
 #undef JAGGED_CUDA_REGISTERS_24
@@ -224,6 +230,7 @@ struct Wgmma<float, false, false> {
 #undef JAGGED_CUDA_C4
 #undef JAGGED_CUDA_C8
 #undef JAGGED_CUDA_C10
+#undef JAGGED_CUDA_C12
 #undef JAGGED_CUDA_C14
 #undef JAGGED_CUDA_C16
 #undef JAGGED_CUDA_C24
