@@ -1,7 +1,7 @@
 // time_bias alone for the forward kernels on wgmma (long_forward.cuh): what is added to the scores of a
 // computing warp's 16 rows, values[bucket of (q_time[row] - kv_time[key])], is written to shared memory
-// by a warp of its own, in the order of the accumulators. So a computing warp has a load of 16 bytes
-// for four scores, and a multiplication and addition that it would have anyway.
+// by a warp of its own, over the scale, in the order of the accumulators. The product starts from it:
+// a computing warp has a load of 16 bytes for four scores.
 //
 //     bringer (one warp)             writer w                     computing warp w
 //     for each item:                 for each item:               for each step of keys:
