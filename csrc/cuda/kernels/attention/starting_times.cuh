@@ -271,29 +271,27 @@ struct StartingTimes {
       return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(own_.values) + offset);
     }
 
-    // The lane's 8 scores of a group by their cells, all at once.
+    // The lane's 8 scores of a group by their cells, a block at once.
     __device__ __forceinline__ void look_up(float4* out, const uint2* times,
                                             uint32_t soonest) const {
       const int mirrored = bias().symmetric ? -1 : 0;
-      const uint2 pairs[2] = {times[0], times[4]};
-      uint32_t away[8], place[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint2& pair = pairs[i / 4];
-        const auto difference =
-            static_cast<int>(rows_[i % 4 / 2] - soonest - (i % 2 == 0 ? pair.x : pair.y));
-        away[i] = static_cast<uint32_t>(max(difference, difference * mirrored));
-      }
-      Cell cells[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) cells[i] = shared_.cells[TimeCells::index_of(away[i])];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) place[i] = cells[i].offset_of(away[i]);
-#pragma unroll
+#pragma unroll 1
       for (int block = 0; block < 2; ++block) {
-        const uint32_t* own = &place[4 * block];
-        out[block * 32] =
-            make_float4(value_at(own[0]), value_at(own[1]), value_at(own[2]), value_at(own[3]));
+        const uint2 pair = times[4 * block];
+        uint32_t away[4];
+        Cell cells[4];
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto difference =
+              static_cast<int>(rows_[i / 2] - soonest - (i % 2 == 0 ? pair.x : pair.y));
+          away[i] = static_cast<uint32_t>(max(difference, difference * mirrored));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) cells[i] = shared_.cells[TimeCells::index_of(away[i])];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = value_at(cells[i].offset_of(away[i]));
+        out[block * 32] = make_float4(values[0], values[1], values[2], values[3]);
       }
     }
     __device__ __forceinline__ int cell_bucket(uint64_t away) const {
