@@ -193,13 +193,13 @@ def test_long_sequences_with_ranges(name: str, dims: tuple[int, int], cross: boo
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tables", [False, "position", True])
+@pytest.mark.parametrize("tables", [False, "position", "time", True])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["jagged_flash_attention_biased", "jagged_hstu_attention_biased"])
 def test_long_sequences_with_biases(name: str, dim: int, cross: bool, tables: bool | str) -> None:
-    """kv_bias, alone and with one table or both; times, and a scale of 0, which nothing is divided
-    by, are another kernel's."""
+    """kv_bias, alone and with one table or both, and times alone; times with others, and a scale of
+    0, which nothing is divided by, are another kernel's."""
     case, kv_layout = EVERY[name], LONG_KEYS if cross else None
     for i in range(5):
         scale = (None, -0.3, 2.0, None, 0.0)[i]
@@ -213,7 +213,8 @@ def test_long_sequences_with_biases(name: str, dim: int, cross: bool, tables: bo
         found = last_kernel("cuda")
         kind = "silu" if "hstu" in name else "general"
         on_wgmma = HOPPER and scale != 0.0 and tables is not True
-        path = f"long.d{dim}.{kind}.bias" if on_wgmma else f"mma_sync.d{dim}.{kind}"
+        suffix = "times" if tables == "time" else "bias"
+        path = f"long.d{dim}.{kind}.{suffix}" if on_wgmma else f"mma_sync.d{dim}.{kind}"
         assert found == f"cuda.attention.forward.{path}"
 
 

@@ -168,6 +168,26 @@ def test_ranges_cost_nothing_where_all_rows_see_a_step(
     assert _spills(loop) == 0
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("silu", [False, True], ids=["softmax", "silu"])
+def test_times_cost_loads_alone(ranged_library: Path, dim: int, silu: bool) -> None:
+    """What computes has no comparison of times: a step's scores start from as many loads as they
+    have blocks of 8 keys, which run behind the exponentials of the step before, or beside silu."""
+    name = _name(
+        "long_forward", "TimedForwardConfig", "LongForwardParams", f"{BF16}Li{dim}ELb{int(silu)}"
+    )
+    keys = 128 if dim == 64 else 64
+    loop = _key_loop(_instructions(ranged_library, name), products=dim // 16 + keys // 16)
+    products, (passed,) = _places(loop, "HGMMA"), _places(loop, "BAR.ARV")
+    assert len(products) == dim // 16 + keys // 16
+    waits, special = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "MUFU")
+    assert not [i for i in (*waits, *special) if products[0] < i < passed]
+    loads = [i for i in _places(loop, "LDS.128") if i > special[keys // 8]]
+    assert len(loads) == keys // 8 and (loads[0] < special[-1] or not silu)
+    # Two warpgroups write biases, which leaves 160 registers.
+    assert _spills(loop) <= 4
+
+
 @pytest.mark.parametrize("in_order", [0, 1], ids=["", "in_order"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_products_of_the_long_backward_are_not_serialised(

@@ -5,6 +5,7 @@
 
 #include "cuda/kernels/attention/few_forward.h"
 #include "cuda/kernels/attention/launch.h"
+#include "cuda/kernels/attention/starting_times.h"
 #include "cuda/kernels/attention/tf32.h"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
@@ -174,8 +175,11 @@ bool takes_ranged_forward(const AttentionParams& params) {
   // Biases are divided by the scale, in f32 (attention/starting_bias.cuh).
   constexpr double kLeastScale = 1e-9, kMostScale = 1e9;
   const double scale = params.scale < 0 ? -params.scale : params.scale;
-  return is_16_bit(params.type) && params.bias.time_table == nullptr && !is_wide(params) &&
-         takes_wgmma(params) && takes_long(params) &&
+  const ScoreBias& bias = params.bias;
+  if (bias.time_table != nullptr && (bias.kv_bias != nullptr || bias.position_table != nullptr ||
+                                     bias.time_buckets > attention::kMostForwardTimeBuckets))
+    return false;
+  return is_16_bit(params.type) && !is_wide(params) && takes_wgmma(params) && takes_long(params) &&
          (!params.bias.any() || (scale >= kLeastScale && scale <= kMostScale));
 }
 

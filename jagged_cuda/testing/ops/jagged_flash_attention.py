@@ -74,7 +74,8 @@ BIAS_CHOICES: dict[str, tuple[Any, ...]] = {
     "ranges": (None, None, "hstu", "scattered"),
     "kv_lengths": (False, True),
     "hidden": (False, False, True),
-    "tables": (True, False, "position"),  # or kv_bias alone, or that and this table
+    # kv_bias and both tables, or kv_bias alone, or that and this table, or times alone.
+    "tables": (True, False, "position", "time"),
     # Heads of a bias, one for all (1) or one each (True); and R of a table, or None for no table.
     "bias_heads": (1, True),
     "time": ("symmetric", "past"),
@@ -116,6 +117,10 @@ def bias_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 BIAS_ROWS = {"kv_bias": "kv", "time_table": "table", "position_table": "table"}
 
 
+def _has_key_bias(spec: Spec) -> bool:
+    return spec.choices.get("tables") != "time"
+
+
 def _hide(spec: Spec, kv_bias: Tensor, places: Tensor) -> Tensor:
     """`[Tk, Hb]`, with -inf at every third key where some are hidden."""
     if not spec.choices["hidden"]:
@@ -146,10 +151,10 @@ def bias_options(
         )
     time = _times(spec, places), _times(spec, key_places), _boundaries(spec, given.device)
     symmetric = spec.choices["time"] == "symmetric"
-    options: dict[str, Any] = {"kv_bias": kv_bias}
-    if spec.choices["tables"] is True:
+    options: dict[str, Any] = {"kv_bias": kv_bias} if _has_key_bias(spec) else {}
+    if spec.choices["tables"] in (True, "time"):
         options["time_bias"] = jagged_cuda.TimeBias(time_table.t(), *time, symmetric)
-    if spec.choices["tables"]:
+    if spec.choices["tables"] in (True, "position"):
         options["position_bias"] = jagged_cuda.PositionBias(
             position_table.t(), spec.choices["first"]
         )
@@ -172,15 +177,19 @@ def padded_bias(spec: Spec, tensors: Tensors) -> Tensor | None:
     keys = pad(_hide(spec, tensors["kv_bias"], _places(spec.kv, device)), spec.kv)
     bias = each_head(keys.transpose(1, 2)[:, :, None, :])
     bias = bias.expand(-1, -1, spec.layout.max_len, -1)
+    if not _has_key_bias(spec):
+        bias = torch.zeros_like(bias)
     if not spec.choices["tables"]:
         return bias
-    if spec.choices["tables"] is True:
+    if spec.choices["tables"] in (True, "time"):
         then = pad(_times(spec, _places(spec.kv, device)), spec.kv)
         now = pad(_times(spec, _places(spec.layout, device)), spec.layout)
         away = now[:, :, None] - then[:, None]
         away = away.abs() if spec.choices["time"] == "symmetric" else away.clamp(min=0)
         bucket = torch.searchsorted(_boundaries(spec, device), away.contiguous(), right=True)
         bias = bias + each_head(tensors["time_table"][bucket].permute(0, 3, 1, 2))
+    if spec.choices["tables"] == "time":
+        return bias
     len_q, len_k = (
         torch.tensor(lengths, dtype=torch.int64, device=device)[:, None, None]
         for lengths in (spec.layout.lengths, used_lengths(spec))
@@ -214,7 +223,7 @@ def visible_keys(spec: Spec, tensors: Tensors) -> Tensor:
         visible = visible & (j <= last + right)
     if spec.choices.get("ranges") is not None:
         visible = visible & _in_ranges(spec, q)
-    if not spec.choices.get("hidden"):
+    if not spec.choices.get("hidden") or not _has_key_bias(spec):
         return visible[:, None]
     hidden = pad(_places(kv_layout, device)[:, None], kv_layout)[..., 0] % 3 == 1
     return (visible & ~hidden[:, None])[:, None]

@@ -33,8 +33,9 @@
 // Components of a Config: its Mask (which keys a row sees), Score (what becomes of a score: here
 // softmax) and Bias (what is added to one). With ranges of keys and the like they are those of
 // ranged_forward.cuh: then a third warp of producers, behind the scheduler, finds what the rows of an
-// item see (prepare_masks), a fourth one brings biases, steps that no row sees are passed over, and
-// items are published further ahead than there are tiles of Q (kQueryRing).
+// item see (prepare_masks), a fourth one brings biases, or times, from which warpgroups behind the
+// computing ones write them (starting_times.cuh), steps that no row sees are passed over, and items are
+// published further ahead than there are tiles of Q (kQueryRing).
 //
 // Registers: setmaxnreg moves them from the producers to the others. A product that accumulates
 // reads and writes its accumulators in the register file, which slows all other instructions of the
@@ -169,9 +170,13 @@ struct PlainValues {
 
 // Where nothing is added to scores.
 struct NoBias {
-  struct Shared {};
-  static constexpr int kWarps = 0;  // of producers
-  static constexpr int kSteps = 1;  // of keys that are kept
+  struct Shared {
+    __device__ __forceinline__ static void init() {}
+  };
+  static constexpr int kWarps = 0;       // that bring it
+  static constexpr int kFillers = 0;     // of them, those that do so with K and V
+  static constexpr int kSteps = 1;       // of keys that are kept
+  static constexpr bool kAhead = false;  // whether it is loaded as soon as scores are done with
 };
 
 // Scores of a warp's 16 rows as softmax has them.
@@ -287,6 +292,7 @@ struct LongForwardConfig {
   static constexpr bool kOwnQueries = kDim > 128;
   // Published ahead. If more than two, their tiles of Q are a ring apart from them.
   static constexpr int kItems = 2;
+  static constexpr int kWriters = 0;  // warpgroups that write biases
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
@@ -532,7 +538,7 @@ struct LongForwardConsumer {
   using Mask = typename Config::Mask;
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
   static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
-  static constexpr bool kBiased = Config::Bias::kWarps > 0;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0, kLoadsAhead = Config::Bias::kAhead;
   static_assert(!(kBiased && Config::kKeepsReference));
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
@@ -610,8 +616,31 @@ struct LongForwardConsumer {
   // What is added to the scores of the next step, whose keys are there, divided by their scale: their
   // product starts from it.
   __device__ __forceinline__ void begin_scores() {
-    if constexpr (kBiased)
-      shared.bias.load(s, attention, bias_step.advance(), row_of_thread(), lane);
+    if constexpr (kBiased) {
+      wait_for_bias();
+      load_bias();
+      pass_bias();
+    }
+  }
+  __device__ __forceinline__ void wait_for_bias() { shared.bias.wait(bias_step, row_of_thread()); }
+  __device__ __forceinline__ void load_bias() {
+    shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
+  }
+  __device__ __forceinline__ void pass_bias() {
+    shared.bias.pass(bias_step, row_of_thread(), lane);
+  }
+  // The same for the step behind this one, if there is one, while this one's scores are used: where
+  // they are loaded, at any rate, so that both stand side by side.
+  template <typename UseScores>
+  __device__ __forceinline__ void begin_next_scores(bool exists, UseScores use_scores) {
+    if constexpr (kLoadsAhead) {
+      if (exists) wait_for_bias();
+      use_scores();
+      load_bias();
+      if (exists) pass_bias();
+    } else {
+      use_scores();
+    }
   }
   // S = Q K^T, or what begin_scores() left plus that.
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
@@ -709,7 +738,7 @@ struct LongForwardConsumer {
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {
     release_slot(wait_for_slot());
-    if (kBiased) bias_step.advance();
+    if constexpr (kBiased) shared.bias.skip(bias_step);
     take_turn();
     pass_turn();
   }
@@ -724,7 +753,7 @@ struct LongForwardConsumer {
         pass_turn();
       }
       for (int i = 0; i < 2; ++i) release_slot(wait_for_slot());
-      if (kBiased) bias_step.advance();
+      if constexpr (kBiased) shared.bias.skip(bias_step);
     }
   }
 
@@ -833,7 +862,7 @@ struct LongForwardConsumer {
         if (next >= last) release_queries();
         reset();
         finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
-        score.update(s, p, [] {});
+        begin_next_scores(next < last, [&] { score.update(s, p, [] {}); });
         if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), tile.rows);
         if constexpr (Storage::kStoresThroughQueries) {
           if (pending) release_item(pending_stage);  // its copies ran beside this step
@@ -844,7 +873,7 @@ struct LongForwardConsumer {
         key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
-        begin_scores();
+        if constexpr (!kLoadsAhead) begin_scores();
         take_turn();
         start_scores(stage, score_slot);
         value_slot = wait_for_slot();
@@ -876,7 +905,9 @@ struct LongForwardConsumer {
           release_slot(score_slot);
           if (next >= last) release_queries();
           finish_scores(mask, is_uncut, key);
-          if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
+          bool moved;
+          begin_next_scores(next < last, [&] { moved = score.update(s, p, finish_last); });
+          if (moved) rescale_rows(o, score.rescale);
         }
       }
       pending_rows = item.tile.num_keys - key;
@@ -916,7 +947,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.v);
     shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps + Config::Values::kWarps);
     if constexpr (Config::Values::kWarps > 0) shared.values.init();
-    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kWarps);
+    shared.ring.init(kConsumerWarps, 1 + Config::Bias::kFillers);
+    shared.bias.init();
     if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.q_empty)
@@ -947,6 +979,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     }
     if constexpr (Config::Bias::kWarps > 0) {
       if (threadIdx.x / 32 == 3) Config::Bias::template copy<Config>(params.attention, shared);
+    }
+  } else if (Config::kWriters > 0 && warpgroup > Config::kWarpgroups) {
+    if constexpr (Config::kWriters > 0) {
+      ptx::setmaxnreg_dec<Config::kWriterRegisters>();
+      const int first = (Config::kWarpgroups + 1) * 4;
+      Config::Bias::template write<Config>(
+          params.attention, shared,
+          __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - first, 0));
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -6,6 +6,7 @@
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/starting_bias.cuh"
+#include "cuda/kernels/attention/starting_times.cuh"
 #include "cuda/kernels/prim/tanh.cuh"
 
 #include <type_traits>
@@ -103,24 +104,41 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
 
+// With time_bias alone: fewer rows, and at 128 dims fewer keys, for registers and shared memory.
+template <typename Element, int kDim, bool kSilu>
+struct TimedForwardConfig : RangedForwardConfig<Element, kDim, kSilu, false> {
+  using Base = RangedForwardConfig<Element, kDim, kSilu, false>;
+  static constexpr int kWarpgroups = 2, kWriters = 2;
+  static constexpr int kTileM = kWarpgroups * 64, kTileN = kDim == 64 ? 128 : 64;
+  static constexpr int kThreads = (1 + kWarpgroups + kWriters) * 128;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160, kWriterRegisters = 64;
+  using Mask = RangesMask<kTileM, kTileN>;
+  using Bias = StartingTimes<kTileM, kTileN>;
+  static constexpr PathName kName = Base::kName + ".times";
+};
+
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
-  const auto launch = [&](auto dim, auto silu, auto biases) {
-    using Config = RangedForwardConfig<Element, dim.value, silu.value != 0, (biases.value > 0),
-                                       (biases.value > 1)>;
+  const auto launch = [&](auto config) {
+    using Config = decltype(config);
     const cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(params, stream);
     return error == cudaSuccess ? launch_long_forward<Config>(params, stream) : error;
   };
-  const auto launch_dim = [&](auto silu, auto biases) {
-    return params.dim_qk <= 64 && params.dim_v <= 64 ? launch(Constant<64>{}, silu, biases)
-                                                     : launch(Constant<128>{}, silu, biases);
+  const auto launch_silu = [&](auto dim, auto silu) {
+    constexpr int kDim = dim.value;
+    constexpr bool kSilu = silu.value != 0;
+    if (params.bias.time_table != nullptr)
+      return launch(TimedForwardConfig<Element, kDim, kSilu>());
+    if (params.bias.position_table != nullptr)
+      return launch(RangedForwardConfig<Element, kDim, kSilu, true, true>());
+    return params.bias.any() ? launch(RangedForwardConfig<Element, kDim, kSilu, true, false>())
+                             : launch(RangedForwardConfig<Element, kDim, kSilu, false, false>());
   };
-  const auto launch_silu = [&](auto biases) {
-    return params.silu ? launch_dim(Constant<1>{}, biases) : launch_dim(Constant<0>{}, biases);
+  const auto launch_dim = [&](auto dim) {
+    return params.silu ? launch_silu(dim, Constant<1>{}) : launch_silu(dim, Constant<0>{});
   };
-  if (!params.bias.any()) return launch_silu(Constant<0>{});
-  return params.bias.position_table == nullptr ? launch_silu(Constant<1>{})
-                                               : launch_silu(Constant<2>{});
+  return params.dim_qk <= 64 && params.dim_v <= 64 ? launch_dim(Constant<64>{})
+                                                   : launch_dim(Constant<128>{});
 }
 
 }  // namespace jagged_cuda::attention

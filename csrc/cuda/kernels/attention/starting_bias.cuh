@@ -34,7 +34,8 @@ class BiasOverScale {
 // for both in one kernel does not stay in the instruction cache.
 template <int kTileM, int kTileN, int kSlots, bool kPositions>
 struct StartingBias {
-  static constexpr int kWarps = 1;  // of producers
+  static constexpr int kWarps = 1, kFillers = 1;  // of producers
+  static constexpr bool kAhead = false;
   // Steps whose biases are kept: when a slot is free for K, that of the third step before was, too.
   static constexpr int kSteps = 3;
   static_assert(kSlots == 4);
@@ -50,7 +51,8 @@ struct StartingBias {
     // What the scores of this lane start from, of which `row` in the tile is its first row.
     template <int kBlocks>
     __device__ __forceinline__ void load(Accumulator<1, kBlocks>& s, const AttentionParams& params,
-                                         int step, int row, int lane) const {
+                                         RingPosition<kSteps> place, int row, int lane) const {
+      const int step = place.stage;
       static_assert(kBlocks * 8 == kTileN);
       const auto set = [](float& score, float value) { score = value; };
       const auto add = [](float& score, float value) { score += value; };
@@ -61,6 +63,13 @@ struct StartingBias {
         use_keys(s, step, lane, set);
       }
     }
+    // Before and behind that, or the second alone for a step that its warpgroup does not see.
+    __device__ __forceinline__ static void wait(RingPosition<kSteps>, int) {}
+    __device__ __forceinline__ static void pass(RingPosition<kSteps>& place, int, int) {
+      place.advance();
+    }
+    __device__ __forceinline__ static void skip(RingPosition<kSteps>& place) { place.advance(); }
+    __device__ __forceinline__ static void init() {}
 
    private:
     template <int kBlocks, typename Use>
