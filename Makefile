@@ -73,7 +73,7 @@ fuzz: $(READY) ## Judge random calls of every operator for a minute (FUZZ_ARGS='
 sanitize: $(READY) ## Run every kernel path under compute-sanitizer's four tools
 	$(PY) -m tests.tools.sanitize
 
-mutate: $(READY) ## Plant ten faults in the kernels and see that each is caught
+mutate: $(READY) ## Plant faults in the kernels, one at a time, and see that each is caught
 	$(PY) tests/mutations.py
 	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/mutations.py --device cuda; fi
 

@@ -61,6 +61,22 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a packed row of the next head",
+        "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "const int head = item.head + (own_row & ((1 << shift) - 1));",
+        "const int head = item.head + (own_row + 1 & ((1 << shift) - 1));",
+        "tests/test_cuda.py -k packed_heads",
+    ),
+    Fault(
+        "a mask by rows of the tile",
+        "cuda",
+        "cuda/kernels/attention/long_forward.cuh",
+        "return kPacked ? row >> params_.packed_shift : row;",
+        "return row;",
+        "tests/test_cuda.py -k packed_heads",
+    ),
+    Fault(
         "columns behind a padded head not zero",
         "cuda",
         "cuda/kernels/attention/padded_heads.cu",
@@ -223,8 +239,8 @@ FAULTS = (
         "tail mask off by one",
         "cuda",
         "cuda/kernels/attention/long_forward.cuh",
-        "replace_behind(s, value, seen, row, key, tile_.num_keys, lane)",
-        "replace_behind(s, value, seen, row, key, tile_.num_keys + 1, lane)",
+        "replace_behind(s[0], value, seen, rows, key, tile_.num_keys, lane)",
+        "replace_behind(s[0], value, seen, rows, key, tile_.num_keys + 1, lane)",
         "--op jagged_flash_attention",
     ),
     Fault(
@@ -401,12 +417,28 @@ FAULTS = (
         "tests/test_cuda.py -k test_path_of_array_products",
     ),
     Fault(
-        "stale rows for the next columns",
+        "pairs of columns exchanged",
         "cuda",
         "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
-        "      } else if (part + 1 < parts) {\n        a.load(0, depth);\n      }\n",
-        "      }\n",
+        "lane_column % 4 + 2 * first_pair",
+        "lane_column % 4 + 2 * (1 - first_pair)",
         "tests/test_cuda.py -k test_path_of_array_products",
+    ),
+    Fault(
+        "rows past the end of a matrix",
+        "cuda",
+        "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
+        "if (k >= exist) big",
+        "if (k > exist) big",
+        "tests/test_cuda.py -k test_path_of_array_products",
+    ),
+    Fault(
+        "small parts beside an infinite one",
+        "cuda",
+        "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
+        "isfinite(whole) ? whole + small_sum[i / 4][i % 4] : whole;",
+        "whole + small_sum[i / 4][i % 4];",
+        "tests/test_cuda.py -k test_infinite_operands_in_full_precision",
     ),
     Fault(
         "a copy counted twice",
@@ -507,8 +539,8 @@ FAULTS = (
         name="hidden rows of a bias",
         device="cuda",
         path="cuda/kernels/attention/ranged_backward.cuh",
-        text="lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;",
-        instead="lse *= kLog2E;",
+        text="if (lse == -INFINITY) lse = 0.0f;",
+        instead="",
         check="tests/test_attention_bias.py -k everything_hidden",
     ),
     Fault(
@@ -539,8 +571,8 @@ FAULTS = (
         name="times counted from nothing",
         device="cuda",
         path="cuda/kernels/attention/time_tiles.cuh",
-        text="static_cast<uint32_t>(__ldg(bias.boundaries + first)) - group.nearest;",
-        instead="static_cast<uint32_t>(__ldg(bias.boundaries + first));",
+        text="static_cast<uint32_t>(away.nearest);",
+        instead="0;",
         check="--op jagged_hstu_attention_biased",
     ),
     Fault(

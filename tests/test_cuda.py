@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -573,8 +574,8 @@ def test_path_of_array_products(
 ) -> None:
     """One tile of columns of each width, and two; matrices of many steps, with any pitch.
 
-    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, a CTA of
-    f32 walks all columns.
+    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, tiles of
+    f32 have fewer rows.
     """
     dtype = _in_precision(precision, request)
     case = CASES["array_jagged_bmm_jagged_out"]
@@ -675,6 +676,41 @@ def test_deep_sums_do_not_drift(
     for name, result in found.items():
         error = ((result.double() - expected).abs() / expected).max()
         assert error <= limit, name
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_infinite_operands_in_full_precision(value: float, request: pytest.FixtureRequest) -> None:
+    """Small parts of operands, beside an infinite one, must not make it NaN."""
+    dtype = _in_precision("f32", request)
+    lengths = (70, 0, 200, 5)
+    generator = torch.Generator(CUDA).manual_seed(1)
+    offsets = torch.tensor((0, *lengths), device=CUDA).cumsum(0)
+    x, y = (
+        torch.randn(sum(lengths), 128, device=CUDA, dtype=dtype, generator=generator)
+        for _ in range(2)
+    )
+    x[[3, 90, 200], [7, 0, 127]] = value
+    y[[5, 100], [1, 126]] = value
+    y[150] = 0.0
+    parts = [x.split(lengths), y.split(lengths)]
+    matrices = jagged_cuda.jagged_jagged_bmm_jagged_out(x, y, offsets)
+    expected = [a.double() @ b.double().T for a, b in zip(*parts, strict=True)]
+    found = {"x y^T": (matrices, torch.cat([matrix.flatten() for matrix in expected]))}
+    a = [torch.randn_like(matrix, dtype=dtype) for matrix in expected]
+    a[0][4, 9] = a[2][150, 199] = value
+    flat = torch.cat([matrix.flatten() for matrix in a])
+    for transpose in (False, True):
+        result = jagged_cuda.array_jagged_bmm_jagged_out(flat, y, offsets, transpose=transpose)
+        ends = [
+            (m.T if transpose else m).double() @ b.double()
+            for m, b in zip(a, parts[1], strict=True)
+        ]
+        found["A^T y" if transpose else "A y"] = (result, torch.cat(ends))
+    assert last_kernel("cuda").endswith(".wgmma.f32" if HOPPER else ".mma_sync.f32")
+    for name, (result, reference) in found.items():
+        torch.testing.assert_close(
+            result.double(), reference, rtol=1e-4, atol=1e-4, equal_nan=True, msg=name
+        )
 
 
 def test_unknown_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -984,6 +1020,38 @@ def test_long_among_shorter_sequences(
         spec = spec_of(LONG_MIXED, dims=dims, heads=heads, **options)
         spec = dataclasses.replace(spec, kv_layout=LONG_MIXED_KEYS if cross else None)
         judge(case, spec, torch.bfloat16, CUDA)
+
+
+# Queries that, with the heads of a group, fill a part of a tile, beside edges of tiles of 2, 4, 8.
+PACKED = Layout((1, 33, 0, 4, 8, 9, 16, 17, 31, 32, 65, 128, 300, 257, 24), base=5, tail=7)
+PACKED_KEYS = Layout((300, 33, 7, 129, 600, 0, 64, 1, 257, 40, 128, 130, 301, 9, 900), base=2)
+
+
+@pytest.mark.parametrize("keys", [None, PACKED_KEYS], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(2, 1), (8, 2), (16, 2), (6, 1), (16, 1)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 96)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_packed_heads(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], keys: Layout | None
+) -> None:
+    """Heads of a group share a tile; a sequence alone gives the bits that it gives among others."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}, {"window_size": (70, 30)}, {"scale": -0.3}):
+        spec = spec_of(PACKED, dims=dims, heads=heads, kv_layout=keys, **options)
+        sample = case.sample(spec, dtype, CUDA)
+        whole = run(case, sample, calls(case), None)
+        if HOPPER:
+            bucket = 64 if max(dims) <= 64 else 128
+            assert last_kernel("cuda") == f"cuda.attention.forward.long.packed.d{bucket}"
+        judge(case, spec, dtype, CUDA, backward=False)
+        if keys is not None:
+            continue
+        begin, end = PACKED.offsets().tolist()[-4:-2]
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        alone = dataclasses.replace(spec, layout=Layout((end - begin,)))
+        found = run(case, Sample(alone, rows, offsets, None), calls(case), None)
+        assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
 # The same for the backward pass, where those of 1,024 queries and more are long.

@@ -114,14 +114,20 @@ def _name(kernel: str, config: str, params: str, of: str) -> str:
     return f"_ZN11jagged_cuda9attention{kernel_part}INS0_{config_part}I{of}EEEEEvNS0_{params_part}E"
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
-def test_a_turn_of_the_long_forward_is_products_and_nothing_else(library: Path, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "packed"), [(64, False), (96, False), (128, False), (64, True), (128, True)]
+)
+def test_a_turn_of_the_long_forward_is_products_and_nothing_else(
+    library: Path, dim: int, packed: bool
+) -> None:
     """While one warpgroup's products run, the others are at their exponentials.
 
     So a turn, from its barrier to the next warpgroup's, starts both products of a key tile without
     a wait between them, and no exponential lies in it.
     """
-    name = _name("long_forward", "LongForwardConfig", "LongForwardParams", f"{BF16}Li{dim}")
+    name = _name(
+        "long_forward", "LongForwardConfig", "LongForwardParams", f"{BF16}Li{dim}ELb{packed:d}"
+    )
     loop = _key_loop(_instructions(library, name), products=dim // 16 + 8)
     (passed,), (vote,) = _places(loop, "BAR.ARV"), _places(loop, "BAR.RED")
     products = [i for i in _places(loop, "HGMMA") if i < vote]

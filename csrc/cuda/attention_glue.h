@@ -169,7 +169,7 @@ inline std::optional<Tensor> allocate_tile_bounds(const char* op, AttentionBackw
   if (!takes_ranged_backward(params)) return std::nullopt;
   constexpr int64_t kWordBytes = 4;
   const int64_t bytes = tile_bounds_bytes(params.q_offsets.total, params.q_offsets.num_seqs) +
-                        time_tiles_bytes(params);
+                        position_tiles_bytes(params.bias) + time_tiles_bytes(params);
   Tensor bounds = allocate(op, like, {bytes / kWordBytes}, ScalarType::Int);
   params.tile_bounds = bounds.mutable_data_ptr();
   return bounds;

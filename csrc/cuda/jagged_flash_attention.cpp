@@ -49,6 +49,7 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
               window_right, scale, max_len, allow_tf32, key_ranges, biases);
   set_out(params, out);
   params.lse = const_cast<void*>(lse.const_data_ptr());
+  params.packed_shift = packing_shift(params);
   Tensor long_plan;
   const bool wants_plan =
       is_general(params) ? takes_ranged_forward(params)

@@ -32,12 +32,22 @@ constexpr bool is_wide(const Params& params) {
 // AttentionParams::long_plan is given and the operands allow: shorter ones would leave most of its
 // tiles empty. Wide heads have no other on compute capability 9.0, so it takes all that are not left
 // to the kernels for tiny ones, and where those do not run the rows outside. With ranges and the like
-// it leaves those of one tile of the general kernel.
+// it leaves those of one tile of the general kernel. With the heads of a group packed into its tiles few
+// queries of many keys are enough for it.
+constexpr int kPackedRows = 32;  // of a tile
 template <typename Params>
 constexpr int long_rows(const Params& params) {
   if (is_wide(params)) return 0;
   if (params.silu || is_general(params)) return kTinyRows;
-  return params.dim_qk > 64 || params.dim_v > 64 ? 192 : 256;
+  if (params.packed_shift > 0) return kPackedRows >> params.packed_shift;
+  return params.dim_qk > 64 || params.dim_v > 64 ? 192 : kShortRows;
+}
+// But with packed heads up to 64 dims those that are short in queries and keys are not among them.
+template <typename Params>
+constexpr bool is_long(const Params& params, int64_t queries, int64_t keys) {
+  const bool spares_short = params.packed_shift > 0 && params.dim_qk <= 64 && params.dim_v <= 64;
+  return queries > long_rows(params) &&
+         !(spares_short && queries <= kShortRows && keys <= kShortRows);
 }
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
@@ -92,6 +102,8 @@ struct AttentionParams {
   bool plans_itself;
   // True where it comes before the kernels for other lengths, since most rows are likely its own.
   bool long_first;
+  // Its tiles hold 2^packed_shift heads of each query (packing_shift()).
+  int packed_shift;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
 };
@@ -99,6 +111,14 @@ struct AttentionParams {
 // Whether a call wants the kernels that look ranges of keys, biases and used parts up.
 constexpr bool is_general(const AttentionParams& params) {
   return params.key_ranges != nullptr || params.kv_lengths.data != nullptr || params.bias.any();
+}
+
+// How many heads of a group the forward kernel for long sequences packs into a tile, as a logarithm:
+// then K and V are read once for all of them, and a few queries fill a tile.
+constexpr int packing_shift(const AttentionParams& params) {
+  if (is_wide(params) || params.silu || is_general(params)) return 0;
+  const int group = params.heads / params.kv_heads;
+  return group % 8 == 0 ? 3 : group % 4 == 0 ? 2 : group % 2 == 0 ? 1 : 0;
 }
 
 constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16; }

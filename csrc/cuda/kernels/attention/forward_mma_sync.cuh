@@ -123,7 +123,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
   const RowRange kv =
       Config::kGeneral ? used_rows(params, tile.seq) : sequence_rows(params.kv_offsets, tile.seq);
   if (left_to_tiny(params, tile.rows.len, kv.len)) return;
-  if (Config::kGeneral && left_to_long(params, tile.rows.len)) return;
+  if (Config::kGeneral && left_to_long(params, tile.rows.len, kv.len)) return;
   const Window window{kv.len - tile.rows.len, params.window_left, params.window_right};
   const KeySteps<kTileN, Config::kGeneral> steps(params, window, tile, rows, kv.len);
 

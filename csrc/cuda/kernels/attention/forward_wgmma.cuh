@@ -91,7 +91,7 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
   if (found.seq < 0 ? params.split_by_length
                     : left_to_tiny(params, found.rows.len, kv.len) ||
                           left_to_short(params, found.rows.len, kv.len) ||
-                          left_to_long(params, found.rows.len)) {
+                          left_to_long(params, found.rows.len, kv.len)) {
     tile.rows = 0;
   }
   return tile;
@@ -105,10 +105,13 @@ inline bool looks_by_sequence(const AttentionParams& params) {
          params.q_offsets.total / long_rows(params) >= params.q_offsets.num_seqs;
 }
 
-// Tiles of kTile rows that a sequence which is not long may have.
+// Rows of the longest sequence in self-attention that is not long, and tiles of kTile rows that it has.
+constexpr int most_middle_rows(const AttentionParams& params) {
+  return is_long(params, kShortRows, kShortRows) ? long_rows(params) : kShortRows;
+}
 template <int kTile>
 constexpr int64_t middle_tiles(const AttentionParams& params) {
-  return (long_rows(params) + kTile - 1) / kTile;
+  return (most_middle_rows(params) + kTile - 1) / kTile;
 }
 
 // The tiles of sequences that are neither tiny nor long among those of this CTA in a grid of
@@ -129,7 +132,7 @@ class MiddleTilesOfCta {
       bool found = false;
       if (own_ < num_tiles) {
         const int64_t len = sequence_rows(params_.q_offsets, own_ / of_sequence).len;
-        found = len > tiny_limit(params_) && len <= long_rows(params_) &&
+        found = len > tiny_limit(params_) && !is_long(params_, len, len) &&
                 own_ % of_sequence * kTile < len;
       }
       left_ = __ballot_sync(0xffffffffu, found);

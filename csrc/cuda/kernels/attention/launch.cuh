@@ -90,15 +90,15 @@ cudaError_t launch_longer(const AttentionParams& attention, const Params& params
                                 stream, path);
 }
 
-// Boxes of a tile's rows and of the columns of its blocks, of one head. A tensor without rows is
+// Boxes of a tile's rows and of the columns of its blocks, of 2^packed_shift heads of fewer rows. A tensor without rows is
 // never copied from, but its map must be valid: it borrows q's address.
 template <typename Tile>
 cudaError_t encode_heads(CUtensorMap& map, const AttentionParams& params, const HeadsView& view,
-                         int64_t rows, int64_t heads, int64_t dim) {
+                         int64_t rows, int64_t heads, int64_t dim, int packed_shift = 0) {
   return encode_tensor_map(map,
                            {rows > 0 ? view.data : params.q.data, params.type, rows, heads, dim,
                             view.row_stride, view.head_stride},
-                           Tile::kRows, Tile::kBlockColumns);
+                           Tile::kRows >> packed_shift, Tile::kBlockColumns, 1 << packed_shift);
 }
 
 // Heads that a CTA takes one after another where sequences are short, so that finding a tile and

@@ -40,6 +40,9 @@
 // reads and writes its accumulators in the register file, which slows all other instructions of the
 // SM down by about 1.6: so what counts is how few there are between two turns.
 //
+// Where kv heads serve several heads, a tile holds 2^packed_shift of these of each query (kPacked), query by
+// query: a row of the tile is a head of a query, and boxes of Q and of the output hold as many heads.
+//
 // Shared memory, in rows of 2 kTileColumns bytes: Q kTileM rows, twice (above 128 dims once); kSlots
 // tiles of kTileN rows, through which K and V pass in the order above. 112, 192, 192, 216, 224 KiB for
 // kDim 64, 96, 128, 192, 256: products of 96 columns leave out a quarter of tiles of 128.
@@ -80,7 +83,7 @@ namespace jagged_cuda::attention {
 // What a window and the lengths hide of an item, of which a warpgroup computes the 64 rows from
 // `first_row` on. What few steps need, those that are cut, is read again from `tile`, which lies in
 // shared memory: registers are full.
-template <int kTileN>
+template <int kTileN, bool kPacked>
 class WindowMask {
  public:
   // Of an item, found by the scheduler: the keys that the tile walks over; those that are not cut for
@@ -95,11 +98,15 @@ class WindowMask {
   static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
 
   __device__ __forceinline__ static Shared find(const AttentionParams& params,
-                                                const QueryTile& tile) {
+                                                const QueryTile& packed) {
+    QueryTile tile = packed;
+    tile.row >>= params.packed_shift;
+    tile.rows >>= params.packed_shift;
     const WindowOf<int> window = window_of(params, tile);
     const KeyRange keys(tile, window, kTileN);
-    const UncutKeys uncut(tile, window, 0, kTileN);
-    return {keys.first, keys.last, uncut.first, tile.row + window.diagonal + window.after + 1};
+    const int first = tile.row + window.diagonal;
+    return {keys.first, keys.last, first + (63 >> params.packed_shift) - window.before,
+            first + window.after + 1};
   }
 
   __device__ __forceinline__ WindowMask(const AttentionParams& params, const QueryTile& tile,
@@ -107,8 +114,8 @@ class WindowMask {
       : params_(params),
         tile_(tile),
         found_(shared),
-        first_uncut_(found_.uncut + first_row),
-        last_uncut_(min(found_.unseen + first_row, tile.num_keys) - kTileN) {}
+        first_uncut_(found_.uncut + query_of(first_row)),
+        last_uncut_(min(found_.unseen + query_of(first_row), tile.num_keys) - kTileN) {}
 
   // The steps of keys: from first() on next(), before last().
   __device__ __forceinline__ int first() const { return found_.first; }
@@ -131,15 +138,19 @@ class WindowMask {
     if (!cuts(key)) return;
     const WindowOf<int> seen = window();
     const int row = tile_.row + own_row();
-    if (seen.first_column(tile_.row + warpgroup * 64 + 63) > key) {
-      replace_unseen(s, value, seen, row, key, tile_.num_keys, lane);
+    const int rows[2] = {query_of(row), query_of(row + 8)};
+    if (seen.first_column(query_of(tile_.row + warpgroup * 64 + 63)) > key) {
+      replace_unseen(s[0], value, seen, rows, key, tile_.num_keys, lane);
     } else {
-      replace_behind(s, value, seen, row, key, tile_.num_keys, lane);
+      replace_behind(s[0], value, seen, rows, key, tile_.num_keys, lane);
     }
   }
 
  private:
   __device__ __forceinline__ WindowOf<int> window() const { return window_of(params_, tile_); }
+  __device__ __forceinline__ int query_of(int row) const {
+    return kPacked ? row >> params_.packed_shift : row;
+  }
 
   const AttentionParams& params_;
   const QueryTile& tile_;
@@ -231,16 +242,18 @@ struct SoftmaxScore {
     softmax.move(s, p, rescale, behind, scale_log2);
   }
   // The factors of the rows' sums, of which this lane has two: row global_row of q, `rows` of which
-  // exist from there on, and the eighth behind it.
+  // exist from there on, and the eighth behind it, 8 >> packed_shift rows of q further.
   __device__ __forceinline__ void finish(float (&factor)[2], const AttentionParams& params,
-                                         int64_t global_row, int rows, int head, int, int lane) {
+                                         int64_t global_row, int rows, int head, int, int lane,
+                                         int packed_shift) {
     softmax.finish();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum[half];
       factor[half] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
       if (lane % 4 == 0 && half * 8 < rows) {
-        static_cast<float*>(params.lse)[(global_row + half * 8) * params.heads + head] =
+        static_cast<float*>(
+            params.lse)[(global_row + half * (8 >> packed_shift)) * params.heads + head] =
             sum == 0.0f
                 ? -INFINITY
                 : __fmaf_rn(softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2);
@@ -249,7 +262,7 @@ struct SoftmaxScore {
   }
 };
 
-template <typename Element_, int kDim_>
+template <typename Element_, int kDim_, bool kPacked_ = false>
 struct LongForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of products: D and Dv, rounded up
@@ -270,10 +283,13 @@ struct LongForwardConfig {
   // Together with the producers' all that kThreads have at the start.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
-  using Mask = WindowMask<kTileN>;
+  // Tiles hold 2^packed_shift heads of each query.
+  static constexpr bool kPacked = kPacked_;
+  using Mask = WindowMask<kTileN, kPacked>;
   using Score = SoftmaxScore;
   using Bias = NoBias;
-  static constexpr PathName kName = PathName("cuda.attention.forward.long.d") + kDim;
+  static constexpr PathName kName =
+      PathName("cuda.attention.forward.long.") + (kPacked ? "packed.d" : "d") + kDim;
   static_assert(kDim == 64 || kDim == 96 || kDim == 128 || kDim == 192 || kDim == 256);
 };
 
@@ -338,29 +354,29 @@ __device__ __forceinline__ void schedule_items(const AttentionParams& attention,
     place.advance();
     ++count;
   };
-  auto items = PlannedItems::of<kTileM, false>(attention, attention.heads);
+  const int shift = attention.packed_shift, heads = attention.heads >> shift;
+  auto items = PlannedItems::of<kTileM, false>(attention, heads);
   PlannedSequence sequence;
   int64_t index;
   while (wait(count), items.next(sequence, index)) {
-    const int tiles = (sequence.num_queries + kTileM - 1) / kTileM;
+    const int rows = sequence.num_queries << shift, tiles = (rows + kTileM - 1) / kTileM;
     // Wrong offsets make a plan whose numbers overflow.
-    if (index < 0 || index >= static_cast<int64_t>(tiles) * attention.heads) continue;
+    if (index < 0 || index >= static_cast<int64_t>(tiles) * heads) continue;
     RowRange kv = planned_keys(attention, sequence);
     if (kGeneral && sequence.seq >= 0) kv.len = used_keys(attention, sequence.seq, kv.len);
     WorkItem item = {};
     // No memory holds the result of a sequence of 2^32 items; a division of 64 bits is long code.
-    const unsigned fastest = descending ? attention.heads : tiles,
-                   place = static_cast<unsigned>(index);
+    const unsigned fastest = descending ? heads : tiles, place = static_cast<unsigned>(index);
     const int slow = static_cast<int>(place / fastest), fast = static_cast<int>(place % fastest);
     // With ranges the first may see most of all.
     const int later = kGeneral ? (slow == 0 ? 0 : tiles - slow) : tiles - 1 - slow;
     item.tile.row = (descending ? later : fast) * kTileM;
-    item.tile.rows = min(kTileM, sequence.num_queries - item.tile.row);
+    item.tile.rows = min(kTileM, rows - item.tile.row);
     item.tile.num_queries = sequence.num_queries;
     item.tile.num_keys = static_cast<int>(kv.len);
-    item.tile.global_row = sequence.begin + item.tile.row;
+    item.tile.global_row = sequence.begin + (item.tile.row >> shift);
     item.tile.key_begin = kv.begin;
-    item.head = descending ? fast : slow;
+    item.head = (descending ? fast : slow) << shift;
     publish(item);
   }
   WorkItem end = {};
@@ -637,19 +653,26 @@ struct LongForwardConsumer {
     const WorkItem& item = shared.item[stage];
     const int own_row = row_of_thread();
     const int rows = item.tile.rows - own_row;  // from this lane's first on
-    const int64_t global_row = item.tile.global_row + own_row;
+    const int shift = Config::kPacked ? attention.packed_shift : 0;
+    const int64_t global_row = item.tile.global_row + (own_row >> shift);
+    const int head = item.head + (own_row & ((1 << shift) - 1));
     float factor[2];
-    score.finish(factor, attention, global_row, rows, item.head, item.tile.num_keys, lane);
+    score.finish(factor, attention, global_row, rows, head, item.tile.num_keys, lane, shift);
     if constexpr (Storage::kStoresThroughQueries) {
       auto& tile = shared.sQ[stage];
       const int warp_row = own_row - lane / 4, warp_rows = item.tile.rows - warp_row;
-      const int64_t first_row = item.tile.global_row + warp_row;
+      const int64_t first_row = item.tile.global_row + (warp_row >> shift);
       write_rows(tile, warp_row, o, factor, lane);
       if (warp_rows >= kStoredRows) {
         send_rows(out, tile, warp_row, static_cast<int>(first_row), item.head, lane);
       } else {
-        copy_rows(row_of<Element>(attention.out, first_row, item.head), attention.out.row_stride,
-                  tile, warp_row, warp_rows, attention.dim_v, lane);
+        const auto offset_of = [&](int row) {
+          const int64_t in_row =
+              Config::kPacked ? (row & ((1 << shift) - 1)) * attention.out.head_stride : 0;
+          return (row >> shift) * attention.out.row_stride + in_row;
+        };
+        copy_rows(row_of<Element>(attention.out, first_row, item.head), offset_of, tile, warp_row,
+                  warp_rows, attention.dim_v, lane);
       }
     } else {
       store_quads(o, factor, row_of<Element>(attention.out, global_row, item.head),
@@ -905,9 +928,10 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   using Storage = LongForwardStorage<Config>;
   LongForwardParams params;
   params.attention = attention;
+  const int shift = attention.packed_shift;
   const cudaError_t errors[] = {encode_heads<typename Storage::QueryRows>(
                                     params.q, attention, attention.q, attention.q_offsets.total,
-                                    attention.heads, attention.dim_qk),
+                                    attention.heads, attention.dim_qk, shift),
                                 encode_heads<typename Storage::KeyRows>(
                                     params.k, attention, attention.k, attention.kv_offsets.total,
                                     attention.kv_heads, attention.dim_qk),
@@ -921,7 +945,7 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
     const cudaError_t error =
         encode_heads<WarpgroupTile<typename Config::Element, kStoredRows, Config::kTileColumns>>(
             params.out, attention, attention.out, attention.q_offsets.total, attention.heads,
-            attention.dim_v);
+            attention.dim_v, shift);
     if (error != cudaSuccess) return error;
   }
   int device = 0, num_sms = 0;
@@ -930,8 +954,8 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   const int64_t items =
-      num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM) *
-      attention.heads;
+      num_tiles(attention.q_offsets.total << shift, attention.q_offsets.num_seqs, Config::kTileM) *
+      (attention.heads >> shift);
   const Grid grid{items < num_sms ? items : num_sms};
   if (attention.long_first && attention.plans_itself) {
     return launch<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage), stream,
@@ -949,6 +973,10 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
 template <typename Element, typename Launch>
 cudaError_t for_long_forward(const AttentionParams& params, Launch launch) {
   const int dim = params.dim_qk > params.dim_v ? params.dim_qk : params.dim_v;
+  if (params.packed_shift > 0) {
+    return dim <= 64 ? launch(LongForwardConfig<Element, 64, true>())
+                     : launch(LongForwardConfig<Element, 128, true>());
+  }
   if (dim <= 64) return launch(LongForwardConfig<Element, 64>());
   if (dim <= 96) return launch(LongForwardConfig<Element, 96>());
   if (dim <= 128) return launch(LongForwardConfig<Element, 128>());
@@ -965,7 +993,8 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return for_long_forward<Element>(params, [&](auto config) {
     constexpr int kTileM = decltype(config)::kTileM;
-    params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM, params.heads, num_sms);
+    params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM >> params.packed_shift,
+                                         params.heads >> params.packed_shift, num_sms);
     if (!params.plans_itself) {
       // Those for shorter sequences, which are few then, fill its last round.
       constexpr int64_t kManyRows = int64_t{1} << 18;  // of all heads: some rounds

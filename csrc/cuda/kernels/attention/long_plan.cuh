@@ -74,8 +74,8 @@ template <bool kOfKeys, typename Params>
 __device__ __forceinline__ int planned_bin(const Params& attention, int64_t seq,
                                            int64_t num_queries) {
   const bool takes_all = long_rows(attention) == 0;
-  if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries)) return -1;
   const int num_keys = keys_of(attention, seq, num_queries);
+  if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries, num_keys)) return -1;
   return left_to_tiny(attention, num_queries, num_keys) ? -1 : plan_bin(num_keys);
 }
 
@@ -145,8 +145,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     int tiles = 0;
     if (rank < num_sequences) {
       const PlannedSequence& sequence = plan.sequences[rank];
-      const int rows =
-          kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries) : sequence.num_queries;
+      const int rows = kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries)
+                               : sequence.num_queries << attention.packed_shift;
       tiles = (rows + kTile - 1) / kTile;
       if (kOfKeys) atomicAdd(&all_tiles, static_cast<unsigned long long>(tiles));
     }
@@ -350,8 +350,8 @@ class PlannedItems {
       bin = kPlanBins;
     }
     num_sequences_ = __popc(__ballot_sync(0xffffffffu, bin >= 0));
-    int rows = mine.num_queries;
-    if (of_keys && mine.seq >= 0) rows = keys_of(params, mine.seq, rows);
+    int rows = mine.num_queries << params.packed_shift;
+    if (of_keys && mine.seq >= 0) rows = keys_of(params, mine.seq, mine.num_queries);
     int tiles = lane < num_sequences_ ? (rows + kTile - 1) / kTile : 0;
     num_items_ = static_cast<int64_t>(__reduce_add_sync(0xffffffffu, tiles)) * heads;
     if (num_items_ > gridDim.x) {

@@ -7,8 +7,8 @@
 // stays in P and dS of ranged_dkdv.
 //
 // Three kernels, each a programmatic dependent launch:
-//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh); with time_bias
-//                       what is known of times before (time_tiles.cuh), too
+//     find_tile_bounds  a warp for each tile of queries: what it sees (visible.cuh); and tables of
+//                       positions and what is known of times before (time_tiles.cuh)
 //     ranged_dq         grid: x = tiles of kRows queries (find_tile), y = heads; leaves delta
 //     ranged_dkdv       grid: x = tiles of kRows keys, y = kv heads; with silu it does not wait for
 //                       ranged_dq, and fills the SMs as that drains
@@ -26,11 +26,11 @@
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
 // K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
-// 96 for 128 (dkdv 1 more), and with biases up to 4 more; with the gradients of tables 8 more and the
-// sums. Gradients leave through the rows of Q, or of K and V.
+// 96 for 128 (dkdv 1 more), and with times 7 more, so that four CTAs of dq with 64 dims fill an SM;
+// with the gradients of tables 8 more and the sums. Gradients leave through the rows of Q, or of K and V.
 //
-// Barriers: `own` and `full` of each stage: thread 0 arrives, with the bytes that it lets copy; all
-// threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
+// Barriers: `own`, for a table of times, too, and `full` of each stage: thread 0 arrives, with the bytes
+// that it lets copy; all threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
 // next, and zeros and 4-byte copies have been written. Where steps overlap in dq it stands behind
 // the start of S, and zeros have one of their own. One more before gradients leave.
 //
@@ -67,8 +67,9 @@ struct RangedBackwardConfig {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;  // queries or keys that a CTA owns
   static constexpr int kStep = 64;  // keys or queries of an iteration
+
   // CTAs per SM.
-  static constexpr int kDqCtas = kDim == 128 ? 2 : has_times(kBias) ? 3 : 4;
+  static constexpr int kDqCtas = kDim == 128 ? 2 : kBias == BiasKind::kAny ? 3 : 4;
   static constexpr int kDkdvCtas = kDim == 128 || kBias == BiasKind::kAny ? 2 : 3;
   static constexpr int kTablesCtas = kDim == 128 ? 2 : 3;
   static constexpr PathName kName = PathName("cuda.attention.backward.wgmma.d") + kDim +
@@ -120,14 +121,26 @@ struct RangedTablesStorage : RangedDqStorage<Config> {
   TableGradientStorage<Config::kBias> tables;
 };
 
-// Copies the same rows of two operands; one thread.
+// Copies the same rows of two operands; one thread. `more` bytes will be copied, too.
 template <typename Tile>
 __device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Tile& b,
                                           const CUtensorMap& b_map, int64_t row, int head,
-                                          uint64_t& full) {
-  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)));
+                                          uint64_t& full, int more = 0) {
+  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)) + more);
   copy_expected_tile(a, a_map, row, head, full);
   copy_expected_tile(b, b_map, row, head, full);
+}
+
+// `shared` by an address that is known to be one for all lanes of a warp: with times, where there is
+// much else, each lane would find the descriptors of products for itself.
+template <typename Config, typename T>
+__device__ __forceinline__ T& uniform(T& shared) {
+  if constexpr (has_times(Config::kBias)) {
+    return *static_cast<T*>(
+        __cvta_shared_to_generic(__reduce_max_sync(0xffffffffu, ptx::shared_address(&shared))));
+  } else {
+    return shared;
+  }
 }
 
 // Rows of a tile from `rows` on become zeros, since 0 times NaN is NaN; the caller fences.
@@ -163,35 +176,45 @@ constexpr int kBoundsThreads = 128;
 
 // The rows of that grid behind the first.
 template <int kRows>
-__device__ __forceinline__ void find_times(const AttentionBackwardParams& params, int64_t index) {
+__device__ __forceinline__ void find_bias_tables(const AttentionBackwardParams& params,
+                                                 int64_t index) {
   const TimeTiles times(params);
   const ScoreBias& bias = params.bias;
-  const int kind = static_cast<int>(blockIdx.y) - 1;
+  const float unit = params.silu ? kLogitUnit<true> : kLogitUnit<false>;
+  int kind = static_cast<int>(blockIdx.y) - 1;
+  if (bias.position_table != nullptr) {
+    if (kind < bias.position_heads) {
+      PositionTable(params, kind)
+          .fill(bias, kind, unit, blockIdx.x * kBoundsThreads + threadIdx.x,
+                gridDim.x * kBoundsThreads);
+      return;
+    }
+    kind -= bias.position_heads;
+  }
   if (kind < 2) {
     const bool of_keys = kind == 1;
     const OffsetsView& offsets = of_keys ? params.kv_offsets : params.q_offsets;
     if (index >= offsets.total / kRows + offsets.num_seqs + 2) return;
     const JaggedTile tile = find_tile<kRows>(offsets, index);
     if (tile.seq < 0 || tile.row >= tile.rows.len) return;
-    TimeTiles::find_spans(of_keys ? times.keys : times.queries, tile,
-                          of_keys ? bias.kv_time : bias.q_time);
+    times.find_spans(of_keys, tile, of_keys ? bias.kv_time : bias.q_time);
   } else if (blockIdx.x == 0) {
     const int64_t table = kind - 2;
     times.tables[table].fill<kBoundsThreads>(
-        bias, static_cast<const float*>(bias.time_table) + table * bias.time_buckets,
-        params.silu ? kLogitUnit<true> : kLogitUnit<false>);
+        bias, static_cast<const float*>(bias.time_table) + table * bias.time_buckets, unit);
   }
 }
 
-// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With time_bias rows 1 and
-// 2 find the spans of times of queries and keys, and each other one fills a table of cells.
+// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With position_bias some
+// rows write its tables; with time_bias two find the spans of times of queries and keys, and each
+// other one fills a table of cells.
 template <int kRows>
 __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
     const __grid_constant__ AttentionBackwardParams params) {
   ptx::griddepcontrol_launch_dependents();
   const int64_t index = int64_t{blockIdx.x} * (kBoundsThreads / 32) + threadIdx.x / 32;
   if (blockIdx.y > 0) {
-    find_times<kRows>(params, index);
+    find_bias_tables<kRows>(params, index);
     return;
   }
   if (index >= params.q_offsets.total / kRows + params.q_offsets.num_seqs + 2) return;
@@ -238,7 +261,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
   const bool copies = threadIdx.x == 0;
   if (copies) {
     copy_pair(shared.sQ, kernel_params.q, shared.sGradOut, kernel_params.grad_out, global_row, head,
-              shared.barriers.own);
+              shared.barriers.own, Bias::table_bytes(params.bias));
   }
   const RowRange kv = used_rows(params, tile.seq);
   const int num_keys = static_cast<int>(kv.len);
@@ -254,21 +277,23 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     copy_pair(shared.sK[stage], kernel_params.k, shared.sV[stage], kernel_params.v, kv.begin + key,
               kv_head, shared.barriers.full[stage]);
   };
+  constexpr bool kLoadsBias = has_key_bias(Config::kBias) || has_times(Config::kBias);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   Bias bias(params, tile.seq, tile.rows, kv, row, warp_row, kUnit, shared.bias_table);
   bias.set_load_head(head);
   KeyOfLane<BiasKind::kNone> no_keys;
   bias.set_head(head, no_keys);
+  if (copies) bias.copy_table(head, shared.barriers.own);
   const auto copy_bias = [&](int key, int stage) {
-    if constexpr (Config::kBiased) {
+    if constexpr (kLoadsBias) {
       bias.load(shared.sBias[stage], key);
       ptx::cp_async_commit();
     }
   };
   const auto finish_bias = [&](int key, int stage) {
-    if constexpr (Config::kBiased) {
+    if constexpr (kLoadsBias) {
       ptx::cp_async_wait<0>();
-      bias.finish_load(shared.sBias[stage], key);
+      bias.finish_load(shared.sBias[stage]);
     }
   };
   if (steps.any()) {
@@ -353,10 +378,12 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     }
     if constexpr (kTables) tables->merge();
     const unsigned hidden = has_times(Config::kBias) ? hull.hidden_groups(key) : 0;
+    bias.prepare(key);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], no_keys, key, hidden, lane);
+      bias.template scale_and_add<kTables>(s, scale_of_logits, shared.sBias[stage], no_keys, key,
+                                           hidden, lane);
     }
     if constexpr (Config::kSilu) {
       for_each_score(s, [&](float& score) {
@@ -392,9 +419,7 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
     wgmma_packed_by_columns(dq, ds, shared.sK[stage]);
     ptx::wgmma_commit_group();
     if constexpr (kTables) {
-#pragma unroll
-      for (int i = 0; i < kScoreBlocks * 4; ++i) s[0][i / 4][i % 4] *= table_factors[i % 4 / 2];
-      tables->add(bias, s, shared.sBias[stage], key, hidden, lane);
+      tables->add(bias, s, table_factors, shared.sBias[stage], key, hidden, lane);
     }
     if constexpr (!Config::kOverlapsSteps) {
       ptx::wgmma_wait_group<0>();
@@ -458,7 +483,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTablesCtas) void ranged_
   ptx::griddepcontrol_wait();
 }
 
-template <typename Config>
+// kSums: with the gradient of kv_bias.
+template <typename Config, bool kSums>
 __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dkdv(
     const __grid_constant__ RangedBackwardParams kernel_params) {
   const AttentionBackwardParams& params = kernel_params.attention;
@@ -493,9 +519,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   }
   shared.barriers.init();
   const bool copies = threadIdx.x == 0;
+  using Bias = LogitBias<Config::kBias, true>;
   if (copies) {
     copy_pair(shared.sK, kernel_params.k, shared.sV, kernel_params.v, global_row, kv_head,
-              shared.barriers.own);
+              shared.barriers.own, Bias::table_bytes(params.bias));
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
   const int num_queries = static_cast<int>(queries.len);
@@ -503,13 +530,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
                              window_rows32(params.window_right)};
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   constexpr float kUnit = kLogitUnit<Config::kSilu>;
-  LogitBias<Config::kBias, true> bias(params, tile.seq, queries, {tile.rows.begin, num_keys}, row,
-                                      warp_row, kUnit, shared.bias_table);
+  Bias bias(params, tile.seq, queries, {tile.rows.begin, num_keys}, row, warp_row, kUnit,
+            shared.bias_table);
   KeyOfLane<Config::kBias>& keys = shared.keys[threadIdx.x];
   bias.set_load_head(kv_head * group);
   bias.set_head(kv_head * group, keys);
-  constexpr bool kLoadsBias = has_positions(Config::kBias) || has_times(Config::kBias);
-  constexpr bool kHasKeys = has_key_bias(Config::kBias);
+  if (copies) bias.copy_table(kv_head * group, shared.barriers.own);
+  constexpr bool kLoadsBias = has_times(Config::kBias);
   const bool has_factors = Config::kSilu && params.row_scale != nullptr;
   const auto load_queries = [&](int head, int query, int stage) {
     const int64_t first = queries.begin + query;
@@ -569,17 +596,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       ptx::cp_async_wait<0>();
       if (!Config::kSilu && threadIdx.x < kStep) {
         float& lse = shared.sLse[stage][threadIdx.x];
-        // -inf is of a row all of whose keys a bias hides: their P is 0 then.
-        lse = Config::kBiased && lse == -INFINITY ? 0.0f : lse * kLog2E;
+        lse = lse * kLog2E;
+        if constexpr (Config::kBiased) {
+          // -inf is of a row all of whose keys a bias hides: their P is 0 then. So is that of
+          // queries past the end, whatever their bias.
+          if (lse == -INFINITY) lse = 0.0f;
+          if (static_cast<int>(threadIdx.x) >= valid) lse = INFINITY;
+        }
       }
-      if constexpr (kLoadsBias) bias.finish_load(shared.sBias[stage], query);
     }
     __syncthreads();                     // the step before is done with the other stage
     Accumulator<1, kScoreBlocks> s, dp;  // S^T and dP^T
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sK, 0, shared.sQ[stage]);
+    auto& operands = uniform<Config>(shared);
+    wgmma_rows_by_rows(s, operands.sK, 0, operands.sQ[stage]);
     ptx::wgmma_commit_group();
-    wgmma_rows_by_rows(dp, shared.sV, 0, shared.sGradOut[stage]);
+    wgmma_rows_by_rows(dp, operands.sV, 0, operands.sGradOut[stage]);
     ptx::wgmma_commit_group();
     int next_head = head, next_query = tiles.next(next_is_cut) * kStep;
     if (next_query >= num_queries && ++next_head < last_head) {
@@ -588,19 +620,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
     }
     if (next_head != head && next_head < last_head) bias.set_load_head(next_head);
     if (next_head < last_head) load_queries(next_head, next_query, stage ^ 1);
-    // Queries past the end, whose scores are 0, see no key: a bias alone may be large.
-    const bool hides = is_cut || (Config::kBiased && valid < kStep);
     SeenBy64 seen;
-    if (hides) {
+    if (is_cut) {
       seen = SeenBy64(params, window, queries.begin + query, query, min(kStep, valid), num_keys,
                       row + warp_row, lane);
     }
-    const unsigned hidden = has_times(Config::kBias) && hides ? seen.hidden_groups() : 0;
+    unsigned hidden = 0;  // groups of 16 queries
+    if constexpr (has_times(Config::kBias))
+      hidden = is_cut ? seen.hidden_groups() : ~bits_below((valid + 15) / 16) & 0xf;
+    bias.prepare(query);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(s[0]);
     PackedRows<Element, kScoreBlocks> p;
     if constexpr (Config::kBiased) {
-      bias.scale_and_add(s, scale_of_logits, shared.sBias[stage], keys, query, hidden, lane);
+      bias.template scale_and_add<false>(s, scale_of_logits, shared.sBias[stage], keys, query,
+                                         hidden, lane);
     }
     if constexpr (Config::kSilu) {  // s becomes the slopes
       const auto activate = [&](auto with_factors) {
@@ -626,7 +660,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       } else {
         activate(Constant<0>{});
       }
-      if (hides) seen.keep(p, s, SiluOf::kNoSlope, lane);
+      if (is_cut) seen.keep(p, s, SiluOf::kNoSlope, lane);
     } else {
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
@@ -638,12 +672,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
           s[0][block][i] = ptx::ex2_approx(z - (i % 2 == 0 ? lse.x : lse.y));
         }
       }
-      if (hides) seen.keep(s, lane);
+      if (is_cut) seen.keep(s, lane);
       p = PackedRows<Element, kScoreBlocks>(s);
     }
     ptx::fence_operands(dv[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    wgmma_packed_by_columns(dv, p, uniform<Config>(shared.sGradOut[stage]));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dp[0]);
@@ -675,19 +709,19 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       }
     }
     // Always, where registers are few: a branch between two products makes ptxas run out of them.
-    if constexpr (kHasKeys) {
+    if constexpr (kSums) {
       if (Config::kBias == BiasKind::kKeys || params.key_sums != nullptr) keys.add(s);
     }
     const PackedRows<Element, kScoreBlocks> ds(s);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    wgmma_packed_by_columns(dk, ds, uniform<Config>(shared.sQ[stage]));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
     if (next_head != head) {
-      if constexpr (kHasKeys) {
+      if constexpr (kSums) {
         if (params.key_sums != nullptr) {
           float key_sums[1][2];
           keys.take_sums(key_sums, Config::kSilu && Config::kHasFloatRange ? slope_factor : 1.0f);
@@ -695,8 +729,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
         }
       }
       if (next_head < last_head) {
-        if constexpr (has_times(Config::kBias)) __syncthreads();  // of the table before
         bias.set_head(next_head, keys);
+        if constexpr (has_times(Config::kBias)) {
+          __syncthreads();  // of the table before
+          if (copies) {
+            ptx::mbarrier_arrive_expect_tx(shared.barriers.own, Bias::table_bytes(params.bias));
+            bias.copy_table(next_head, shared.barriers.own);
+          }
+          ptx::mbarrier_wait(shared.barriers.own, (next_head - kv_head * group) % 2);
+        }
       }
     }
     head = next_head;
@@ -760,9 +801,10 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
   constexpr int kWarps = kBoundsThreads / 32;
   int64_t tiles = num_tiles(q_offsets.total, q_offsets.num_seqs, Config::kRows);
   int kinds = 1;  // rows of its grid
+  if (attention.bias.position_table != nullptr) kinds += attention.bias.position_heads;
   if (attention.bias.time_table != nullptr) {
     tiles = std::max(tiles, num_tiles(kv_offsets.total, kv_offsets.num_seqs, Config::kRows));
-    kinds = 3 + attention.bias.time_heads;
+    kinds += 2 + attention.bias.time_heads;
   }
   cudaError_t error = launch<find_tile_bounds<Config::kRows>>(
       attention, Grid{(tiles + kWarps - 1) / kWarps, kinds}, kBoundsThreads, 0, stream, nullptr);
@@ -776,8 +818,15 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
                                                Config::kName);
   }();
   if (error != cudaSuccess) return error;
-  return launch_dependent<ranged_dkdv<Config>>(params, grid(kv_offsets, attention.kv_heads),
-                                               Config::kThreads, sizeof(DkdvStorage), stream);
+  const auto launch_dkdv = [&](auto sums) {
+    return launch_dependent<ranged_dkdv<Config, sums.value != 0>>(
+        params, grid(kv_offsets, attention.kv_heads), Config::kThreads, sizeof(DkdvStorage),
+        stream);
+  };
+  if constexpr (kBias == BiasKind::kKeys) {
+    if (attention.key_sums == nullptr) return launch_dkdv(Constant<0>{});
+  }
+  return launch_dkdv(Constant<has_key_bias(kBias) ? 1 : 0>{});
 }
 
 template <typename Element>

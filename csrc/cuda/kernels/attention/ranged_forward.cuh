@@ -78,7 +78,8 @@ struct SiluScore {
     return false;
   }
   __device__ __forceinline__ void finish(float (&factor)[2], const AttentionParams& params,
-                                         int64_t global_row, int rows, int, int num_keys, int) {
+                                         int64_t global_row, int rows, int, int num_keys, int,
+                                         int) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Rows outside all sequences have no keys, and perhaps NaN as their scale.

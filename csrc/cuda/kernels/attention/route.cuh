@@ -27,7 +27,11 @@ __device__ __forceinline__ bool left_to_short(const AttentionParams& params, int
 
 // Whether another kernel leaves a sequence to that for long ones.
 template <typename Params>
-__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries) {
+__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries, int64_t keys) {
+  return params.long_plan != nullptr && is_long(params, queries, keys);
+}
+__device__ __forceinline__ bool left_to_long(const AttentionBackwardParams& params,
+                                             int64_t queries) {
   return params.long_plan != nullptr && queries > long_rows(params);
 }
 

@@ -49,15 +49,16 @@ __device__ __forceinline__ void send_rows(const CUtensorMap& map, const Tile& ti
   ptx::cp_async_bulk_commit();
 }
 
-// The same of the first `rows` of them, by the warp's lanes; `g` is the first.
-template <typename Tile>
-__device__ __forceinline__ void copy_rows(typename Tile::Element* g, int64_t row_stride, Tile& tile,
+// The same of the first `rows` of them, by the warp's lanes; `g` is the first, row r lies offset_of(r)
+// elements behind it.
+template <typename Tile, typename OffsetOf>
+__device__ __forceinline__ void copy_rows(typename Tile::Element* g, OffsetOf offset_of, Tile& tile,
                                           int tile_row, int rows, int columns, int lane) {
   __syncwarp();
   const int chunk = lane % Tile::kChunks;
   if (chunk * Tile::kChunkElems < columns) {
     for (int row = lane / Tile::kChunks; row < rows; row += 32 / Tile::kChunks) {
-      *reinterpret_cast<uint4*>(g + row * row_stride + chunk * Tile::kChunkElems) =
+      *reinterpret_cast<uint4*>(g + offset_of(row) + chunk * Tile::kChunkElems) =
           *reinterpret_cast<const uint4*>(tile.chunk(tile_row + row, chunk));
     }
   }

@@ -1,12 +1,11 @@
 // The gradients of tables beside dq on wgmma (ranged_backward.cuh): sums of dS over all scores of a
 // bucket, in an order that sizes and times alone decide.
 //
-// Times: each warp has sums of its own, in shared memory; what belongs to the same bucket as before
-// stays in registers. Where 16 rows and 16 columns have more than two buckets, what a step brings is
+// Times: each warp has sums of its own, in shared memory. What a step with several buckets brings is
 // rounded to whole numbers of a unit, 2^-20 of the largest or less: their sums are the same in any
-// order, and shared memory adds them. Positions: a step's diagonals are added up by each warp, and those of the four
-// warps behind the next barrier by one thread each, to the sums of the CTA. What lies beyond the ends
-// of the table stays in registers till the end.
+// order, so that atomics of shared memory add them. Positions: a step's diagonals are added up by each
+// warp, and those of the four warps behind the next barrier by one thread each, to the sums of the
+// CTA. What lies beyond the ends of the table stays in registers till the end.
 #pragma once
 
 #include "cuda/kernels/attention/logit_bias.cuh"
@@ -14,8 +13,8 @@
 
 namespace jagged_cuda::attention {
 
-// In shared memory; behind it [kWarps][time_buckets] and [position_buckets] sums, and
-// [kWarps][whole_sums()] of whole numbers.
+// In shared memory; behind it [kWarps][whole_sums()] whole numbers, and the sums
+// [kWarps][time_buckets] and [position_buckets].
 template <BiasKind kKind>
 struct TableGradientStorage {
   static constexpr int kWarps = 4, kDiagonals = 16 + 64 - 1;
@@ -40,10 +39,11 @@ class TableGradients {
   // `sums` are those behind `shared`, full of zeros.
   __device__ __forceinline__ TableGradients(const ScoreBias& bias, Storage& shared, float* sums)
       : shared_(shared),
-        times_(sums + threadIdx.x / 32 * time_buckets(bias)),
-        positions_(sums + Storage::kWarps * time_buckets(bias)),
-        whole_(reinterpret_cast<int*>(positions_ + position_buckets(bias)) +
-               threadIdx.x / 32 * whole_sums(time_buckets(bias))) {}
+        whole_(reinterpret_cast<int*>(sums) + threadIdx.x / 32 * whole_sums(time_buckets(bias))),
+        times_(sums + Storage::kWarps * whole_sums(time_buckets(bias)) +
+               threadIdx.x / 32 * time_buckets(bias)),
+        positions_(sums + Storage::kWarps * (whole_sums(time_buckets(bias)) + time_buckets(bias))) {
+  }
 
   // What stands behind TableGradientStorage.
   __host__ __device__ __forceinline__ static int num_sums(int times, int positions) {
@@ -61,14 +61,17 @@ class TableGradients {
   }
 
   // dS of the step from `column` on, 0 where a key is not seen, as in all of the groups of 16 columns
-  // in `hidden`. All threads.
-  __device__ __forceinline__ void add(Bias& bias, const Scores& ds, const typename Bias::Step& step,
-                                      int column, unsigned hidden, int lane) {
+  // in `hidden`. It lacks the `factors` of the lane's rows. All threads.
+  __device__ __forceinline__ void add(Bias& bias, Scores& ds, const float (&factors)[2],
+                                      const typename Bias::Step& step, int column, unsigned hidden,
+                                      int lane) {
     if constexpr (has_times(kKind)) {
       if (kKind == BiasKind::kTimes || bias.bias().time_table != nullptr)
-        add_times(bias, ds, step, column, hidden, lane);
+        add_times(bias, ds, factors, step, column, hidden, lane);
     }
     if constexpr (has_positions(kKind)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) ds[0][i / 4][i % 4] *= factors[i % 4 / 2];
       if (kKind == BiasKind::kPositions || bias.bias().position_table != nullptr)
         add_positions(bias, ds, column, lane);
     }
@@ -83,7 +86,6 @@ class TableGradients {
   __device__ __forceinline__ void finish(const AttentionBackwardParams& params, int lane) {
     const ScoreBias& bias = params.bias;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    for (PendingSum& pending : pending_times_) pending.flush(times_, lane);
     __syncthreads();  // all sums of times are there, and the diagonals have been read
     float ends[2] = {};
     if constexpr (has_positions(kKind)) add_ends(ends, lane);
@@ -107,7 +109,8 @@ class TableGradients {
  private:
   static constexpr int kFewBuckets = 64, kCopiesLog2 = 3;
   __host__ __device__ __forceinline__ static int whole_sums(int times) {
-    return times == 0 ? 0 : times > kFewBuckets << kCopiesLog2 ? times : kFewBuckets << kCopiesLog2;
+    const int most = times > kFewBuckets << kCopiesLog2 ? times : kFewBuckets << kCopiesLog2;
+    return times == 0 ? 0 : (most + 3) / 4 * 4;
   }
 
   __device__ __forceinline__ void merge_positions() {
@@ -152,23 +155,23 @@ class TableGradients {
       value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;
   }
-  template <int kFirst, int kCount>
-  __device__ __forceinline__ static float sum_of(const Scores& ds) {
+  // Of all, with their factors.
+  __device__ __forceinline__ static float sum_of(const Scores& ds, float first, float second) {
     float sums[4] = {};
 #pragma unroll
-    for (int i = kFirst; i < kFirst + kCount; ++i) sums[i % 4] += ds[0][i / 4][i % 4];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    for (int i = 0; i < 32; ++i) sums[i % 4] += ds[0][i / 4][i % 4];
+    return (sums[0] + sums[1]) * first + (sums[2] + sums[3]) * second;
   }
 
   __device__ __forceinline__ void add_positions(const Bias& bias, const Scores& ds, int column,
                                                 int lane) {
     const int last = bias.bias().position_buckets - 1, farthest = bias.first_position(column);
     if (farthest <= 0) {
-      low_ += sum_of<0, 32>(ds);
+      low_ += sum_of(ds, 1.0f, 1.0f);
       return;
     }
     if (farthest - 126 >= last) {
-      high_ += sum_of<0, 32>(ds);
+      high_ += sum_of(ds, 1.0f, 1.0f);
       return;
     }
     farthest_ = farthest;
@@ -209,115 +212,118 @@ class TableGradients {
     }
   }
 
-  __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds,
+  __device__ __forceinline__ void add_times(Bias& bias, const Scores& ds, const float (&factors)[2],
                                             const typename Bias::Step& step, int column,
                                             unsigned hidden, int lane) {
-    constexpr unsigned kAll = 0xffffffffu, kOfStep = 0xf;
-    const int source = bias.find_groups(column);
+    constexpr unsigned kAll = 0xffffffffu;
+    const int source = TimeGroups::place_of(column);  // found with the logits
     const TimeGroups& groups = bias.groups();
-    const unsigned one = groups.one >> source & kOfStep, two = groups.two >> source & kOfStep,
-                   narrow = groups.narrow >> source & kOfStep,
-                   many = ~(one | two | hidden) & kOfStep;
-    // What becomes whole numbers, so that their sums have no order: below 2^20 each.
-    uint32_t most = 0;  // bits of the largest, which is above all numbers if it is none
-    if (many != 0) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i)
-        most = max(most, __float_as_uint(ds[0][i / 4][i % 4]) & 0x7fffffffu);
-      most = __reduce_max_sync(kAll, most);
-    }
-    const unsigned exponent = (most >> 23) + 1;
-    const bool is_slow = (many & ~narrow) != 0 || exponent == 256;
-    if (is_slow) {
-      float values[32];
-#pragma unroll
-      for (int i = 0; i < 32; ++i) values[i] = ds[0][i / 4][i % 4];
-#pragma unroll 1
-      for (int element = 0; element < 32; ++element)
-        add_by_bucket(times_, bias.time_bucket(element / 4, element % 4, column, lane),
-                      values[element]);
+    const unsigned one = groups.one >> source, two = groups.two >> source,
+                   narrow = groups.narrow >> source, ordered = groups.ordered >> source;
+    const bool own = lane >= source && lane < source + 4 && (hidden >> (lane - source) & 1) == 0;
+    const int lowest = __reduce_min_sync(kAll, own ? groups.first : INT_MAX),
+              highest = __reduce_max_sync(kAll, own ? groups.last : 0);
+    if (lowest >= highest) {
+      const float sum = warp_sum(sum_of(ds, factors[0], factors[1]));
+      if (lane == 0 && lowest < INT_MAX) times_[lowest] += sum;
+      __syncwarp();
       return;
     }
-    if (one == kOfStep) {
-      int buckets[4];
+    // What becomes whole numbers, so that their sums have no order: below 2^20 each.
+    float largest[2] = {};  // NaN if one is
 #pragma unroll
-      for (int group = 0; group < 4; ++group)
-        buckets[group] = __shfl_sync(kAll, groups.first, source + group);
-      if (buckets[0] == buckets[1] && buckets[0] == buckets[2] && buckets[0] == buckets[3]) {
-        add_pending(buckets[0], sum_of<0, 32>(ds), lane);
-        return;
-      }
+    for (int i = 0; i < 32; ++i) {
+      float& own = largest[i % 4 / 2];
+      own = ptx::max_nan(own, fabsf(ds[0][i / 4][i % 4]));
     }
-    // 2^(20 + 127 - exponent), which a float can be.
-    const unsigned power = min(20 + 2 * 127 - exponent, 254u);
+    // The bits of what is no number are above all numbers'.
+    const float most = ptx::max_nan(largest[0] * fabsf(factors[0]), largest[1] * fabsf(factors[1]));
+    const unsigned exponent =
+        (__reduce_max_sync(kAll, __float_as_uint(most) & 0x7fffffffu) >> 23) + 1;
+    const bool is_finite = exponent < 256;
+    // 2^(20 + 127 - exponent), which a float can be, as its inverse.
+    const unsigned power = is_finite ? min(20 + 2 * 127 - exponent, 253u) : 127;
     const float factor = __uint_as_float(power << 23);
-    const bool own = lane >= source && lane < source + 4 && (many >> (lane - source) & 1) != 0;
-    const int lowest = many == 0 ? 0 : __reduce_min_sync(kAll, own ? groups.first : INT_MAX),
-              highest = __reduce_max_sync(kAll, own ? groups.last : 0);
+    const float row_factors[2] = {factors[0] * factor, factors[1] * factor};
     // Of few buckets several copies, so that lanes seldom wait for each other.
     const int shift = highest - lowest < kFewBuckets ? kCopiesLog2 : 0, copies = 1 << shift;
     int* whole = whole_ + (lane & (copies - 1)) - (lowest << shift);
-    const auto add_group = [&](auto group) {
-      constexpr int kGroup = decltype(group)::value;
-      if (hidden >> kGroup & 1) return;
-      const auto value_of = [&](int i) { return ds[0][kGroup * 2 + i / 4][i % 4]; };
-      if (many >> kGroup & 1) {
-        bias.for_each_distance(kGroup, nullptr, step, lane, [&](int i, uint32_t away) {
-          const TimeCell cell = bias.table().cell(away);
-          const int value = __float2int_rn(value_of(i) * factor);
-          const int bucket = static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0);
-          if (value != 0) atomicAdd(&whole[bucket << shift], value);
-        });
-        return;
-      }
-      const int first = __shfl_sync(kAll, groups.first, source + kGroup);
-      if (one >> kGroup & 1) {
-        add_pending(first, sum_of<kGroup * 8, 8>(ds), lane);
-        return;
-      }
-      const TimeGroup own_group = bias.group(source + kGroup);
-      float sums[2] = {};
-      bias.for_each_distance(kGroup, &own_group.nearest, step, lane, [&](int i, uint32_t away) {
-        const bool behind = away >= own_group.boundary;
-        sums[0] += behind ? 0.0f : value_of(i);
-        sums[1] += behind ? value_of(i) : 0.0f;
-      });
-      add_pending(first, sums[0], lane);
-      add_pending(first + 1, sums[1], lane);
+    const auto add = [&](int bucket, int value) {
+      if (value != 0) atomicAdd(&whole[bucket << shift], value);
     };
-    add_group(std::integral_constant<int, 0>{});
-    add_group(std::integral_constant<int, 1>{});
-    add_group(std::integral_constant<int, 2>{});
-    add_group(std::integral_constant<int, 3>{});
-    if (many == 0) return;
-    const float unit = 1.0f / factor;
+    // A loop that stays one, since code that few steps run through would not stay in the cache.
+#pragma unroll 1
+    for (int group = 0; group < 4; ++group) {
+      if (hidden >> group & 1) continue;
+      float values[8];
+      Bias::with_group(group, [&](auto constant) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          values[i] = ds[0][constant.value * 2 + i / 4][i % 4] * row_factors[i % 4 / 2];
+      });
+      const int first = __shfl_sync(kAll, groups.first, source + group);
+      if (!is_finite || ((one | two | narrow) >> group & 1) == 0) {
+#pragma unroll 1
+        for (int element = 0; element < 8; ++element) {
+          float value = values[0];
+#pragma unroll
+          for (int i = 1; i < 8; ++i) value = i == element ? values[i] : value;
+          const int bucket = bias.look(group, element, column, lane).bucket;
+          if (is_finite) {
+            add(bucket, __float2int_rn(value));
+          } else {
+            add_by_bucket(times_, bucket, value);
+          }
+        }
+      } else if (one >> group & 1) {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += __float2int_rn(values[i]);
+        add(first, sum);
+      } else if (two >> group & 1) {
+        int sum = 0, behind = 0;
+        bias.for_each_side(group, bias.group(source + group), step, lane,
+                           [&](int i, bool is_behind) {
+                             const int value = __float2int_rn(values[i]);
+                             sum += value;
+                             behind += is_behind ? value : 0;
+                           });
+        add(first, sum - behind);
+        add(first + 1, behind);
+      } else {
+        bias.for_each_distance(
+            group, ordered >> group & 1, bias.group(source + group), step, lane,
+            [&](int i, uint32_t away) {
+              const TimeCell cell = bias.table().cell(away);
+              add(static_cast<int>(cell.bucket) + (away >= cell.boundary ? 1 : 0),
+                  __float2int_rn(values[i]));
+            });
+      }
+    }
+    const float unit = __uint_as_float((2 * 127 - power) << 23);
     __syncwarp();
+#pragma unroll 1
     for (int bucket = lowest + lane; bucket <= highest; bucket += 32) {
       int* first = whole_ + ((bucket - lowest) << shift);
-      int sum = 0;
-      for (int i = 0; i < copies; ++i) {
-        int& next = first[(i + lane / 4) & (copies - 1)];  // in another bank than its neighbours'
-        sum += next;
-        next = 0;
+      int sum = first[0];
+      if (shift == 0) {
+        first[0] = 0;
+      } else {
+        auto* quads = reinterpret_cast<int4*>(first);
+        const int4 one_quad = quads[0], other = quads[1];
+        sum = (one_quad.x + one_quad.y) + (one_quad.z + one_quad.w) + (other.x + other.y) +
+              (other.z + other.w);
+        quads[0] = quads[1] = make_int4(0, 0, 0, 0);
       }
       times_[bucket] += static_cast<float>(sum) * unit;
     }
     __syncwarp();
   }
-  // Neighbouring buckets, between which groups alternate, have places of their own.
-  __device__ __forceinline__ void add_pending(int bucket, float sum, int lane) {
-    if (bucket % 2 == 0) {
-      pending_times_[0].add(times_, bucket, sum, lane);
-    } else {
-      pending_times_[1].add(times_, bucket, sum, lane);
-    }
-  }
 
   Storage& shared_;
-  float* times_;      // of the warp
-  float* positions_;  // of the CTA
-  int* whole_;        // of the warp, zeros but within add_times()
-  PendingSum pending_times_[2];
+  int* whole_;                      // of the warp, zeros but within add_times()
+  float* times_;                    // of the warp
+  float* positions_;                // of the CTA
   float low_ = 0.0f, high_ = 0.0f;  // of this lane: of the first and the last bucket of positions
   bool pending_ = false;            // whether diagonals wait for merge()
   int stage_ = 0;                   // where those of the next step go

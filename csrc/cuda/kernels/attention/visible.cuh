@@ -215,6 +215,7 @@ struct VisibleHull {
   }
   // Which of the four groups of 16 keys from `key` on lie outside.
   __device__ __forceinline__ unsigned hidden_groups(int key) const {
+    if (begin <= key && key + 64 <= end) return 0;
     return (~bits_below((end - key + 15) / 16) | bits_below((begin - key) / 16)) & 0xf;
   }
 };

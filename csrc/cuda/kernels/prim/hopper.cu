@@ -68,7 +68,7 @@ CUtensorMapDataType tensor_map_type(ElementType type) {
 }  // namespace
 
 cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, int box_rows,
-                              int box_columns) {
+                              int box_columns, int box_heads) {
   const Encode encode = find_encode();
   if (encode == nullptr) return cudaErrorNotSupported;
   const int64_t element_bytes = is_16_bit(source.type) ? 2 : 4;
@@ -82,8 +82,8 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
                                  at_least_one(source.rows)};
   const cuuint64_t strides[2] = {stride_bytes(source.head_stride, source.heads),
                                  stride_bytes(source.row_stride, source.rows)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), 1,
-                             static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns),
+                             static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const auto run = [&] {
     return encode(

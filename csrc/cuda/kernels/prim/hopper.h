@@ -29,10 +29,10 @@ struct TensorMapSource {
   int64_t head_stride;
 };
 
-// Boxes of `box_rows` rows and `box_columns` columns of one head, stored with a swizzle as wide as
+// Boxes of `box_rows` rows and `box_columns` columns of `box_heads` heads, row by row, stored with a swizzle as wide as
 // their rows (64 or 128 bytes). cudaErrorNotSupported if the driver has no such description of this
 // tensor, or cannot make any: then the kernels that every GPU has must serve.
 cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, int box_rows,
-                              int box_columns);
+                              int box_columns, int box_heads = 1);
 
 }  // namespace jagged_cuda

@@ -32,6 +32,16 @@ __device__ __forceinline__ void st_shared_f64(SharedAddress shared, double value
   asm volatile("st.shared.f64 [%0], %1;\n" ::"r"(shared.value), "d"(value) : "memory");
 }
 
+// ld.shared.v2.b32
+__device__ __forceinline__ uint2 ld_shared_8(SharedAddress shared) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(shared.value)
+               : "memory");
+  return value;
+}
+
 // The same value, of which the compiler knows nothing: it computes again what follows from it, where
 // it would otherwise keep many registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
