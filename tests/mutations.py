@@ -149,8 +149,8 @@ FAULTS = (
         "lost barrier",
         "cuda",
         "cuda/kernels/jagged_softmax.cu",
-        "__syncthreads();\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
-        "\n#pragma unroll\n    for (int e = 0; e < kVector; ++e) {\n      S result",
+        "__syncthreads();\n    const int own",
+        "const int own",
         "--op jagged_softmax",
     ),
     Fault(
@@ -399,6 +399,14 @@ FAULTS = (
         "std::is_same_v<Element, __half> && !kBackward ? 4'096 : 16'320;",
         "16'320;",
         "tests/test_cuda.py -k test_softmax_counts_many_small_terms",
+    ),
+    Fault(
+        "a lone element of no column",
+        "cuda",
+        "cuda/kernels/softmax/matrix_words.cuh",
+        "return {(plan.elems - plan.head) % 2 != 0, plan.elems - 1, plan.columns - 1};",
+        "return {plan.elems % 2 != 0, plan.elems - 1, plan.columns - 1};",
+        "tests/test_cuda.py -k test_path_of_softmax_of_matrices",
     ),
     Fault(
         "rows of a band too far apart",

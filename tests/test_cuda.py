@@ -31,6 +31,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 # Every kernel path: operator, dtype, TF32 allowed, choices, the names after forward and backward.
 _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+# Softmaxes of matrices over their rows by clusters, and over their columns by staged shares.
+_CLUSTERS, _STAGED = (".words", ".staged_words") if HOPPER else ("", ".words")
 _DENSE, _JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 _MATRICES, _WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
 
@@ -132,12 +134,17 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             False,
             {"dim": dim},
-            f"cuda.jagged2_softmax.{path}{first if dtype in types else ''}",
+            f"cuda.jagged2_softmax.{path}{first.get(dtype, '')}",
             f"cuda.jagged2_softmax_backward.{path}{last if dtype != torch.float64 else ''}",
         )
-        for dim, path, first, last, types in (
-            (-1, "columns", ".words", ".words", (*_DTYPES.values(), torch.float32)),
-            (-2, "rows", ".tiles", ".tiles", _DTYPES.values()),
+        for dim, path, first, last in (
+            (
+                -1,
+                "columns",
+                dict.fromkeys(_DTYPES.values(), _STAGED) | {torch.float32: ".words"},
+                ".words",
+            ),
+            (-2, "rows", dict.fromkeys(_DTYPES.values(), ".tiles"), ".tiles"),
         )
         for dtype in (*_DTYPES.values(), torch.float32, torch.float64)
     ),
@@ -440,11 +447,28 @@ def test_path(
         ((5, 0, 30, 17) * 60, None, ".windows", ".windows"),
         ((1500, 3, 0, 40) * 12, (2, 800, 7, 33) * 12, ".tiles", ".tiles"),
         ((40, 60) * 15, (40, 20) * 15, ".tiles", ".tiles"),
-        ((130, 200) * 30, None, ".tiles", ".large_tiles"),
+        ((210, 250) * 30, None, ".tiles", ".large_tiles"),
         ((600, 400), None, ".tiles", ""),
         ((3, 13_000), (13_000, 19), ".tiles", ""),
+        # Whole matrices by clusters, and beside them what does not fit: too many rows or columns
+        ((130, 180, 75, 1) * 30, None, _CLUSTERS or ".tiles", _CLUSTERS or ".large_tiles"),
+        (
+            (900, 4, 0, 120, 300, 17) * 9,
+            (20, 900, 7, 90, 170, 5) * 9,
+            _CLUSTERS or ".tiles",
+            _CLUSTERS,
+        ),
     ],
-    ids=["small", "long_lines", "mean", "strips", "wide_strips", "global_memory"],
+    ids=[
+        "small",
+        "long_lines",
+        "mean",
+        "strips",
+        "wide_strips",
+        "global_memory",
+        "clusters",
+        "clusters_and_strips",
+    ],
 )
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_softmax_of_matrices(
@@ -460,11 +484,19 @@ def test_path_of_softmax_of_matrices(
     kv_layout = None if keys is None else Layout(keys)
     spec = spec_of(Layout(lengths), kv_layout=kv_layout, dim=dim, cross=keys is not None)
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-    forward = ".words" if dim == -1 else rows_forward
+    forward = _STAGED if dim == -1 else rows_forward
     assert last_kernel("cuda") == f"cuda.jagged2_softmax.{path}{forward}"
     judge(case, spec, dtype, CUDA)
     backward = ".words" if dim == -1 else rows_backward
     assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
+
+
+def test_path_of_gradients_over_rows_in_f32() -> None:
+    """Whole matrices by clusters, and beside them what does not fit."""
+    lengths, keys = Layout((130, 180, 75, 1, 900, 40) * 5), Layout((130, 150, 75, 900, 20, 300) * 5)
+    spec = spec_of(lengths, kv_layout=keys, cross=True, dim=-2)
+    judge(CASES["jagged2_softmax"], spec, torch.float32, CUDA)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.rows{_CLUSTERS}"
 
 
 @pytest.mark.parametrize("columns", [385, 769, 1537, 8193, 16_321, 32_641])
@@ -476,6 +508,78 @@ def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None
     spec = spec_of(Layout((3, 1, 5, 2, 9)), kv_layout=keys, cross=True, dim=-1)
     judge(case, spec, dtype, CUDA)
     assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
+
+
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_softmax_of_more_rows_than_are_staged(dtype: torch.dtype) -> None:
+    """More elements than all SMs hold at a time, and the same bits of those that they do."""
+    count, rows, columns = 1500, 101, 99
+    a = torch.randn(count * rows * columns, device=CUDA).to(dtype)
+
+    def of(first: int) -> torch.Tensor:
+        offsets, y_offsets = (torch.arange(first + 1, device=CUDA) * n for n in (rows, columns))
+        return jagged_cuda.jagged2_softmax(
+            a[: first * rows * columns], offsets, y_offsets=y_offsets
+        )
+
+    every = of(count)
+    assert last_kernel("cuda") == "cuda.jagged2_softmax.columns.words"
+    expected = torch.softmax(a.view(-1, columns).double(), 1).flatten()
+    torch.testing.assert_close(every.double(), expected, rtol=8e-3, atol=1e-6)
+    some = of(40)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.columns{_STAGED}"
+    assert torch.equal(some, every[: some.numel()])
+
+
+_LENGTHS = (0, 1, 31, 33, 130, 700, 0, 2500)  # of a warp, of a CTA, and of one that reads twice
+
+
+@pytest.mark.parametrize("columns", [8, 12, 24, 64, 72, 264])
+@pytest.mark.parametrize("dtype", [*_DTYPES.values(), torch.float32, torch.float64])
+def test_softmax_of_any_width(dtype: torch.dtype, columns: int) -> None:
+    """By vectors of 16 bytes and of 8, whole groups of columns and a part of one."""
+    layout = Layout(_LENGTHS, base=3, tail=5)
+    for scale in (0.7, -1.3):
+        spec = spec_of(layout, trailing=(columns,), scale=scale)
+        judge(CASES["jagged_softmax"], spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("columns", [3, 8, 64])
+@pytest.mark.parametrize("dtype", [*_DTYPES.values(), torch.float32, torch.float64])
+def test_softmax_of_infinities(dtype: torch.dtype, columns: int, scale: float) -> None:
+    """NaN where torch has it, and in no other column."""
+    layout = Layout(_LENGTHS)
+    offsets = torch.tensor([0, *itertools.accumulate(layout.lengths)], device=CUDA)
+    x = torch.randn(int(offsets[-1]), columns, device=CUDA).to(dtype)
+    inf = float("inf")
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        x[begin:end, 0] = -inf
+        x[(begin + end) // 2 : end, 1] = -inf
+        if end > begin:
+            x[end - 1, 2] = (inf, float("nan"), -inf)[end % 3]
+    found = jagged_cuda.jagged_softmax(x, offsets, scale=scale)
+    parts = x.double().split(layout.lengths)
+    expected = torch.cat([torch.softmax(scale * part, 0) for part in parts])
+    torch.testing.assert_close(
+        found.double(),
+        expected,
+        equal_nan=True,
+        rtol=8e-3,
+        atol=1e-6 if dtype.itemsize > 2 else 1e-4,
+    )
+
+
+@pytest.mark.parametrize("rows", [768, 769, 1023, 1025, 3000])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_softmax_counts_many_rows(dtype: torch.dtype, rows: int) -> None:
+    """A sum of as many exponentials of 1 as a column has rows."""
+    columns = 14_000 // rows
+    a = torch.zeros(rows * columns, device=CUDA, dtype=dtype)
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=-2)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.rows{_CLUSTERS or '.tiles'}"
+    torch.testing.assert_close(found, torch.full_like(a, 1 / rows))
 
 
 @pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])

@@ -1,5 +1,6 @@
 // jagged2_softmax: choice of the element type, and of the kernel by the matrices' mean size, which
 // the host knows: the vector's elements over the number of sequences.
+#include "cuda/kernels/softmax/matrix_words.cuh"
 #include "cuda/kernels/softmax/over_columns.cuh"
 #include "cuda/kernels/softmax/over_rows.cuh"
 #include "cuda/kernels/softmax/row_words.cuh"
@@ -19,24 +20,27 @@ constexpr softmax::Spans spans_of(int buffer_bytes, int window_bytes) {
 }
 
 enum class Kernel {
-  kWords,       // softmax/row_words.cuh, over columns alone
+  kWords,       // softmax/row_words.cuh over columns, softmax/matrix_words.cuh over rows
   kWindows,     // softmax/spans.cuh, several matrices for a CTA
   kTiles,       // softmax/spans.cuh, small tiles of one matrix
   kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
   kRegisters,   // softmax/over_columns.cuh, softmax/over_rows.cuh
 };
 
-// Whether the kernel by words can serve: over columns, the vectors' words begin at the same
-// elements, and the scale of logits is a positive number.
+// Whether the kernels by words can serve: the vectors' words begin at the same elements, and the
+// scale of logits is a positive number.
 template <typename Element, typename Params>
 bool fits_words(const Params& params) {
   using Operand = softmax::Operands<Params>;
-  if (params.over_rows) return false;
   const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 4; };
   if (place(Operand::x(params)) != place(Operand::result(params))) return false;
   if (Operand::kBackward) return place(Operand::grad(params)) == place(Operand::result(params));
   return params.scale >= 1e-30 && params.scale <= 1e30;
 }
+
+// Elements of a mean matrix for which a cluster's registers are the fastest: smaller ones leave most of
+// its threads without work, of a batch of larger ones too many do not fit.
+constexpr int64_t kMinOfCluster = 12'000, kMinOfCluster32 = 6'000, kMaxOfCluster = 14'500;
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
@@ -44,10 +48,17 @@ bool fits_words(const Params& params) {
 template <typename Element, typename Params>
 Kernel choose(const Params& params) {
   constexpr bool kIs16Bit = sizeof(Element) == 2;
+  constexpr bool kBackward = softmax::Operands<Params>::kBackward;
   const int64_t num_seqs = params.matrices.rows.num_seqs, elems = params.matrices.capacity;
   const int64_t mean = elems / (num_seqs > 0 ? num_seqs : 1);
-  if (fits_words<Element>(params)) return Kernel::kWords;
-  if (!softmax::Operands<Params>::kBackward) {
+  const bool by_words = fits_words<Element>(params);
+  if (by_words && !params.over_rows) return Kernel::kWords;
+  // Of floats a forward sum would depend on the kernel.
+  if (by_words && (kIs16Bit || kBackward) && mean >= (kIs16Bit ? kMinOfCluster : kMinOfCluster32) &&
+      mean <= kMaxOfCluster && has_wgmma()) {
+    return Kernel::kWords;
+  }
+  if (!kBackward) {
     if (!kIs16Bit) return Kernel::kRegisters;
     return mean < 800 ? Kernel::kWindows : Kernel::kTiles;
   }
@@ -74,7 +85,12 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
   constexpr auto kTile = spans_of<Element>(24 << 10, 16 << 10);
   const Kernel kernel = kIs64Bit ? Kernel::kRegisters : choose<Element>(params);
   if constexpr (!kIs64Bit) {
-    if (kernel == Kernel::kWords) return softmax::launch_row_words<Element>(params, stream);
+    if (kernel == Kernel::kWords) {
+      if (!params.over_rows) return softmax::launch_row_words<Element>(params, stream);
+      if constexpr (kIs16Bit || kBackward) {
+        return softmax::launch_matrix_words<Element>(params, stream);
+      }
+    }
   }
   if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
     switch (kernel) {

@@ -4,16 +4,16 @@
 //   p[i, c]  = exp(scale x[i, c] - m[c]) / sum_j exp(scale x[j, c] - m[c])
 //   dx[i, c] = scale p[i, c] (dp[i, c] - sum_j dp[j, c] p[j, c])
 //
-// Grid: x, one CTA of 128 threads for each sequence, or for each 4 sequences of a large batch; y,
-// groups of up to 32 vectors (4 elements, 2 of f64, or one where alignment forbids more) beside
-// each other. The threads that share a sequence form a grid, columns fastest, so that a warp
-// reads whole rows. Who shares it depends on its own length alone, so that results don't depend on
+// A *group* is up to 64 bytes of columns: vectors of 16 bytes (8 where rows are aligned to no more, or
+// single elements). Grid: x, the groups, so that those of a row run together; y, a CTA of 4 warps for
+// each sequence, or for each 4 sequences of a large batch. The threads that share a sequence form a
+// grid, columns fastest. Who shares it depends on its own length alone, so that results don't depend on
 // the batch:
-//   - up to 4 vectors for each lane of one warp: one warp; sums go by shuffles
-//   - up to 4 vectors for each thread: the CTA, which keeps the sequence in registers: one pass
+//   - up to kItems vectors for each lane of one warp: one warp; sums go by shuffles
+//   - up to kItems vectors for each thread: the CTA, which keeps the sequence in registers: one pass
 //   - longer: the CTA reads it twice, with a running maximum and sum the first time
 //
-// Shared memory: the partial results of 4 warps for 32 vectors, two buffers in turn (4,096 bytes).
+// Shared memory: the partial results of 4 warps for a group, two buffers in turn (1,024 bytes).
 // Barriers: one __syncthreads in each reduction over the CTA, between writing and reading its
 // buffer. A buffer is written again only after the barrier of the next reduction, which uses the
 // other one: by then all have read it.
@@ -24,6 +24,7 @@
 #include "cuda/kernels/jagged_softmax.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/softmax/words.cuh"
 
 #include <algorithm>
 #include <type_traits>
@@ -31,27 +32,95 @@
 namespace jagged_cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kItems = 4;      // vectors that a thread keeps in registers
-constexpr int kMaxLanes = 32;  // vectors of a row beside each other
-// Elements of a vector: 16 bytes of f32, but 8 of 16-bit types, whose sums fill the registers.
-constexpr int kMaxVector = 4;
-// Up to here, each sequence has a CTA of its own; 132 SMs hold 1,056 at once.
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kItems = 4;        // vectors that a thread keeps in registers
+constexpr int kGroupBytes = 64;  // of a row beside each other: what DRAM reads at a time
+// Rows of no more elements than these go by vectors of 4, so that more threads share a column's sums.
+constexpr int kNarrow = 16;
+// Up to here, each sequence has a CTA of its own.
 constexpr int kManySeqs = 2048;
 
 struct SharedStorage {
-  alignas(16) unsigned char partial[2][kWarps * kMaxLanes * kMaxVector * sizeof(float)];
+  alignas(16) unsigned char partial[2][kWarps * kGroupBytes * 2];
 };
-static_assert(sizeof(SharedStorage) == 4096, "as the header says");
+static_assert(sizeof(SharedStorage) == 1024, "as the header says");
 
-__device__ __forceinline__ float exponential(float x) { return expf(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float largest(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double largest(double a, double b) { return fmax(a, b); }
+using softmax::kAllLanes;
+using softmax::Scale;
+using softmax::shift_of;
+
 __device__ __forceinline__ float minus_infinity(float) { return __int_as_float(0xff800000); }
 __device__ __forceinline__ double minus_infinity(double) {
   return __longlong_as_double(0xfff0000000000000LL);
+}
+constexpr double kLog2E = 1.4426950408889634;
+__device__ __forceinline__ double shift_of(double maximum) { return maximum + (maximum - maximum); }
+// NaN if either is.
+__device__ __forceinline__ float largest(float a, float b) { return ptx::max_nan(a, b); }
+__device__ __forceinline__ double largest(double a, double b) { return a > b || a != a ? a : b; }
+
+// Elements of a vector that are compared together: two of 16 bits in a word, else one.
+template <typename Element, int kVector>
+struct Packed {
+  static constexpr bool kPairs = sizeof(Element) == 2 && kVector % 2 == 0;
+  static constexpr int kCount = kPairs ? kVector / 2 : kVector;
+  using Value = std::conditional_t<kPairs, uint32_t, Sum<Element>>;
+  using Loaded = Vector<Element, kVector>;
+
+  static __device__ __forceinline__ Value lowest() {
+    if constexpr (kPairs) {
+      return softmax::kMinusInfinities<Element>;
+    } else {
+      return minus_infinity(Sum<Element>{});
+    }
+  }
+  static __device__ __forceinline__ Value largest_of(Value a, Value b) {
+    if constexpr (kPairs) {
+      return ptx::max_nan_x2<Element>(a, b);
+    } else {
+      return largest(a, b);
+    }
+  }
+  // values = max(values, loaded), or of -loaded.
+  static __device__ __forceinline__ void enlarge(Value (&values)[kCount], const Loaded& loaded,
+                                                 bool negative) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (kPairs) {
+        const uint32_t word = reinterpret_cast<const uint32_t*>(loaded.elems)[i];
+        values[i] = largest_of(values[i], word ^ (negative ? 0x80008000u : 0));
+      } else {
+        const auto x = to_sum(loaded.elems[i]);
+        values[i] = largest_of(values[i], negative ? -x : x);
+      }
+    }
+  }
+  static __device__ __forceinline__ Sum<Element> element(const Value (&values)[kCount], int e) {
+    if constexpr (kPairs) {
+      return softmax::element_of<Element>(values[e / 2], e % 2);
+    } else {
+      return values[e];
+    }
+  }
+  static __device__ __forceinline__ bool is_lowest(const Value (&values)[kCount], int e) {
+    return element(values, e) == minus_infinity(Sum<Element>{});
+  }
+  // The logit, before the scale, that an element of enlarge()'s stands for.
+  static __device__ __forceinline__ Sum<Element> logit(const Value (&values)[kCount], int e,
+                                                       bool negative) {
+    const auto x = element(values, e);
+    return negative ? -x : x;
+  }
+};
+
+// What the compiler knows of the values is of no use to it afterwards.
+template <typename Element, int kVector>
+__device__ __forceinline__ void forget(Vector<Element, kVector>& vector) {
+  if constexpr (sizeof(vector) % 4 == 0) {
+    auto* words = reinterpret_cast<uint32_t*>(vector.elems);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(vector) / 4); ++i) asm("" : "+r"(words[i]));
+  }
 }
 
 // The place of a thread among those that share a sequence: a warp, or the whole CTA.
@@ -75,36 +144,34 @@ struct Place {
   }
 };
 
-// Combines value[] of all threads at the place that hold the same column; every thread gets the
+// Combines value[] of all threads at the place that hold the same columns; every thread gets the
 // result. `buffer` is 0 and 1 in turn.
-template <int kVector, typename S, typename Combine>
-__device__ __forceinline__ void reduce_rows(S (&value)[kVector], const Place& place,
+template <int kCount, typename Value, typename Combine>
+__device__ __forceinline__ void reduce_rows(Value (&value)[kCount], const Place& place,
                                             SharedStorage& shared, int buffer, Combine combine) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     if (offset < place.lanes) break;
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) {
+    for (int e = 0; e < kCount; ++e) {
       value[e] = combine(value[e], __shfl_xor_sync(0xffffffffu, value[e], offset));
     }
   }
   if (place.in_cta) {
-    using Partial = S[kWarps][kMaxLanes][kVector];
-    static_assert(sizeof(Partial) <= sizeof(shared.partial[0]));
-    Partial& sPartial = *reinterpret_cast<Partial*>(shared.partial[buffer]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // [kWarps, place.lanes, kCount]
+    auto* sPartial = reinterpret_cast<Value*>(shared.partial[buffer]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = place.lanes * kCount;
     if (lane < place.lanes) {
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) sPartial[warp][lane][e] = value[e];
+      for (int e = 0; e < kCount; ++e) sPartial[warp * all + lane * kCount + e] = value[e];
     }
     __syncthreads();
+    const int own = (lane & (place.lanes - 1)) * kCount;
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      S result = sPartial[0][lane & (place.lanes - 1)][e];
+    for (int e = 0; e < kCount; ++e) {
+      Value result = sPartial[own + e];
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) {
-        result = combine(result, sPartial[w][lane & (place.lanes - 1)][e]);
-      }
+      for (int w = 1; w < kWarps; ++w) result = combine(result, sPartial[w * all + own + e]);
       value[e] = result;
     }
   }
@@ -123,7 +190,8 @@ struct SoftmaxView {
   int64_t x_stride;
   int64_t columns;
   int64_t len;  // 0 for a thread without columns
-  S scale;
+  Scale<S> scale;
+  bool negative;  // the scale
 
   __device__ __forceinline__ SoftmaxView(const JaggedSoftmaxParams& params, const RowRange& range,
                                          const Place& place)
@@ -132,7 +200,8 @@ struct SoftmaxView {
         x_stride(params.x_stride),
         columns(params.columns),
         len(place.exists ? range.len : 0),
-        scale(static_cast<S>(params.scale)) {}
+        scale{static_cast<S>(params.scale * (std::is_same_v<S, float> ? kLog2E : 1.0))},
+        negative(params.scale < 0) {}
 
   __device__ __forceinline__ Loaded load(int64_t row) const {
     return *reinterpret_cast<const Loaded*>(gX + row * x_stride);
@@ -153,47 +222,55 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxParams& params,
                                               const RowRange& range, const Place& place,
                                               SharedStorage& shared) {
   using S = Sum<Element>;
-  const SoftmaxView<Element, kVector> view(params, range, place);
-  const int len = static_cast<int>(view.len);
-  S maximum[kVector], sum[kVector];
-  S rX[kItems][kVector] =
-      {};  // set at once, or their registers would live on from sequence to sequence
+  using View = SoftmaxView<Element, kVector>;
+  using Pairs = Packed<Element, kVector>;
+  const View view(params, range, place);
+  const int len = static_cast<int>(view.len), last = static_cast<int>(range.len);
+  // Rows of item i, which some thread has
+  const auto some = [&](int i) { return i * place.row_step < last; };
+  const auto row_of = [&](int i) { return place.row + i * place.row_step; };
+  typename View::Loaded rX[kItems] = {};
+  typename Pairs::Value greatest[Pairs::kCount];
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) maximum[e] = minus_infinity(S{}), sum[e] = S(0);
+  for (int i = 0; i < Pairs::kCount; ++i) greatest[i] = Pairs::lowest();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int row = place.row + i * place.row_step;
-    if (row < len) {
-      const auto loaded = view.load(row);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) rX[i][e] = to_sum(loaded.elems[e]);
-    }
+    if (some(i) && row_of(i) < len) rX[i] = view.load(row_of(i));
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (place.row + i * place.row_step < len) {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) maximum[e] = largest(maximum[e], view.scale * rX[i][e]);
-    }
+    if (some(i) && row_of(i) < len) Pairs::enlarge(greatest, rX[i], view.negative);
   }
-  reduce_rows(maximum, place, shared, 0, [](S a, S b) { return largest(a, b); });
+  reduce_rows(greatest, place, shared, 0, Pairs::largest_of);
+  S shift[kVector], sum[kVector];
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    shift[e] = shift_of(Pairs::logit(greatest, e, view.negative));
+    sum[e] = S(0);
+  }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (place.row + i * place.row_step < len) {
+    if (some(i) && row_of(i) < len) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        rX[i][e] = exponential(fma(rX[i][e], view.scale, -maximum[e]));
-        sum[e] += rX[i][e];
+        sum[e] += view.scale.exponential(to_sum(rX[i].elems[e]), shift[e]);
       }
     }
   }
   reduce_rows(sum, place, shared, 1, [](S a, S b) { return a + b; });
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) sum[e] = S(1) / sum[e];
+  for (int e = 0; e < kVector; ++e) sum[e] = softmax::reciprocal(sum[e]);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int row = place.row + i * place.row_step;
-    if (row < len) view.store(rX[i], sum, row);
+    forget(rX[i]);
+    if (some(i) && row_of(i) < len) {
+      S rP[kVector];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        rP[e] = view.scale.exponential(to_sum(rX[i].elems[e]), shift[e]);
+      }
+      view.store(rP, sum, row_of(i));
+    }
   }
 }
 
@@ -203,59 +280,70 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxParams& params,
                                              const RowRange& range, const Place& place,
                                              SharedStorage& shared) {
   using S = Sum<Element>;
-  const SoftmaxView<Element, kVector> view(params, range, place);
-  const S lowest = minus_infinity(S{});
+  using View = SoftmaxView<Element, kVector>;
+  using Pairs = Packed<Element, kVector>;
+  const View view(params, range, place);
   const int step = place.row_step;
-  S maximum[kVector], sum[kVector], own[kVector];
+  typename Pairs::Value greatest[Pairs::kCount], own[Pairs::kCount];
+  S shift[kVector], sum[kVector];
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) maximum[e] = lowest, sum[e] = S(0);
+  for (int i = 0; i < Pairs::kCount; ++i) greatest[i] = Pairs::lowest();
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) sum[e] = S(0);
 
-  // Each thread over its own rows, relative to the largest value that it has seen.
+  // Each thread over its own rows, relative to the largest logit that it has seen.
 #pragma unroll 1
   for (int64_t first = place.row; first < view.len; first += kItems * step) {
     const int left =
         static_cast<int>(view.len - first < kItems * step ? view.len - first : kItems * step);
-    typename SoftmaxView<Element, kVector>::Loaded rX[kItems] = {};
+    typename View::Loaded rX[kItems] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (i * step < left) rX[i] = view.load(first + i * step);
     }
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      S greatest = maximum[e];
+    for (int i = 0; i < Pairs::kCount; ++i) own[i] = greatest[i];
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (i * step < left) greatest = largest(greatest, view.scale * to_sum(rX[i].elems[e]));
-      }
+    for (int i = 0; i < kItems; ++i) {
+      if (i * step < left) Pairs::enlarge(greatest, rX[i], view.negative);
+    }
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
       // So long as all is -inf, any finite shift gives the right sum of 0, where -inf would give
       // NaN.
-      const S shift = greatest == lowest ? S(0) : greatest;
-      sum[e] *= exponential(maximum[e] - shift);
+      shift[e] = Pairs::is_lowest(greatest, e) ? S(0) : Pairs::logit(greatest, e, view.negative);
+      if (!Pairs::is_lowest(own, e)) {
+        sum[e] *= view.scale.exponential(Pairs::logit(own, e, view.negative), shift[e]);
+      }
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (i * step < left) {
-          sum[e] += exponential(fma(to_sum(rX[i].elems[e]), view.scale, -shift));
+          sum[e] += view.scale.exponential(to_sum(rX[i].elems[e]), shift[e]);
         }
       }
-      maximum[e] = greatest;
     }
   }
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) own[e] = maximum[e];
-  reduce_rows(maximum, place, shared, 0, [](S a, S b) { return largest(a, b); });
+  for (int i = 0; i < Pairs::kCount; ++i) own[i] = greatest[i];
+  reduce_rows(greatest, place, shared, 0, Pairs::largest_of);
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) sum[e] *= exponential(own[e] - maximum[e]);
+  for (int e = 0; e < kVector; ++e) {
+    shift[e] = shift_of(Pairs::logit(greatest, e, view.negative));
+    if (!Pairs::is_lowest(own, e)) {
+      sum[e] *= view.scale.exponential(Pairs::logit(own, e, view.negative), shift[e]);
+    }
+  }
   reduce_rows(sum, place, shared, 1, [](S a, S b) { return a + b; });
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) sum[e] = S(1) / sum[e];
+  for (int e = 0; e < kVector; ++e) sum[e] = softmax::reciprocal(sum[e]);
 
-#pragma unroll 2
+#pragma unroll 4
   for (int64_t row = place.row; row < view.len; row += step) {
     const auto loaded = view.load(row);
     S rP[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      rP[e] = exponential(fma(to_sum(loaded.elems[e]), view.scale, -maximum[e]));
+      rP[e] = view.scale.exponential(to_sum(loaded.elems[e]), shift[e]);
     }
     view.store(rP, sum, row);
   }
@@ -324,25 +412,32 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams&
   using View = SoftmaxBackwardView<Element, kVector>;
   using S = Sum<Element>;
   const View view(params, range, place);
-  const int len = static_cast<int>(view.len);
+  const int len = static_cast<int>(view.len), last = static_cast<int>(range.len);
+  // Rows of item i, which some thread has
+  const auto some = [&](int i) { return i * place.row_step < last; };
+  const auto row_of = [&](int i) { return place.row + i * place.row_step; };
   typename View::Loaded rGrad[kItems] = {}, rP[kItems] = {};
   S sum[kVector];
 #pragma unroll
   for (int e = 0; e < kVector; ++e) sum[e] = S(0);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int row = place.row + i * place.row_step;
-    if (row < len) view.load(rGrad[i], rP[i], row);
+    if (some(i) && row_of(i) < len) view.load(rGrad[i], rP[i], row_of(i));
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (place.row + i * place.row_step < len) View::add(sum, rGrad[i], rP[i]);
+    if (some(i) && row_of(i) < len) View::add(sum, rGrad[i], rP[i]);
   }
   reduce_rows(sum, place, shared, 0, [](S a, S b) { return a + b; });
+  // So that what they are as floats is not kept
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int row = place.row + i * place.row_step;
-    if (row < len) view.store(sum, rGrad[i], rP[i], row);
+    forget(rGrad[i]);
+    forget(rP[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (some(i) && row_of(i) < len) view.store(sum, rGrad[i], rP[i], row_of(i));
   }
   if (place.in_cta) __syncthreads();  // one reduction per sequence: its buffer is used again
 }
@@ -358,14 +453,14 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& 
   S sum[kVector];
 #pragma unroll
   for (int e = 0; e < kVector; ++e) sum[e] = S(0);
-#pragma unroll 2
+#pragma unroll 4
   for (int64_t row = place.row; row < view.len; row += place.row_step) {
     typename View::Loaded rGrad, rP;
     view.load(rGrad, rP, row);
     View::add(sum, rGrad, rP);
   }
   reduce_rows(sum, place, shared, 0, [](S a, S b) { return a + b; });
-#pragma unroll 2
+#pragma unroll 4
   for (int64_t row = place.row; row < view.len; row += place.row_step) {
     typename View::Loaded rGrad, rP;
     view.load(rGrad, rP, row);
@@ -380,7 +475,6 @@ template <typename Params>
 struct SoftmaxLaunch {
   Params params;
   int lanes_log2;  // vectors of a row that a group of columns holds
-  int64_t groups;  // of columns
   int seqs_each;   // sequences of a CTA
 };
 
@@ -398,22 +492,45 @@ __device__ __forceinline__ void store_zeros(Element* global, int64_t begin, int6
   }
 }
 
+// Per SM, as registers allow.
+template <typename Params, typename Element>
+constexpr int kCtas = sizeof(Element) == 8                          ? 4
+                      : std::is_same_v<Params, JaggedSoftmaxParams> ? 8
+                                                                    : 6;
+
 template <typename Params, typename Element, int kVector>
-__global__ __launch_bounds__(kThreads, sizeof(Element) == 8 ? 4 : 8) void jagged_softmax_kernel(
+__global__ __launch_bounds__(kThreads, kCtas<Params, Element>) void jagged_softmax_kernel(
     const __grid_constant__ SoftmaxLaunch<Params> launch) {
   __shared__ SharedStorage shared;
   const Params& params = launch.params;
   const OffsetsView& offsets = params.offsets;
   const int warp = threadIdx.x / 32;
-  for (int64_t group = blockIdx.y; group < launch.groups; group += gridDim.y) {
-    const int64_t first_vector = group << launch.lanes_log2;
-    for (int i = 0; i < launch.seqs_each; ++i) {
-      const int64_t seq = blockIdx.x * int64_t{launch.seqs_each} + i;
-      if (seq >= offsets.num_seqs) break;
-      const RowRange range = sequence_rows(offsets, seq);
-      const bool in_cta = range.len > (32 * kItems) >> launch.lanes_log2;
-      if (!in_cta && (warp != i || range.len == 0)) continue;
-      const Place place(in_cta, launch.lanes_log2, first_vector, kVector, params.columns);
+  const int64_t first_vector = int64_t{blockIdx.x} << launch.lanes_log2;
+  const int64_t step = int64_t{gridDim.y} * launch.seqs_each;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int64_t first = int64_t{blockIdx.y} * launch.seqs_each; first < offsets.num_seqs;
+       first += step) {
+    // Lane i knows sequence first + i.
+    RowRange own{0, 0};
+    if (lane < launch.seqs_each && first + lane < offsets.num_seqs) {
+      own = sequence_rows(offsets, first + lane);
+    }
+    const bool is_long = own.len > (32 * kItems) >> launch.lanes_log2;
+    const auto rows_of = [&](int i) {
+      return RowRange{__shfl_sync(kAllLanes, own.begin, i), __shfl_sync(kAllLanes, own.len, i)};
+    };
+    unsigned long_ones = __ballot_sync(kAllLanes, is_long);
+    const RowRange short_one = rows_of(warp);
+    if ((long_ones >> warp & 1) == 0 && short_one.len > 0) {
+      softmax_short<Element, kVector>(
+          params, short_one, Place(false, launch.lanes_log2, first_vector, kVector, params.columns),
+          shared);
+    }
+#pragma unroll 1
+    for (; long_ones != 0; long_ones &= long_ones - 1) {
+      const RowRange range = rows_of(__ffs(static_cast<int>(long_ones)) - 1);
+      const Place place(true, launch.lanes_log2, first_vector, kVector, params.columns);
       if (range.len <= place.row_step * kItems) {
         softmax_short<Element, kVector>(params, range, place, shared);
       } else {
@@ -435,26 +552,46 @@ constexpr PathName kPath =
 
 template <typename Element, int kVector, typename Params>
 cudaError_t launch_vector(const Params& params, cudaStream_t stream) {
+  constexpr int kMaxLanes = std::min<int>(32, kGroupBytes / (kVector * sizeof(Element)));
   const int64_t vectors = (params.columns + kVector - 1) / kVector;
   int lanes_log2 = 0;
   while ((1 << lanes_log2) < std::min<int64_t>(vectors, kMaxLanes)) ++lanes_log2;
   const int64_t groups = (vectors + (int64_t{1} << lanes_log2) - 1) >> lanes_log2;
-  const int64_t grid_y = std::min(groups, Grid::kMaxY);
   const int64_t num_seqs = params.offsets.num_seqs;
-  const int seqs_each = num_seqs > kManySeqs / grid_y ? kWarps : 1;
-  const int64_t grid_x = std::max<int64_t>(1, (num_seqs + seqs_each - 1) / seqs_each);
+  const int seqs_each = num_seqs > kManySeqs / std::min<int64_t>(groups, kManySeqs) ? kWarps : 1;
+  const int64_t ctas = std::max<int64_t>(1, (num_seqs + seqs_each - 1) / seqs_each);
   return launch<jagged_softmax_kernel<Params, Element, kVector>>(
-      SoftmaxLaunch<Params>{params, lanes_log2, groups, seqs_each}, {grid_x, grid_y}, kThreads, 0,
-      stream, kPath<Params, Element>);
+      SoftmaxLaunch<Params>{params, lanes_log2, seqs_each},
+      {std::max<int64_t>(1, groups), std::min(ctas, Grid::kMaxY)}, kThreads, 0, stream,
+      kPath<Params, Element>);
+}
+
+// Whether rows lie at multiples of 16 bytes.
+bool is_aligned(const void* data, int64_t stride, int64_t columns, int64_t elem_bytes) {
+  return (reinterpret_cast<uintptr_t>(data) | (stride * elem_bytes) | (columns * elem_bytes)) %
+             16 ==
+         0;
+}
+bool is_aligned(const JaggedSoftmaxParams& params, int64_t elem_bytes) {
+  return is_aligned(params.x, params.x_stride, params.columns, elem_bytes);
+}
+bool is_aligned(const JaggedSoftmaxBackwardParams& params, int64_t elem_bytes) {
+  return is_aligned(params.grad_out, params.grad_out_stride, params.columns, elem_bytes) &&
+         is_aligned(params.out, params.out_stride, params.columns, elem_bytes);
 }
 
 template <typename Params>
 cudaError_t launch_any(const Params& params, cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
-    constexpr int kVector = std::is_same_v<Element, double> ? 2 : 4;
-    return params.vectors ? launch_vector<Element, kVector>(params, stream)
-                          : launch_vector<Element, 1>(params, stream);
+    constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
+    if (!params.vectors) return launch_vector<Element, 1>(params, stream);
+    if constexpr (kVector == 8) {
+      if (params.columns <= kNarrow || !is_aligned(params, sizeof(Element))) {
+        return launch_vector<Element, 4>(params, stream);
+      }
+    }
+    return launch_vector<Element, kVector>(params, stream);
   });
 }
 

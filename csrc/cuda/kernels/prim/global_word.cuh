@@ -1,5 +1,5 @@
-// Words of 4 bytes and halves of them, in global memory and as pairs, as prim/ptx.cuh: one
-// instruction per function ("Data Movement and Conversion Instructions: ld.global.nc, st"; "Half
+// Words of 4 bytes and halves of them, in memory and as pairs, as prim/ptx.cuh: one
+// instruction per function ("Data Movement and Conversion Instructions: ld.global.nc, ld, st"; "Half
 // Precision Floating Point Instructions: max").
 #pragma once
 
@@ -20,6 +20,17 @@ __device__ __forceinline__ void ld_global_nc_2(uint32_t& value, const void* glob
   asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p ld.global.nc.u16 %0, [%1];\n}\n"
                : "+r"(value)
                : "l"(global), "r"(index), "r"(end));
+}
+// ld.b32 and .u16, of any memory.
+__device__ __forceinline__ void ld_4(uint32_t& value, const void* data, int index, int end) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p ld.b32 %0, [%1];\n}\n"
+               : "+r"(value)
+               : "l"(data), "r"(index), "r"(end));
+}
+__device__ __forceinline__ void ld_2(uint32_t& value, const void* data, int index, int end) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p ld.u16 %0, [%1];\n}\n"
+               : "+r"(value)
+               : "l"(data), "r"(index), "r"(end));
 }
 __device__ __forceinline__ void st_global_4(void* global, uint32_t value, int index, int end) {
   asm volatile(

@@ -11,23 +11,30 @@
 // element, if that lies in a low half. The other words are whole, and no element of another row is
 // touched.
 //
+// *Staged* (compute capability 9.0), a warp's share is brought to its own shared memory by one bulk copy,
+// which starts before the warp knows its matrices. Rows that end too far behind the share, those in chunks
+// that are not whole at the vector's ends, and those longer than kMaxWords are read as they lie.
+//
 // Rows longer than kMaxWords are read three times, backward twice, by a warp, and those longer than
 // kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
-// these; and those of long_lines.cuh.
+// these; those of long_lines.cuh, which works where shares were staged; `arrived` of each warp, on which
+// its copy completes.
 //
 // Elements outside every matrix, and those of one that does not fit, become zeros.
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/softmax/long_lines.cuh"
 #include "cuda/kernels/softmax/words.cuh"
 
 namespace jagged_cuda::softmax {
 
-template <typename Element_, bool kBackward_>
+template <typename Element_, bool kBackward_, bool kStaged_ = false>
 struct RowWordsConfig {
   using Element = Element_;
-  static constexpr bool kBackward = kBackward_;
+  static constexpr bool kBackward = kBackward_, kStaged = kStaged_;
+  static_assert(!kStaged || !kBackward);
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kCtas = 6;  // per SM: 80 registers
@@ -38,6 +45,10 @@ struct RowWordsConfig {
   static constexpr int kMaxWarpWords =
       std::is_same_v<Element, __half> && !kBackward ? 4'096 : 16'320;
   static constexpr int kMinElems = 512;  // of a warp's share
+  // Staged, of a warp; six CTAs have 37,888 bytes each. What is copied behind a share whose last row
+  // is not known yet
+  static constexpr int kStageBytes = 9'344, kBehind = 256;
+  static constexpr int kStage = kStageBytes / static_cast<int>(sizeof(Element));
   // What long_lines.cuh wants to know
   static constexpr bool kByWindows = false;
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(Element));
@@ -112,7 +123,7 @@ struct RowPlace {
   __device__ __forceinline__ bool has_loose() const { return head || tail; }
 };
 
-template <typename Element, int kLanes, int kItems, int kChecked>
+template <typename Element, int kLanes, int kItems, int kChecked, bool kStaged = false>
 struct RowOfWords {
   static constexpr int kPer = kPerWord<Element>;
   int columns, words;
@@ -139,7 +150,7 @@ struct RowOfWords {
     return checked(i) && kLanes * i == place.wholes && place.has_loose();
   }
 
-  // `gX` has a row where `place` has it. Nothing waits for what is loaded.
+  // `gX`, staged of any memory, has a row where `place` has it. Nothing waits for what is loaded.
   __device__ __forceinline__ void load(const Element* gX, const RowPlace<Element>& place,
                                        uint32_t neutral, uint32_t (&rX)[kItems],
                                        Loose& loose) const {
@@ -147,7 +158,10 @@ struct RowOfWords {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       rX[i] = neutral;
-      if (checked(i)) {
+      if constexpr (kStaged) {
+        ptx::ld_4(rX[i], gWords + kLanes * kPer * i, checked(i) ? kLanes * i : 0,
+                  checked(i) ? place.wholes : 1);
+      } else if (checked(i)) {
         ptx::ld_global_nc_4(rX[i], gWords + kLanes * kPer * i, kLanes * i, place.wholes);
       } else {
         rX[i] = __ldg(reinterpret_cast<const uint32_t*>(gWords + kLanes * kPer * i));
@@ -156,8 +170,9 @@ struct RowOfWords {
     if constexpr (kPer == 2) {
       loose.first = loose.last = neutral & 0xffff;
       const bool own = is_loose_lane();
-      ptx::ld_global_nc_2(loose.first, gX, 0, own && place.head);
-      ptx::ld_global_nc_2(loose.last, gX + columns - 1, 0, own && place.tail);
+      const auto load = kStaged ? ptx::ld_2 : ptx::ld_global_nc_2;
+      load(loose.first, gX, 0, own && place.head);
+      load(loose.last, gX + columns - 1, 0, own && place.tail);
     }
   }
 
@@ -197,11 +212,11 @@ struct RowOfWords {
   }
 };
 
-template <typename Element, int kLanes, int kItems, int kChecked, int kAtOnce>
+template <typename Element, int kLanes, int kItems, int kChecked, int kAtOnce, bool kStaged>
 __device__ __forceinline__ void softmax_rows(const Element* gX, Element* gOut, int rows,
                                              int columns, int words, float exponent) {
   constexpr int kPer = kPerWord<Element>, kAbreast = 32 / kLanes;
-  using Row = RowOfWords<Element, kLanes, kItems, kChecked>;
+  using Row = RowOfWords<Element, kLanes, kItems, kChecked, kStaged>;
   const int lane = threadIdx.x % 32;
   const Row own{columns, words, lane % kLanes};
   const Scale<float> scale{exponent};
@@ -446,8 +461,10 @@ __device__ __forceinline__ void softmax_short_rows_by_words(const typename Confi
       softmax_rows_backward<Element, Shape::kLanes, Shape::kItems, Shape::kChecked>(
           gX, gGrad, gOut, rows, columns, words, scale);
     } else {
-      softmax_rows<Element, Shape::kLanes, Shape::kItems, Shape::kChecked, Shape::kAtOnce>(
-          gX, gOut, rows, columns, words, scale);
+      // What is staged is there at once.
+      constexpr int kAtOnce = Config::kStaged ? 1 : Shape::kAtOnce;
+      softmax_rows<Element, Shape::kLanes, Shape::kItems, Shape::kChecked, kAtOnce,
+                   Config::kStaged>(gX, gOut, rows, columns, words, scale);
     }
   };
   if (words <= 64) {
@@ -487,6 +504,55 @@ __device__ __forceinline__ void softmax_short_rows_by_words(const typename Confi
   }
 }
 
+// A warp's share, and what its last row may need behind it, in its shared memory.
+template <typename Config>
+struct ShareOnStage {
+  using Element = typename Config::Element;
+  const Element* sX = nullptr;
+  int64_t begin = 0, end = 0;
+  uint64_t* arrived = nullptr;
+
+  __device__ __forceinline__ void load(const Element* gX, int64_t low, int64_t share,
+                                       int64_t capacity) {
+    if constexpr (Config::kStaged) {
+      extern __shared__ __align__(16) unsigned char dynamic_shared[];
+      __shared__ alignas(8) uint64_t all_arrived[Config::kWarps];
+      unsigned char* sShare = dynamic_shared + threadIdx.x / 32 * Config::kStageBytes;
+      sX = reinterpret_cast<const Element*>(sShare);
+      if (low >= capacity) return;
+      // Whole chunks of the vector
+      begin = low - static_cast<int64_t>(reinterpret_cast<uintptr_t>(gX + low) / sizeof(Element) %
+                                         Config::kChunk);
+      if (begin < 0) begin += Config::kChunk;
+      const int64_t last = low + share + Config::kBehind;
+      const int elems = static_cast<int>((last < capacity ? last : capacity) - begin);
+      const int bytes = elems / Config::kChunk * 16;
+      end = begin + bytes / static_cast<int>(sizeof(Element));
+      if (bytes <= 0) return;
+      arrived = &all_arrived[threadIdx.x / 32];
+      if (threadIdx.x % 32 == 0) {
+        ptx::mbarrier_init(*arrived, 1);
+        ptx::fence_mbarrier_init();
+        ptx::mbarrier_arrive_expect_tx(*arrived, bytes);
+        ptx::cp_async_bulk(sShare, gX + begin, bytes, *arrived);
+      }
+      __syncwarp();  // the barrier is there
+    }
+  }
+  __device__ __forceinline__ void wait() {
+    if (Config::kStaged && arrived != nullptr) {
+      ptx::mbarrier_wait(*arrived, 0);
+      arrived = nullptr;
+    }
+  }
+  // Where `count` elements from `first` on lie.
+  __device__ __forceinline__ const Element* find(const Element* gX, int64_t first,
+                                                 int64_t count) const {
+    return Config::kStaged && first >= begin && first + count <= end ? sX + (first - begin)
+                                                                     : gX + first;
+  }
+};
+
 template <typename Params>
 struct RowWordsLaunch {
   Params params;
@@ -506,6 +572,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
   const Element* gGrad = static_cast<const Element*>(Operand::grad(params));
   Element* gOut = static_cast<Element*>(Operand::result(params));
   const auto scale = static_cast<float>(params.scale * (Config::kBackward ? 1 : kLog2E));
+  const int64_t first = int64_t{blockIdx.x} * Config::kWarps * launch.share;
+  const int64_t low = first + threadIdx.x / 32 * launch.share;
+  ShareOnStage<Config> stage;
+  stage.load(gX, low, launch.share, matrices.capacity);
 
   // A pass over the share's matrices, 32 at a time; `long_ones` are computed by the CTA.
   bool any_long = false;
@@ -526,6 +596,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
       const bool is_long = part.columns > int64_t{Config::kMaxWarpWords} * kPerWord<Element>;
       any_long |= is_long;
       unsigned left = __ballot_sync(kAllLanes, part.rows > 0 && is_long == long_ones);
+      stage.wait();
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int owner = __ffs(static_cast<int>(left)) - 1;
@@ -543,24 +614,36 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
                                         static_cast<int>(columns), scale);
           }
         } else {
-          softmax_short_rows_by_words<Config>(gX + begin, gGrad + begin, gOut + begin,
-                                              static_cast<int>(rows), static_cast<int>(columns),
-                                              scale);
+          softmax_short_rows_by_words<Config>(stage.find(gX, begin, rows * columns), gGrad + begin,
+                                              gOut + begin, static_cast<int>(rows),
+                                              static_cast<int>(columns), scale);
         }
       }
       if (__any_sync(kAllLanes, seq + lane >= matrices.rows.num_seqs || part.next >= high)) break;
     }
   };
-  const int64_t first = int64_t{blockIdx.x} * Config::kWarps * launch.share;
-  const int64_t low = first + threadIdx.x / 32 * launch.share;
   take_share(low, low + launch.share, false);
   if (__syncthreads_or(any_long)) take_share(first, first + Config::kWarps * launch.share, true);
 }
 
+template <typename Config, typename Params>
+cudaError_t launch_row_words_of(const Params& params, int64_t share, cudaStream_t stream) {
+  constexpr const char* kPath = Config::kBackward ? "cuda.jagged2_softmax_backward.columns.words"
+                                : Config::kStaged ? "cuda.jagged2_softmax.columns.staged_words"
+                                                  : "cuda.jagged2_softmax.columns.words";
+  constexpr int kLongBytes = SpanShared<Config>::bytes(Config::kChunk);
+  constexpr int kBytes = Config::kStaged ? Config::kWarps * Config::kStageBytes : kLongBytes;
+  static_assert(kBytes >= kLongBytes);
+  const int64_t of_cta = share * Config::kWarps;
+  return launch<row_words_kernel<Config, Params>>(
+      RowWordsLaunch<Params>{params, share}, {(params.matrices.capacity + of_cta - 1) / of_cta},
+      Config::kThreads, kBytes, stream, kPath);
+}
+
 template <typename Element, typename Params>
 cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
-  using Config = RowWordsConfig<Element, Operands<Params>::kBackward>;
-  constexpr auto kKernel = row_words_kernel<Config, Params>;
+  constexpr bool kBackward = Operands<Params>::kBackward;
+  using Config = RowWordsConfig<Element, kBackward>;
   int device = 0, num_sms = 0;
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   if (cudaError_t error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
@@ -570,12 +653,13 @@ cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
   const int64_t warps = int64_t{num_sms} * Config::kCtas * Config::kWarps;
   int64_t share = (params.matrices.capacity + warps - 1) / warps;
   if (share < Config::kMinElems) share = Config::kMinElems;
-  const int64_t of_cta = share * Config::kWarps;
-  constexpr const char* kPath = Config::kBackward ? "cuda.jagged2_softmax_backward.columns.words"
-                                                  : "cuda.jagged2_softmax.columns.words";
-  return launch<kKernel>(RowWordsLaunch<Params>{params, share},
-                         {(params.matrices.capacity + of_cta - 1) / of_cta}, Config::kThreads,
-                         SpanShared<Config>::bytes(Config::kChunk), stream, kPath);
+  if constexpr (!kBackward && sizeof(Element) == 2) {
+    using Staged = RowWordsConfig<Element, false, true>;
+    if (has_wgmma() && share + Staged::kBehind + Staged::kChunk <= Staged::kStage) {
+      return launch_row_words_of<Staged>(params, share, stream);
+    }
+  }
+  return launch_row_words_of<Config>(params, share, stream);
 }
 
 }  // namespace jagged_cuda::softmax

@@ -209,10 +209,11 @@ __device__ __noinline__ void make_plan(const MatricesView& matrices, const Spans
   }
 }
 
-// The plan of tile `index` of one matrix, all 32 lanes of a warp together.
+// The plan of CTA `rank` of the `ranks` that share tile `index` of one matrix, all 32 lanes of a warp
+// together.
 template <typename Config>
 __device__ __noinline__ void make_tile_plan(const MatricesView& matrices, const Spans& spans,
-                                            bool over_rows, int64_t index) {
+                                            bool over_rows, int64_t index, int rank, int ranks) {
   SpanPlan& plan = span_shared<Config>().plan;
   const int tile_elems = 1 << spans.window_log2;
   const JaggedTile tile = find_matrix_tile(elements_of(matrices), spans.window_log2, index);
@@ -222,12 +223,14 @@ __device__ __noinline__ void make_tile_plan(const MatricesView& matrices, const 
   LargePlan large{};
   int64_t zeros_begin = 0, zeros = 0;
   if (present && !matrix.fits) {
-    zeros_begin = tile.rows.begin + tile.row;
-    zeros = tile.rows.len - tile.row < tile_elems ? tile.rows.len - tile.row : tile_elems;
+    const int64_t left = tile.rows.len - tile.row, own = rank * (tile_elems / ranks);
+    zeros_begin = tile.rows.begin + tile.row + own;
+    zeros = left - own < tile_elems / ranks ? left - own : tile_elems / ranks;
+    if (zeros < 0) zeros = 0;
   } else if (present && matrix.rows.len > 0 && matrix.columns.len > 0) {
     const int64_t tiles = (tile.rows.len + tile_elems - 1) >> spans.window_log2;
     large = plan_large<Config>(matrix, over_rows, spans.buffer - Config::kChunk,
-                               tile.row >> spans.window_log2, tiles);
+                               (tile.row >> spans.window_log2) * ranks + rank, tiles * ranks);
   }
   if (threadIdx.x == 0) {
     plan.large[0] = large;
@@ -301,9 +304,9 @@ __device__ __noinline__ void multiply_shared(int elems, S factor) {
   __syncthreads();  // all are multiplied
 }
 
+// What the plan says, all threads of the CTA together, once the plan is there.
 template <typename Config, typename Params>
-__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kernel(
-    const __grid_constant__ SpanLaunch<Params> launch) {
+__device__ __forceinline__ void softmax_spans(const SpanLaunch<Params>& launch) {
   using Operand = Operands<Params>;
   using Element = typename Config::Element;
   using S = Sum<Element>;
@@ -311,14 +314,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
   auto& shared = span_shared<Config>();
   const Params& params = launch.params;
   const bool over_rows = params.over_rows;
-  if (threadIdx.x < 32) {
-    if constexpr (Config::kByWindows) {
-      make_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
-    } else {
-      make_tile_plan<Config>(params.matrices, launch.spans, over_rows, blockIdx.x);
-    }
-  }
-  __syncthreads();  // the plan is there
   const SpanPlan& plan = shared.plan;
   const Element* gX = static_cast<const Element*>(Operand::x(params));
   const Element* gGrad = static_cast<const Element*>(Operand::grad(params));
@@ -434,6 +429,21 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kern
       __syncthreads();  // all have left the task's memory
     }
   }
+}
+
+template <typename Config, typename Params>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void spans_kernel(
+    const __grid_constant__ SpanLaunch<Params> launch) {
+  const Params& params = launch.params;
+  if (threadIdx.x < 32) {
+    if constexpr (Config::kByWindows) {
+      make_plan<Config>(params.matrices, launch.spans, params.over_rows, blockIdx.x);
+    } else {
+      make_tile_plan<Config>(params.matrices, launch.spans, params.over_rows, blockIdx.x, 0, 1);
+    }
+  }
+  __syncthreads();  // the plan is there
+  softmax_spans<Config>(launch);
 }
 
 // Each kernel is launched with one `spans`, since it is allowed its shared memory once.
