@@ -950,7 +950,7 @@ def test_path_of_tiny_sequences(
         spec = spec_of(TINY, dims=dims, heads=heads, max_len=True, **options)
         spec = dataclasses.replace(spec, kv_layout=TINY_KEYS if cross else None)
         case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-        pairs = ".pairs" if heads == (4, 4) and bucket == 32 else ""
+        pairs = ".pairs" if heads == (4, 4) else ""
         assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{bucket}{pairs}"
         judge(case, spec, dtype, CUDA)
         assert last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
@@ -959,7 +959,10 @@ def test_path_of_tiny_sequences(
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
 @pytest.mark.parametrize(
     ("dims", "bucket"),
-    [((72, 128), 128), ((128, 96), 128), ((72, 96), 128), ((136, 256), 256), ((208, 24), 256)],
+    [
+        *(((72, 128), 128), ((128, 96), 128), ((72, 96), 128)),
+        *(((136, 256), 256), ((208, 24), 256), ((136, 192), 256)),
+    ],
 )
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 def test_path_of_tiny_sequences_of_wide_rows(
@@ -976,7 +979,7 @@ def test_path_of_tiny_sequences_of_wide_rows(
         spec = spec_of(TINY_WIDE, dims=dims, heads=heads, max_len=True, **options)
         spec = dataclasses.replace(spec, kv_layout=TINY_WIDE_KEYS if cross else None)
         case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
-        columns = 96 if max(dims) <= 96 else bucket
+        columns = min(c for c in (96, 128, 192, 256) if c >= max(dims))
         assert last_kernel("cuda") == f"cuda.attention.forward.tiny.d{columns}"
         judge(case, spec, dtype, CUDA)
         is_tiny = last_kernel("cuda") == f"cuda.attention.backward.tiny.d{bucket}"
@@ -1060,6 +1063,27 @@ def test_tiny_and_short_sequences_do_not_depend_on_neighbours(
             spec = spec_of(Layout((end - begin,)), max_len=max_len, heads=heads, dims=(dim, dim))
             found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
+# So few tiles, most of them of tiny sequences, that one launch has all kernels and looks in slabs.
+FEW_SLABS = Layout((*(5,) * 40, 70, 33, 130, 200, *(3,) * 20, 64, 65), base=3, tail=40)
+
+
+@pytest.mark.parametrize("dim", [24, 64, 96, 128])
+def test_few_tiles_among_tiny_sequences(dim: int) -> None:
+    """They are found in slabs, and each sequence alone gives the bits that it gives there."""
+    case = CASES["jagged_flash_attention"]
+    for options in ({}, {"causal": True}):
+        spec = spec_of(FEW_SLABS, dims=(dim, dim), heads=(2, 2), **options)
+        judge(case, spec, torch.bfloat16, CUDA)
+    sample = case.sample(spec_of(FEW_SLABS, dims=(dim, dim), heads=(2, 2)), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    for begin, end in itertools.pairwise(FEW_SLABS.offsets().tolist()):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("q", "k", "v")}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        spec = spec_of(Layout((end - begin,)), dims=(dim, dim), heads=(2, 2))
+        found = run(case, Sample(spec, rows, offsets, None), calls(case), None)
+        assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])

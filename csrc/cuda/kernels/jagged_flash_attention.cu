@@ -75,14 +75,18 @@ bool has_few_tiles(const AttentionParams& params) {
 // two, and whether there is such a kernel.
 bool takes_few(const AttentionParams& params) {
   const int bucket = attention::dim_bucket(params);
-  const int64_t seqs = params.q_offsets.num_seqs, most = bucket == 64 ? 1056 : 264;
+  const int64_t seqs = params.q_offsets.num_seqs, total = params.q_offsets.total,
+                most = bucket == 64   ? 1056
+                       : bucket == 32 ? 396
+                                      : 264;
   // Short sequences alone: those of many keys for few queries have a kernel of their own.
   const bool is_taken = bucket == 32 || bucket == 128 ||
                         (bucket == 64 && params.q_offsets.data == params.kv_offsets.data);
+  const int64_t tiles = attention::looks_in_slabs(params)
+                            ? num_longer_tiles(total, tiny_limit(params))
+                            : num_tiles(total, seqs, 64);
   return is_taken && takes_wgmma(params) && !all_tiny(params) &&
-         (num_tiles(params.q_offsets.total, seqs, 64) +
-          seqs * (tiny_limit(params) / 16) / (bucket == 64 ? 4 : 5) + 1) *
-                 params.heads <=
+         (tiles + seqs * (tiny_limit(params) / 16) / (bucket == 64 ? 4 : 5) + 1) * params.heads <=
              most;
 }
 

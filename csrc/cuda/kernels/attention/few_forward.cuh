@@ -31,8 +31,9 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element, int kDim>
+template <typename Element, int kDim, bool kSlabs_>
 struct FewForwardConfig {
+  static constexpr bool kSlabs = kSlabs_;  // whether tiles are looked for in slabs
   using Tiles = ForwardWgmmaConfig<Element, kDim>;
   using Tiny = std::conditional_t<kDim <= 64, TinyForwardConfig<Element, kDim>,
                                   TinyWideForwardConfig<Element, kDim>>;
@@ -75,7 +76,7 @@ __global__ __launch_bounds__(Config::kThreads,
   const AttentionParams& attention = params.attention;
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x < params.tile_ctas) {
-    run_forward_wgmma<Tiles, false>(
+    run_forward_wgmma<Tiles, false, Config::kSlabs>(
         params, *reinterpret_cast<ForwardWgmmaStorage<Tiles>*>(wgmma_shared_bytes));
     if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_behind
     return;
@@ -83,9 +84,10 @@ __global__ __launch_bounds__(Config::kThreads,
   run_tiny<Config>(attention, params.tile_ctas);
 }
 
-template <typename Element_>
+template <typename Element_, bool kSlabs_>
 struct FewShortConfig {
   using Element = Element_;
+  static constexpr bool kSlabs = kSlabs_;
   using Short = ShortForwardConfig<Element>;
   using Tiny = TinyForwardConfig<Element, 64>;
   static constexpr int kTinyWarps = 4, kThreads = kTinyWarps * 32, kMinCtas = 3;
@@ -116,7 +118,7 @@ __device__ __forceinline__ void run_short_tile(const FewShortParams& params,
     ptx::mbarrier_init(shared.full, 3);
     ptx::fence_mbarrier_init();
   }
-  const JaggedTile found = find_tile<kTileM>(attention.q_offsets, blockIdx.x);
+  const JaggedTile found = find_tile_of_grid<kTileM, Config::kSlabs>(attention);
   const int num_rows = static_cast<int>(min(found.rows.len, int64_t{kShortRows + 1}));
   __syncthreads();
   if (found.seq < 0 || found.row >= num_rows || num_rows > kShortRows ||
@@ -182,42 +184,51 @@ Grid few_grid(const AttentionParams& attention, int64_t tile_ctas) {
           attention.heads};
 }
 
-template <typename Element>
+template <typename Config, typename Element = typename Config::Element>
 cudaError_t launch_few_short(const AttentionParams& attention, cudaStream_t stream) {
-  using Config = FewShortConfig<Element>;
   FewShortParams params;
   params.attention = attention;
+  params.attention.longer_in_slabs = Config::kSlabs;
   const cudaError_t error = params.encode<Element>();
   if (error != cudaSuccess) return error;
   const int64_t tiles =
-      num_tiles(attention.q_offsets.total, attention.q_offsets.num_seqs, Config::kTileM);
+      tile_grid(params.attention, attention.q_offsets, Config::kTileM, attention.heads).x;
   params.tile_ctas = static_cast<unsigned>(tiles);
   return launch_behind<forward_few_short<Config>>(
       is_behind_long(attention), params, few_grid<Config>(attention, tiles), Config::kThreads,
       sizeof(FewShortStorage), stream, path_behind_long(attention, Config::Short::kName));
 }
 
+template <typename Config>
+cudaError_t launch_few_tiles(const AttentionParams& attention, cudaStream_t stream) {
+  using Tiles = typename Config::Tiles;
+  FewForwardParams params;
+  params.attention = attention;
+  params.attention.longer_in_slabs = Config::kSlabs;
+  params.heads_per_cta = 1;
+  const cudaError_t error = encode_forward_maps<Tiles>(params, attention);
+  if (error != cudaSuccess) return error;
+  const Grid tiles =
+      tile_grid(params.attention, attention.q_offsets, Tiles::kTileM, attention.heads);
+  params.tile_ctas = static_cast<unsigned>(tiles.x);
+  return launch_behind<forward_few<Config>>(
+      is_behind_long(attention), params, few_grid<Config>(attention, tiles.x), Config::kThreads,
+      sizeof(ForwardWgmmaStorage<Tiles>), stream, path_behind_long(attention, Tiles::kName));
+}
+
 template <typename Element>
 cudaError_t launch_forward_few(const AttentionParams& attention, cudaStream_t stream) {
-  if (dim_bucket(attention) == 64) return launch_few_short<Element>(attention, stream);
-  const auto launch_dim = [&](auto dim) {
-    using Config = FewForwardConfig<Element, dim.value>;
-    using Tiles = typename Config::Tiles;
-    FewForwardParams params;
-    params.attention = attention;
-    params.attention.longer_in_slabs = false;
-    params.heads_per_cta = 1;
-    const cudaError_t error = encode_forward_maps<Tiles>(params, attention);
-    if (error != cudaSuccess) return error;
-    const Grid tiles =
-        tile_grid(params.attention, attention.q_offsets, Tiles::kTileM, attention.heads);
-    params.tile_ctas = static_cast<unsigned>(tiles.x);
-    return launch_behind<forward_few<Config>>(
-        is_behind_long(attention), params, few_grid<Config>(attention, tiles.x), Config::kThreads,
-        sizeof(ForwardWgmmaStorage<Tiles>), stream, path_behind_long(attention, Tiles::kName));
+  const auto launch = [&](auto slabs) {
+    constexpr bool kSlabs = slabs.value != 0;
+    const int bucket = dim_bucket(attention);
+    if (bucket == 64) return launch_few_short<FewShortConfig<Element, kSlabs>>(attention, stream);
+    if (bucket == 32)
+      return launch_few_tiles<FewForwardConfig<Element, 32, kSlabs>>(attention, stream);
+    if (fits_96(attention))
+      return launch_few_tiles<FewForwardConfig<Element, 96, kSlabs>>(attention, stream);
+    return launch_few_tiles<FewForwardConfig<Element, 128, kSlabs>>(attention, stream);
   };
-  if (fits_96(attention)) return launch_dim(Constant<96>{});
-  return dim_bucket(attention) == 32 ? launch_dim(Constant<32>{}) : launch_dim(Constant<128>{});
+  return looks_in_slabs(attention) ? launch(Constant<1>{}) : launch(Constant<0>{});
 }
 
 }  // namespace jagged_cuda::attention

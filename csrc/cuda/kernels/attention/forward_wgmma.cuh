@@ -102,7 +102,7 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
 inline bool looks_by_sequence(const AttentionParams& params) {
   return params.long_plan != nullptr && params.split_by_length && !params.longer_in_slabs &&
          params.q_offsets.data == params.kv_offsets.data &&
-         params.q_offsets.total / kShortRows >= params.q_offsets.num_seqs;
+         params.q_offsets.total / long_rows(params) >= params.q_offsets.num_seqs;
 }
 
 // Rows of the longest sequence in self-attention that is not long, and tiles of kTile rows that it has.
@@ -154,9 +154,17 @@ class MiddleTilesOfCta {
   int64_t own_ = 0;
 };
 
+// This CTA's tile in a grid of tile_grid(), where it is known whether its tiles lie in slabs.
+template <int kTile, bool kSlabs>
+__device__ __forceinline__ JaggedTile find_tile_of_grid(const AttentionParams& params) {
+  if constexpr (kSlabs)
+    return find_longer_tile<kTile>(params.q_offsets, tiny_limit(params), blockIdx.x);
+  return find_tile<kTile>(params.q_offsets, blockIdx.x);
+}
+
 // Finds the tiles and copies everything that the warpgroup reads, in the order of its use; one warp,
 // whose first lane copies. Behind more than one tile comes one without rows.
-template <typename Config, bool kLooped>
+template <typename Config, bool kLooped, bool kSlabs>
 __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   const AttentionParams& attention = params.attention;
@@ -205,7 +213,7 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
     if (threadIdx.x % 32 == 0) publish(QueryTile{});
   } else {
     const QueryTile tile = query_tile_of<Config::kTileM>(
-        attention, find_tile<Config::kTileM>(attention.q_offsets, blockIdx.x));
+        attention, find_tile_of_grid<Config::kTileM, kSlabs>(attention));
     if (threadIdx.x % 32 == 0) publish(tile);
   }
 }
@@ -335,7 +343,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
 }
 
 // A CTA and its tiles.
-template <typename Config, bool kLooped>
+template <typename Config, bool kLooped, bool kSlabs = false>
 __device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& params,
                                                   ForwardWgmmaStorage<Config>& shared) {
   constexpr int kConsumerWarps = Config::kConsumers / 32;
@@ -353,7 +361,7 @@ __device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& para
   }
   __syncthreads();
   if (threadIdx.x >= Config::kConsumers) {
-    produce_forward<Config, kLooped>(params, shared);
+    produce_forward<Config, kLooped, kSlabs>(params, shared);
   } else {
     consume_forward<Config, kLooped>(params, shared);
   }

@@ -26,6 +26,15 @@ bool fits_96(const Params& params) {
   return dim_bucket(params) == 128 && params.dim_qk <= 96 && params.dim_v <= 96;
 }
 
+// Whether few tiles of 64 rows are looked for in slabs, self-attention only: where that leaves out a third
+// of those to look at.
+inline bool looks_in_slabs(const AttentionParams& params) {
+  const int64_t total = params.q_offsets.total;
+  return params.q_offsets.data == params.kv_offsets.data &&
+         3 * num_longer_tiles(total, tiny_limit(params)) <=
+             2 * num_tiles(total, params.q_offsets.num_seqs, 64);
+}
+
 // True where sequences are long on average, which is all that the host knows of their lengths. Then
 // the mma.sync kernels give a warp two blocks of 16 rows (tiles of 128 rows, then seldom half
 // empty), and the wgmma backward kernels take larger steps. Larger head dims leave fewer registers,

@@ -1073,9 +1073,11 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
                                          params.heads >> params.packed_shift, num_sms);
     if (!params.plans_itself) {
       // Those for shorter sequences, which are few then, fill its last round.
+      constexpr int64_t kManyRows = int64_t{1} << 18;  // of all heads: some rounds
       const int64_t few_shorter = dim_bucket(params) == 64 ? kShortRows : 1024;
-      params.long_first =
-          !is_wide(params) && params.q_offsets.total >= params.q_offsets.num_seqs * few_shorter;
+      params.long_first = !is_wide(params) &&
+                          params.q_offsets.total >= params.q_offsets.num_seqs * few_shorter &&
+                          params.q_offsets.total * params.heads >= kManyRows;
       return launch<plan_long<kTileM, AttentionParams>>(params, Grid{1}, kPlanThreads, 0, stream,
                                                         nullptr);
     }

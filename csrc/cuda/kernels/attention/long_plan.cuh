@@ -204,12 +204,16 @@ constexpr int kOwnPlanSeqs = 30;
 template <typename Params>
 bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_rows, int heads,
                     int num_sms) {
-  constexpr int kRounds = 3, kMaxSeqs = 64;  // of which a warp reads all lengths
+  constexpr int kMaxSeqs = 64;  // of which a warp reads all lengths
+  // Items of causal tiles are of unequal length.
+  const bool is_even = !std::is_same_v<Params, AttentionBackwardParams> &&
+                       params.window_right >= AttentionParams::kUnbounded;
+  const int rounds = is_even ? 6 : 3;
   const int64_t num_seqs = params.q_offsets.num_seqs,
                 most = params.q_offsets.total / (long_rows(params) + 1);
   return (num_seqs <= kOwnPlanSeqs || (num_seqs <= kMaxSeqs && most <= kOwnPlanSeqs)) &&
          num_tiles(offsets.total, 0, tile_rows) + (num_seqs < most ? num_seqs : most) <=
-             int64_t{kRounds} * num_sms / heads;
+             int64_t{rounds} * num_sms / heads;
 }
 
 // Launches a kernel that plans for itself: the first on the stream unless those for tiny or other

@@ -26,30 +26,37 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_, int kHeads_ = 1>
+template <typename Element_, int kDim_, int kHeads_ = 1, bool kMostShort_ = false>
 struct TinyForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns in registers: D and Dv, rounded up
   // Of a sequence, that a warp takes: two where most have at most 16 rows (takes_pairs).
   static constexpr int kHeads = kHeads_;
+  static constexpr bool kMostShort = kMostShort_;  // most have at most 16 rows
   // Few, since a CTA's slot is free only when the last of its warps is done.
   static constexpr int kWarps = 2;
   static constexpr int kThreads = kWarps * 32;
-  // 16 warps per SM with 128 registers for 32 columns; 64 columns of 64 keys need 246. Pairs, 24: what
-  // is spilled for that is of more keys than most have.
-  static constexpr int kMinCtas = kHeads == 2 ? 12 : kDim == 32 ? 8 : 4;
+  // 16 warps per SM with 128 registers for 32 columns; 64 columns of 64 keys need 246. Where most are of
+  // 16 rows, more: what is spilled for that is of more keys than most have.
+  static constexpr int kMinCtas = kDim == 32    ? (kMostShort ? 12 : 8)
+                                  : !kMostShort ? 4
+                                  : kHeads == 2 ? 8
+                                                : 6;
   static constexpr int kColumnBlocks = kDim / 32;
   static constexpr PathName kName =
       PathName("cuda.attention.forward.tiny.d") + kDim + (kHeads == 2 ? ".pairs" : "");
-  static_assert(kDim == 32 || (kDim == 64 && kHeads == 1));
+  static_assert((kDim == 32 || kDim == 64) && (kHeads == 1 || kMostShort));
 };
 
-// Whether a warp takes two heads of a sequence: where these have at most 16 rows on average. Their bits
-// are the same.
-inline bool takes_pairs(const AttentionParams& params) {
-  return params.heads == params.kv_heads && params.heads % 2 == 0 &&
-         params.q_offsets.total <= params.q_offsets.num_seqs * 16 &&
+// Whether sequences have at most 16 rows on average.
+inline bool are_most_short(const AttentionParams& params) {
+  return params.q_offsets.total <= params.q_offsets.num_seqs * 16 &&
          params.kv_offsets.total <= params.kv_offsets.num_seqs * 16;
+}
+
+// Whether a warp then takes two heads of a sequence. Their bits are the same.
+inline bool takes_pairs(const AttentionParams& params) {
+  return are_most_short(params) && params.heads == params.kv_heads && params.heads % 2 == 0;
 }
 
 // 16 rows of one head. Lane l holds, of rows l / 4 and l / 4 + 8, the chunk of 8 columns 8 (l % 4) of
@@ -443,13 +450,13 @@ cudaError_t launch_tiny_forward(const AttentionParams& params, cudaStream_t stre
 template <typename Element>
 cudaError_t launch_forward_tiny(const AttentionParams& params, cudaStream_t stream) {
   return for_dim<64>(params, [&](auto dim) {
-    using Config = TinyForwardConfig<Element, dim.value>;
-    if constexpr (dim.value == 32) {
-      using Pairs = TinyForwardConfig<Element, dim.value, 2>;
-      if (takes_pairs(params))
-        return launch_tiny_forward<forward_tiny<Pairs>, Pairs>(params, stream);
-    }
-    return launch_tiny_forward<forward_tiny<Config>, Config>(params, stream);
+    const auto launch_config = [&](auto config) {
+      using Config = decltype(config);
+      return launch_tiny_forward<forward_tiny<Config>, Config>(params, stream);
+    };
+    if (takes_pairs(params)) return launch_config(TinyForwardConfig<Element, dim.value, 2, true>());
+    return are_most_short(params) ? launch_config(TinyForwardConfig<Element, dim.value, 1, true>())
+                                  : launch_config(TinyForwardConfig<Element, dim.value>());
   });
 }
 

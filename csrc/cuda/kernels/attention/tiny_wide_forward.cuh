@@ -24,9 +24,9 @@ struct TinyWideForwardConfig {
   // Twice as many warps per SM. With 256 columns and 168 registers it would spill.
   static constexpr int kMinCtas = kDim == 256 ? 4 : 6;
   // Of a group: Q, K and V of 32 keys fill 160 registers.
-  static constexpr int kGroup = kDim == 96 ? 3 : 4, kGroups = kDim / 32 / kGroup;
+  static constexpr int kGroup = kDim == 96 ? 3 : kDim == 192 ? 2 : 4, kGroups = kDim / 32 / kGroup;
   static constexpr PathName kName = PathName("cuda.attention.forward.tiny.d") + kDim;
-  static_assert(kDim == 96 || kDim == 128 || kDim == 256);
+  static_assert(kDim == 96 || kDim == 128 || kDim == 192 || kDim == 256);
 };
 
 // What TinyScores and store_row know of a group of columns.
@@ -167,7 +167,9 @@ cudaError_t launch_forward_tiny_wide(const AttentionParams& params, cudaStream_t
     return launch_tiny_forward<forward_tiny_wide<Config>, Config>(params, stream);
   };
   if (fits_96(params)) return launch_dim(Constant<96>{});
-  return is_wide(params) ? launch_dim(Constant<256>{}) : launch_dim(Constant<128>{});
+  if (!is_wide(params)) return launch_dim(Constant<128>{});
+  return params.dim_qk <= 192 && params.dim_v <= 192 ? launch_dim(Constant<192>{})
+                                                     : launch_dim(Constant<256>{});
 }
 
 }  // namespace jagged_cuda::attention
