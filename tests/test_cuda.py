@@ -1480,7 +1480,7 @@ LONG_F32_KEYS = Layout((1500, 700, 3, 128, 1025, 64), base=2, tail=4)
 def test_attention_of_long_sequences_in_f32(
     dim: int, precision: str, mask: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """In TF32 warps have two blocks of rows, or it is wgmma; the path is named, the result right."""
+    """In TF32 warps have two blocks of rows, or wgmma runs; the path is named, the result right."""
     dtype, case = _in_precision(precision, request), CASES["jagged_flash_attention"]
     tiles = {64: ".rows128", 128: ".rows256"}.get(dim, "") if precision == "tf32" else ""
     for kv_layout, heads in ((None, (2, 2)), (LONG_F32_KEYS, (4, 2))):

@@ -10,7 +10,6 @@
 #include "cuda/kernels/prim/hopper.h"
 
 #include <optional>
-#include <utility>
 #include <vector>
 
 namespace jagged_cuda {

@@ -1,6 +1,5 @@
-// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements, forward with time
-// biases always mma.sync; mma.sync in TF32 for f32, but plain FMA with ranges of keys and the like, and
-// for f64.
+// Which kernels jagged_flash_attention takes: wgmma or mma.sync for 16-bit elements and in TF32, mma.sync
+// for f32 in full precision, but plain FMA for f32 with ranges of keys and the like, and for f64.
 #include "cuda/kernels/jagged_flash_attention.h"
 
 #include "cuda/kernels/attention/few_forward.h"
