@@ -143,6 +143,7 @@ struct LongForwardConfig<float, kDim_, false> {
   static constexpr bool kKeepsReference = true;
   static constexpr bool kOwnQueries = true;
   static constexpr int kItems = 2;
+  static constexpr int kWriters = 0;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
