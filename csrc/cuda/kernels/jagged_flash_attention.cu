@@ -48,7 +48,7 @@ bool takes_tiny(const AttentionParams& params, const HeadsView& grad_out) {
 template <typename Params>
 bool takes_long(const Params& params) {
   return attention::dim_bucket(params) >= 64 && params.q_offsets.total > long_rows(params) &&
-         (params.max_len == 0 || params.max_len > long_rows(params));
+         (params.max_len == 0 || is_long(params, params.max_len, params.max_len));
 }
 
 // Whether the kernels for tiny sequences are those of which a warp holds fewer rows.
