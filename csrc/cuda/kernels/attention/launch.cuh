@@ -93,8 +93,8 @@ cudaError_t launch_longer(const AttentionParams& attention, const Params& params
                                 stream, path);
 }
 
-// Boxes of a tile's rows and of the columns of its blocks, of 2^packed_shift heads of fewer rows. A tensor without rows is
-// never copied from, but its map must be valid: it borrows q's address.
+// Boxes of a tile's rows and of the columns of its blocks, or of fewer rows of 2^packed_shift heads. A
+// tensor without rows is never copied from, but its map must be valid: it borrows q's address.
 template <typename Tile>
 cudaError_t encode_heads(CUtensorMap& map, const AttentionParams& params, const HeadsView& view,
                          int64_t rows, int64_t heads, int64_t dim, int packed_shift = 0) {

@@ -41,8 +41,8 @@
 // reads and writes its accumulators in the register file, which slows all other instructions of the
 // SM down by about 1.6: so what counts is how few there are between two turns.
 //
-// Where kv heads serve several heads, a tile holds 2^packed_shift of these of each query (kPacked), query by
-// query: a row of the tile is a head of a query, and boxes of Q and of the output hold as many heads.
+// Where kv heads serve several heads, a tile holds 2^packed_shift of these of each query (kPacked), query
+// by query: a row of the tile is a head of a query, and boxes of Q and of the output hold as many heads.
 //
 // Shared memory, in rows of 2 kTileColumns bytes: Q kTileM rows, twice (above 128 dims once); kSlots
 // tiles of kTileN rows, through which K and V pass in the order above. 112, 192, 192, 216, 224 KiB for

@@ -4,10 +4,10 @@
 // Q, K and V are rounded to TF32 by their copies, P in registers. A product in TF32 sums over what is
 // contiguous in shared memory, so O += P V wants V^T. Two more warps of producers transpose V on its way:
 //
-//     copier (one thread)            two warps                                   each computing warpgroup
-//       K_{j+1} to its slot            wait for half of V_j, 4 keys x 4 columns
-//       V_j to two halves of a         a lane and time to registers,
-//       tile apart                     and V_j^T to its slot                       as in long_forward.cuh
+//     copier (one thread)         two warps                                each computing warpgroup
+//     for each key tile j:        for each half of V_j:                    as in long_forward.cuh
+//       K_{j+1} to its slot         4 keys x 4 columns of a lane at a time
+//       V_j, half by half           to registers, from there to V_j^T's slot
 //
 // A lane's probabilities lie where an operand in registers has every other key of eight first, then those
 // between. So a row of V^T has its keys in that order, and no P moves between lanes. Keys behind the last
