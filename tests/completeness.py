@@ -60,7 +60,7 @@ PARTS = (
     Part("import", "jagged_cuda/ops/__init__.py", r"from jagged_cuda\.ops\.<op> import <op>\n"),
     Part("export", "jagged_cuda/ops/__init__.py", r'(?m)^    "<op>",$'),
     Part("room", "jagged_cuda/testing/ops/<op>.py", r'(?m)^(    name=|NAME = )"<op>",?$'),
-    Part("kernel paths", "tests/test_cuda.py", r'"<op>",'),
+    Part("kernel paths", "tests/test_cuda_paths.py", r'"<op>",'),
     Part("Triton twin", "triton_ref/<op>.py", r"(?m)^def <op>\("),
     Part("Triton twin's import", "triton_ref/__init__.py", r"from \.<op> import <op>\n"),
     Part("Triton twin's export", "triton_ref/__init__.py", r'(?m)^    "<op>",$'),

@@ -66,7 +66,7 @@ FAULTS = (
         "cuda/kernels/attention/long_forward.cuh",
         "const int head = item.head + (own_row & ((1 << shift) - 1));",
         "const int head = item.head + (own_row + 1 & ((1 << shift) - 1));",
-        "tests/test_cuda.py -k packed_heads",
+        "tests/test_cuda_long.py -k packed_heads",
     ),
     Fault(
         "a mask by rows of the tile",
@@ -74,7 +74,7 @@ FAULTS = (
         "cuda/kernels/attention/long_forward.cuh",
         "return kPacked ? row >> params_.packed_shift : row;",
         "return row;",
-        "tests/test_cuda.py -k packed_heads",
+        "tests/test_cuda_long.py -k packed_heads",
     ),
     Fault(
         "columns behind a padded head not zero",
@@ -181,7 +181,7 @@ FAULTS = (
         "cuda/kernels/jagged_softmax.cu",
         "static_cast<const Element*>(params.x) + range.begin * params.x_stride",
         "static_cast<const Element*>(params.x) + static_cast<int>(range.begin * params.x_stride)",
-        "tests/test_cuda.py -k 2_to_the_31_elements and jagged_softmax",
+        "tests/test_cuda_sizes.py -k 2_to_the_31_elements and jagged_softmax",
     ),
     Fault(
         "missing GQA division",
@@ -318,7 +318,7 @@ FAULTS = (
         "cuda/kernels/attention/short_backward.cuh",
         "    if (shares_page && !is_second) last[1] = 32;\n",
         "",
-        "tests/test_cuda.py -k test_path_of_short_sequences",
+        "tests/test_cuda_short_tiny.py -k test_path_of_short_sequences",
     ),
     Fault(
         "sums of half the queries",
@@ -326,7 +326,7 @@ FAULTS = (
         "cuda/kernels/attention/short_backward.cuh",
         "      kept[0][i][3] += sum.w;\n",
         "",
-        "tests/test_cuda.py -k test_path_of_short_sequences",
+        "tests/test_cuda_short_tiny.py -k test_path_of_short_sequences",
     ),
     Fault(
         "lost ticket",
@@ -334,7 +334,7 @@ FAULTS = (
         "cuda/kernels/attention/long_backward.cuh",
         "while (ptx::ld_acquire_gpu(ticket) < before)",
         "while (ptx::ld_acquire_gpu(ticket) < 0)",
-        "tests/test_cuda.py -k test_long_backward_gives_the_same_bits",
+        "tests/test_cuda_long.py -k test_long_backward_gives_the_same_bits",
     ),
     Fault(
         "dS not waited for",
@@ -342,7 +342,7 @@ FAULTS = (
         "cuda/kernels/attention/long_backward.cuh",
         "    ptx::mbarrier_wait(shared.scores_full[late.score_stage], late.score_parity);\n",
         "",
-        "tests/test_cuda.py -k test_long_among_shorter_sequences_backward",
+        "tests/test_cuda_long.py -k test_long_among_shorter_sequences_backward",
     ),
     Fault(
         "reference too far behind",
@@ -350,7 +350,7 @@ FAULTS = (
         "cuda/kernels/attention/scores.cuh",
         "return !(sum < kLimit);",
         "return !(sum < kLimit * kLimit * kLimit);",
-        "tests/test_cuda.py -k test_scores_that_rise_along_the_keys",
+        "tests/test_cuda_long.py -k test_scores_that_rise_along_the_keys",
     ),
     Fault(
         "a slab's last row lost",
@@ -358,7 +358,7 @@ FAULTS = (
         "cuda/kernels/prim/jagged.cuh",
         "first_of_slab ? first - before < slab_rows : before < 0;",
         "first_of_slab ? first - before < slab_rows - 1 : before < 0;",
-        "tests/test_cuda.py -k test_tiny_among_longer_sequences",
+        "tests/test_cuda_short_tiny.py -k test_tiny_among_longer_sequences",
     ),
     Fault(
         "nobody for the rows outside",
@@ -366,7 +366,7 @@ FAULTS = (
         "cuda/kernels/attention/few_forward.cuh",
         "(items + Config::kTinyWarps - 1) / Config::kTinyWarps : 1),",
         "(items + Config::kTinyWarps - 1) / Config::kTinyWarps : 0),",
-        "tests/test_cuda.py -k test_no_sequence_but_rows",
+        "tests/test_cuda_short_tiny.py -k test_no_sequence_but_rows",
     ),
     Fault(
         "a part of the wrong head",
@@ -374,7 +374,7 @@ FAULTS = (
         "cuda/kernels/attention/target_forward_wgmma.cuh",
         "part_row(attention, chunk.slot, item.kv_head, item.first_row + row);",
         "part_row(attention, chunk.slot, 0, item.first_row + row);",
-        "tests/test_cuda.py -k test_target_attention_merges_the_parts_of_long_sequences",
+        "tests/test_cuda_target.py -k test_target_attention_merges_the_parts_of_long_sequences",
     ),
     Fault(
         "a rest lost",
@@ -382,7 +382,7 @@ FAULTS = (
         "cuda/kernels/attention/tf32_tile.cuh",
         "pack<__nv_bfloat16>(kIsA ? whole : rest, kIsA ? rest : whole);",
         "pack<__nv_bfloat16>(kIsA ? whole : 0.0f, kIsA ? rest : whole);",
-        "tests/test_cuda.py -k test_attention_of_long_sequences_in_f32",
+        "tests/test_cuda_f32.py -k test_attention_of_long_sequences_in_f32",
     ),
     Fault(
         "end of a row within a word",
@@ -398,7 +398,7 @@ FAULTS = (
         "cuda/kernels/softmax/row_words.cuh",
         "std::is_same_v<Element, __half> && !kBackward ? 4'096 : 16'320;",
         "16'320;",
-        "tests/test_cuda.py -k test_softmax_counts_many_small_terms",
+        "tests/test_cuda_softmax.py -k test_softmax_counts_many_small_terms",
     ),
     Fault(
         "a lone element of no column",
@@ -406,7 +406,7 @@ FAULTS = (
         "cuda/kernels/softmax/matrix_words.cuh",
         "return {(plan.elems - plan.head) % 2 != 0, plan.elems - 1, plan.columns - 1};",
         "return {plan.elems % 2 != 0, plan.elems - 1, plan.columns - 1};",
-        "tests/test_cuda.py -k test_path_of_softmax_of_matrices",
+        "tests/test_cuda_softmax.py -k test_path_of_softmax_of_matrices",
     ),
     Fault(
         "rows of a band too far apart",
@@ -414,7 +414,7 @@ FAULTS = (
         "cuda/kernels/gemm/ragged_band.cuh",
         "const int line_bytes = is_run ? line : kLineBytes;",
         "const int line_bytes = kLineBytes;",
-        "tests/test_cuda.py -k test_path_of_matrices",
+        "tests/test_cuda_products.py -k test_path_of_matrices",
     ),
     Fault(
         "shift without the pitch",
@@ -422,7 +422,7 @@ FAULTS = (
         "cuda/kernels/gemm/raw_lines.cuh",
         "shift_bits_[i] = shift % 2 * 16;",
         "shift_bits_[i] = first % 2 * 16;",
-        "tests/test_cuda.py -k test_path_of_array_products",
+        "tests/test_cuda_products.py -k test_path_of_array_products",
     ),
     Fault(
         "pairs of columns exchanged",
@@ -430,7 +430,7 @@ FAULTS = (
         "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
         "lane_column % 4 + 2 * first_pair",
         "lane_column % 4 + 2 * (1 - first_pair)",
-        "tests/test_cuda.py -k test_path_of_array_products",
+        "tests/test_cuda_products.py -k test_path_of_array_products",
     ),
     Fault(
         "rows past the end of a matrix",
@@ -438,7 +438,7 @@ FAULTS = (
         "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
         "if (k >= exist) big",
         "if (k > exist) big",
-        "tests/test_cuda.py -k test_path_of_array_products",
+        "tests/test_cuda_products.py -k test_path_of_array_products",
     ),
     Fault(
         "small parts beside an infinite one",
@@ -446,7 +446,7 @@ FAULTS = (
         "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",
         "isfinite(whole) ? whole + small_sum[i / 4][i % 4] : whole;",
         "whole + small_sum[i / 4][i % 4];",
-        "tests/test_cuda.py -k test_infinite_operands_in_full_precision",
+        "tests/test_cuda_products.py -k test_infinite_operands_in_full_precision",
     ),
     Fault(
         "rows of the first lanes alone",
@@ -454,7 +454,7 @@ FAULTS = (
         "cuda/kernels/gemm/outer.cuh",
         "first = lane / lanes, step",
         "first = 0, step",
-        "tests/test_cuda.py -k test_one_term",
+        "tests/test_cuda_products.py -k test_one_term",
     ),
     Fault(
         "a copy counted twice",
@@ -470,7 +470,7 @@ FAULTS = (
         "cuda/kernels/rows/combine_backward.cuh",
         "const int64_t begin = warp * launch.warp_rows, left",
         "const int64_t begin = warp * kRows, left",
-        "tests/test_cuda.py -k test_gradients_beside_padded_rows_of_any_width",
+        "tests/test_cuda_rows.py -k test_gradients_beside_padded_rows_of_any_width",
     ),
     Fault(
         "window off by one",

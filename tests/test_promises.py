@@ -77,7 +77,7 @@ def test_a_size_of_zero(
 def test_200_000_sequences_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
     """The same 500 sequences 400 times: the bits of the 500, which are judged.
 
-    test_cuda.py judges 200,000 on a GPU, where that is quick.
+    test_cuda_sizes.py judges 200,000 on a GPU, where that is quick.
     """
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(500))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from on_cuda import no_synchronisation
 from plain import DTYPE, sentence
-from test_cuda import no_synchronisation
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import gradcheck

@@ -1,0 +1,200 @@
+"""Products: kernel paths by shape, few columns, one term, deep sums, infinite operands."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from on_cuda import (
+    CUDA,
+    DENSE,
+    HALF_DTYPES,
+    HOPPER,
+    MATRICES,
+    PATH,
+    PRECISION,
+    WEIGHTED,
+    best_path,
+    in_precision,
+)
+from plain import spec_of
+
+import jagged_cuda
+from jagged_cuda.testing import last_kernel
+from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.judge import judge
+from jagged_cuda.testing.lengths import Layout
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(150, 0, 33, 64, 1, 417), (40, 0, 33, 64, 1, 7, 0, 17)],
+    ids=["", "short"],
+)
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@PATH
+@pytest.mark.parametrize("columns", [32, 40, 128, 200, 264])
+@PRECISION
+def test_path_of_array_products(
+    precision: str,
+    columns: int,
+    path: str,
+    transpose: bool,
+    lengths: tuple[int, ...],
+    request: pytest.FixtureRequest,
+) -> None:
+    """One tile of columns of each width, and two; matrices of many steps, with any pitch.
+
+    32 columns or fewer, of f32 64, go without wgmma. Where sequences are short on average, tiles of
+    f32 have fewer rows.
+    """
+    dtype = in_precision(precision, request)
+    case = CASES["array_jagged_bmm_jagged_out"]
+    layout = Layout(lengths, base=5, tail=9)
+    spec = spec_of(layout, N=columns, transpose=transpose)
+    is_wgmma = HOPPER and path == "best" and columns > (32 if precision in HALF_DTYPES else 64)
+    kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{precision}"
+    names = [f"{WEIGHTED}.{kernel}", f"{WEIGHTED}.transposed.{kernel}"]
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == names[transpose]
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == names[not transpose]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (0,) * 100 + (1, 2, 0, 3) * 50 + (0,) * 70 + (5, 40, 16),
+        (37, 0, 211, 5) * 300,
+        (37, 0, 211, 5) * 700,
+    ],
+    ids=["tiny", "many", "more"],
+)
+@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize("inner", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_few_columns(
+    dtype: torch.dtype, inner: int, columns: int, lengths: tuple[int, ...]
+) -> None:
+    """Sequences that end anywhere within 16 rows, many of them or none; one to four times 16 rows
+    for a warp."""
+    case = CASES["jagged_dense_bmm"]
+    spec = spec_of(Layout(lengths, base=5, tail=9), D=inner, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
+    assert last_kernel("cuda") == f"{DENSE}.few_columns.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("columns", [32, 72, 200, 264])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_one_term(dtype: torch.dtype, columns: int) -> None:
+    """8, 16 and all lanes for a row, and two steps of columns; tiles of 64 rows, many sequences."""
+    case = CASES["jagged_dense_bmm"]
+    layout = Layout((0, 1, 63, 64, 65, 0, 150) + (3, 0, 7) * 40, base=5, tail=9)
+    spec = spec_of(layout, D=1, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
+    assert last_kernel("cuda") == f"{DENSE}.outer.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@PATH
+@pytest.mark.parametrize("inner", [8, 64, 200])
+@PRECISION
+def test_path_of_matrices(
+    precision: str, inner: int, path: str, many: bool, request: pytest.FixtureRequest
+) -> None:
+    """Sequences of one tile of columns and of many, any pitch, one step of D and several.
+
+    Where there are many, tiles are wider.
+    """
+    dtype = in_precision(precision, request)
+    case = CASES["jagged_jagged_bmm_jagged_out"]
+    layout, keys = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), None
+    if many:
+        layout = Layout((1, 3, 65, 2, 0, 5, 17, 1, 33, 4, 2, 1) * 86, base=5, tail=9)
+        keys = Layout((30, 64, 65, 128, 129, 192, 193, 224, 225, 460, 0, 1) * 86, base=2, tail=3)
+    spec = spec_of(layout, kv_layout=keys, cross=many, D=inner)
+    kernel = f"mma_sync.{precision}"
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    kernel = best_path(MATRICES, kernel) if path == "best" else f"{MATRICES}.{kernel}"
+    assert last_kernel("cuda") == kernel
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("precision", "limit"), [("f16", 2**-10.5), ("tf32", 2**-12.0), ("f32", 2**-15.0)]
+)
+def test_deep_sums_do_not_drift(
+    precision: str, limit: float, request: pytest.FixtureRequest
+) -> None:
+    """Tensor cores truncate as they add: over 2^20 terms of one sign, by more than f16 rounds.
+
+    Of f32, up to 2^15 sums are added up, and each addition rounds.
+    """
+    depth, short = 2**20, 16
+    dtype = in_precision(precision, request)
+    wide, deep = (
+        torch.rand(rows, columns, device=CUDA).mul_(0.1).add_(0.1).to(dtype)
+        for rows, columns in ((short, depth), (depth, 72))
+    )
+    rows, columns = (torch.tensor([0, length], device=CUDA) for length in (short, depth))
+    expected = wide.double() @ deep.double()
+    found = {
+        "A y": jagged_cuda.array_jagged_bmm_jagged_out(
+            wide.flatten(), deep, rows, y_offsets=columns, total=short
+        ),
+        "A^T y": jagged_cuda.array_jagged_bmm_jagged_out(
+            wide.t().flatten(), deep, columns, y_offsets=rows, transpose=True, total=short
+        ),
+        "x y^T": jagged_cuda.jagged_jagged_bmm_jagged_out(
+            wide,
+            deep.t().contiguous(),
+            rows,
+            y_offsets=torch.tensor([0, 72], device=CUDA),
+            total_out=short * 72,
+        ).view(short, 72),
+    }
+    for name, result in found.items():
+        error = ((result.double() - expected).abs() / expected).max()
+        assert error <= limit, name
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_infinite_operands_in_full_precision(value: float, request: pytest.FixtureRequest) -> None:
+    """Small parts of operands, beside an infinite one, must not make it NaN."""
+    dtype = in_precision("f32", request)
+    lengths = (70, 0, 200, 5)
+    generator = torch.Generator(CUDA).manual_seed(1)
+    offsets = torch.tensor((0, *lengths), device=CUDA).cumsum(0)
+    x, y = (
+        torch.randn(sum(lengths), 128, device=CUDA, dtype=dtype, generator=generator)
+        for _ in range(2)
+    )
+    x[[3, 90, 200], [7, 0, 127]] = value
+    y[[5, 100], [1, 126]] = value
+    y[150] = 0.0
+    parts = [x.split(lengths), y.split(lengths)]
+    matrices = jagged_cuda.jagged_jagged_bmm_jagged_out(x, y, offsets)
+    expected = [a.double() @ b.double().T for a, b in zip(*parts, strict=True)]
+    found = {"x y^T": (matrices, torch.cat([matrix.flatten() for matrix in expected]))}
+    a = [torch.randn_like(matrix, dtype=dtype) for matrix in expected]
+    a[0][4, 9] = a[2][150, 199] = value
+    flat = torch.cat([matrix.flatten() for matrix in a])
+    for transpose in (False, True):
+        result = jagged_cuda.array_jagged_bmm_jagged_out(flat, y, offsets, transpose=transpose)
+        ends = [
+            (m.T if transpose else m).double() @ b.double()
+            for m, b in zip(a, parts[1], strict=True)
+        ]
+        found["A^T y" if transpose else "A y"] = (result, torch.cat(ends))
+    assert last_kernel("cuda").endswith(".wgmma.f32" if HOPPER else ".mma_sync.f32")
+    for name, (result, reference) in found.items():
+        torch.testing.assert_close(
+            result.double(), reference, rtol=1e-4, atol=1e-4, equal_nan=True, msg=name
+        )

@@ -1,0 +1,174 @@
+"""Softmaxes, of rows and of matrices: their kernel paths, any width, infinities, many terms."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from on_cuda import CLUSTERS, CUDA, HALF_DTYPES, STAGED
+from plain import spec_of
+
+import jagged_cuda
+from jagged_cuda.testing import last_kernel
+from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.judge import judge
+from jagged_cuda.testing.lengths import Layout
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("dim", [-1, -2], ids=["columns", "rows"])
+@pytest.mark.parametrize(
+    ("lengths", "keys", "rows_forward", "rows_backward"),
+    [
+        ((5, 0, 30, 17) * 60, None, ".windows", ".windows"),
+        ((1500, 3, 0, 40) * 12, (2, 800, 7, 33) * 12, ".tiles", ".tiles"),
+        ((40, 60) * 15, (40, 20) * 15, ".tiles", ".tiles"),
+        ((210, 250) * 30, None, ".tiles", ".large_tiles"),
+        ((600, 400), None, ".tiles", ""),
+        ((3, 13_000), (13_000, 19), ".tiles", ""),
+        # Whole matrices by clusters, and beside them what does not fit: too many rows or columns
+        ((130, 180, 75, 1) * 30, None, CLUSTERS or ".tiles", CLUSTERS or ".large_tiles"),
+        (
+            (900, 4, 0, 120, 300, 17) * 9,
+            (20, 900, 7, 90, 170, 5) * 9,
+            CLUSTERS or ".tiles",
+            CLUSTERS,
+        ),
+    ],
+    ids=[
+        "small",
+        "long_lines",
+        "mean",
+        "strips",
+        "wide_strips",
+        "global_memory",
+        "clusters",
+        "clusters_and_strips",
+    ],
+)
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_path_of_softmax_of_matrices(
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    keys: tuple[int, ...] | None,
+    rows_forward: str,
+    rows_backward: str,
+    dim: int,
+) -> None:
+    """How the vector is cut follows from the matrices' mean size."""
+    case, path = CASES["jagged2_softmax"], "columns" if dim == -1 else "rows"
+    kv_layout = None if keys is None else Layout(keys)
+    spec = spec_of(Layout(lengths), kv_layout=kv_layout, dim=dim, cross=keys is not None)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    forward = STAGED if dim == -1 else rows_forward
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.{path}{forward}"
+    judge(case, spec, dtype, CUDA)
+    backward = ".words" if dim == -1 else rows_backward
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
+
+
+def test_path_of_gradients_over_rows_in_f32() -> None:
+    """Whole matrices by clusters, and beside them what does not fit."""
+    lengths, keys = Layout((130, 180, 75, 1, 900, 40) * 5), Layout((130, 150, 75, 900, 20, 300) * 5)
+    spec = spec_of(lengths, kv_layout=keys, cross=True, dim=-2)
+    judge(CASES["jagged2_softmax"], spec, torch.float32, CUDA)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.rows{CLUSTERS}"
+
+
+@pytest.mark.parametrize("columns", [385, 769, 1537, 8193, 16_321, 32_641])
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES.values(), torch.float32], ids=[*HALF_DTYPES, "f32"])
+def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None:
+    """By lanes, by a warp or by a CTA, wherever a row begins."""
+    case = CASES["jagged2_softmax"]
+    keys = Layout((columns, 7, columns + 1, 0, 1))
+    spec = spec_of(Layout((3, 1, 5, 2, 9)), kv_layout=keys, cross=True, dim=-1)
+    judge(case, spec, dtype, CUDA)
+    assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_softmax_of_more_rows_than_are_staged(dtype: torch.dtype) -> None:
+    """More elements than all SMs hold at a time, and the same bits of those that they do."""
+    count, rows, columns = 1500, 101, 99
+    a = torch.randn(count * rows * columns, device=CUDA).to(dtype)
+
+    def of(first: int) -> torch.Tensor:
+        offsets, y_offsets = (torch.arange(first + 1, device=CUDA) * n for n in (rows, columns))
+        return jagged_cuda.jagged2_softmax(
+            a[: first * rows * columns], offsets, y_offsets=y_offsets
+        )
+
+    every = of(count)
+    assert last_kernel("cuda") == "cuda.jagged2_softmax.columns.words"
+    expected = torch.softmax(a.view(-1, columns).double(), 1).flatten()
+    torch.testing.assert_close(every.double(), expected, rtol=8e-3, atol=1e-6)
+    some = of(40)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.columns{STAGED}"
+    assert torch.equal(some, every[: some.numel()])
+
+
+_LENGTHS = (0, 1, 31, 33, 130, 700, 0, 2500)  # of a warp, of a CTA, and of one that reads twice
+
+
+@pytest.mark.parametrize("columns", [8, 12, 24, 64, 72, 264])
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES.values(), torch.float32, torch.float64])
+def test_softmax_of_any_width(dtype: torch.dtype, columns: int) -> None:
+    """By vectors of 16 bytes and of 8, whole groups of columns and a part of one."""
+    layout = Layout(_LENGTHS, base=3, tail=5)
+    for scale in (0.7, -1.3):
+        spec = spec_of(layout, trailing=(columns,), scale=scale)
+        judge(CASES["jagged_softmax"], spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("columns", [3, 8, 64])
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES.values(), torch.float32, torch.float64])
+def test_softmax_of_infinities(dtype: torch.dtype, columns: int, scale: float) -> None:
+    """NaN where torch has it, and in no other column."""
+    layout = Layout(_LENGTHS)
+    offsets = torch.tensor([0, *itertools.accumulate(layout.lengths)], device=CUDA)
+    x = torch.randn(int(offsets[-1]), columns, device=CUDA).to(dtype)
+    inf = float("inf")
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        x[begin:end, 0] = -inf
+        x[(begin + end) // 2 : end, 1] = -inf
+        if end > begin:
+            x[end - 1, 2] = (inf, float("nan"), -inf)[end % 3]
+    found = jagged_cuda.jagged_softmax(x, offsets, scale=scale)
+    parts = x.double().split(layout.lengths)
+    expected = torch.cat([torch.softmax(scale * part, 0) for part in parts])
+    torch.testing.assert_close(
+        found.double(),
+        expected,
+        equal_nan=True,
+        rtol=8e-3,
+        atol=1e-6 if dtype.itemsize > 2 else 1e-4,
+    )
+
+
+@pytest.mark.parametrize("rows", [768, 769, 1023, 1025, 3000])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_softmax_counts_many_rows(dtype: torch.dtype, rows: int) -> None:
+    """A sum of as many exponentials of 1 as a column has rows."""
+    columns = 14_000 // rows
+    a = torch.zeros(rows * columns, device=CUDA, dtype=dtype)
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a, offsets, y_offsets=y_offsets, dim=-2)
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.rows{CLUSTERS or '.tiles'}"
+    torch.testing.assert_close(found, torch.full_like(a, 1 / rows))
+
+
+@pytest.mark.parametrize("columns", [768, 8192, 8194, 32_640, 40_000])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_softmax_counts_many_small_terms(dtype: torch.dtype, columns: int) -> None:
+    """Exponentials next to 2^-23 are nothing beside 1, but thousands of them are not."""
+    rows = 3
+    a = torch.full((rows, columns), -15.9453125, device=CUDA, dtype=dtype)
+    a[:, 0] = 0
+    offsets, y_offsets = (torch.tensor([0, n], device=CUDA) for n in (rows, columns))
+    found = jagged_cuda.jagged2_softmax(a.flatten(), offsets, y_offsets=y_offsets)
+    expected = torch.softmax(a.double(), 1)
+    error = (found.view(rows, columns).double() - expected).abs().max()
+    assert error <= 2 * torch.finfo(dtype).eps

@@ -1,0 +1,65 @@
+"""Target attention: parts of long sequences, passes over queries, neighbours."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from on_cuda import CUDA, HALF_DTYPES, memory_at_rest, requested_bytes
+from plain import assert_same_bits, calls, spec_of
+
+import jagged_cuda
+from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.judge import judge, run
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.samples import Sample
+
+pytestmark = pytest.mark.cuda
+
+# Beside the length at which target attention splits a sequence, 512.
+LONG = Layout((1300, 0, 511, 512, 513, 3, 2049), base=5, tail=9)
+
+
+@pytest.mark.parametrize(("dim", "queries"), [(64, 1), (256, 8), (128, 32), (128, 100), (32, 128)])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_target_attention_merges_the_parts_of_long_sequences(
+    dtype: torch.dtype, dim: int, queries: int
+) -> None:
+    case = CASES["jagged_target_attention"]
+    crowded = Layout((3,) * 40 + (2049, 600, 0, 1025))  # the other numbering of parts
+    for layout, heads in ((LONG, None), (LONG, (2, 2)), (crowded, None)):
+        judge(case, spec_of(layout, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+
+
+def test_target_attention_takes_many_queries_in_passes() -> None:
+    """The parts take no more than 256 MB, and the bits are those of one pass."""
+    total, step, queries = 2**18, 2**12, 1000
+    k, v = (torch.randn(total, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(total // step, queries, 4, 64, device=CUDA, dtype=torch.bfloat16)
+    offsets = torch.arange(0, total + 1, step, device=CUDA)
+    before = memory_at_rest()
+    out = jagged_cuda.jagged_target_attention(q, k, v, offsets)
+    peak = requested_bytes("peak") - before
+    assert peak <= 2 * out.numel() + 4 * out.numel() // 64 + 2**28 + 2**20
+    for first in range(0, queries, 250):
+        some = q[:, first : first + 250]
+        alone = jagged_cuda.jagged_target_attention(some, k, v, offsets)
+        assert torch.equal(alone, out[:, first : first + 250])
+
+
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_target_attention_does_not_depend_on_neighbours(queries: int) -> None:
+    """A long sequence alone, and with max_len, gives the bits that it gives in a batch."""
+    case = CASES["jagged_target_attention"]
+    sample = case.sample(spec_of(LONG, queries=queries), torch.bfloat16, CUDA)
+    whole = run(case, sample, calls(case), None)
+    ends = LONG.offsets().tolist()
+    for seq, (begin, end) in enumerate(itertools.pairwise(ends)):
+        rows = {name: sample.tensors[name][begin:end].clone() for name in ("k", "v")}
+        alone = rows | {"q": sample.tensors["q"][seq : seq + 1]}
+        offsets = torch.tensor([0, end - begin], device=CUDA)
+        for max_len in (False, True):
+            spec = spec_of(Layout((end - begin,)), queries=queries, max_len=max_len)
+            found = run(case, Sample(spec, alone, offsets, None), calls(case), None)
+            assert_same_bits(found, {name: t[seq : seq + 1] for name, t in whole.items()})
