@@ -701,6 +701,7 @@ def test_the_import_opens_no_cuda_context_and_survives_fork() -> None:
 
 
 def test_binaries_are_made_small_as_the_compiler_can() -> None:
-    assert "--compress-mode=size" in _build.toolkit_flags("13.0")
+    assert "--compress-mode=size" in _build.toolkit_flags("13.0", small=True)
+    assert "-Xfatbin=-compress-all" in _build.toolkit_flags("13.0", small=False)
     for toolkit in ("12.8", None):
-        assert _build.toolkit_flags(toolkit) == ("-Xfatbin=-compress-all",)
+        assert _build.toolkit_flags(toolkit, small=True) == ("-Xfatbin=-compress-all",)
