@@ -76,7 +76,7 @@ class BuildLibraries(BuildExtension):
         work = Path(self.build_temp)
         is_cuda = build.library == "_C_cuda"
         kind = cpp_extension.CUDAExtension if is_cuda else cpp_extension.CppExtension
-        sources, cxx, nvcc, link = build.recipe(work)
+        sources, cxx, nvcc, link = build.recipe(work, small=True)
         extension = kind(f"jagged_cuda.{build.library}", sources, py_limited_api=True)
         extension.include_dirs.insert(0, str(work / "csrc"))
         extension.library_dirs.insert(0, str(work / "link"))

@@ -701,6 +701,7 @@ def test_the_import_opens_no_cuda_context_and_survives_fork() -> None:
 
 
 def test_binaries_are_made_small_as_the_compiler_can() -> None:
-    for toolkit, flag in (("13.0", "--compress-mode=size"), ("12.8", "-Xfatbin=-compress-all")):
-        assert _build.compression_flag(toolkit) == flag
-    assert _build.compression_flag(None) == "-Xfatbin=-compress-all"
+    assert "--compress-mode=size" in _build.toolkit_flags("13.0", small=True)
+    assert "-Xfatbin=-compress-all" in _build.toolkit_flags("13.0", small=False)
+    for toolkit in ("12.8", None):
+        assert _build.toolkit_flags(toolkit, small=True) == ("-Xfatbin=-compress-all",)

@@ -283,6 +283,16 @@ def test_the_sources_of_both_libraries_are_found() -> None:
         assert [n for n, times in Counter(p.name for p in sources).items() if times > 1] == []
 
 
+def test_the_longest_to_compile_are_first() -> None:
+    names = [path.name for path in _build.library_sources(CSRC, "_C_cuda")]
+    turns = [
+        next(i for i, name in enumerate(names) if name.startswith(long)) for long in _build.LONGEST
+    ]
+    assert turns == sorted(turns) and turns[0] == 0
+    kernels = sum(name.endswith(".cu") for name in names)
+    assert all(name.endswith(".cu") for name in names[:kernels])
+
+
 def test_kernels_include_no_header_of_torch() -> None:
     """nvcc would find one, and would take 6 s a file instead of 2."""
     kernels = [p for p in (CSRC / "cuda" / "kernels").rglob("*") if p.is_file()]

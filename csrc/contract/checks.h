@@ -26,42 +26,7 @@ inline CheckMode check_mode() {
 }
 
 // `argument` is the name of the offsets, or of what gives the capacity of matrices.
-inline std::string finding_text(const char* op, const char* argument, const Finding& finding) {
-  const auto number = [](int64_t value) { return std::to_string(value); };
-  const bool of_matrices =
-      finding.fault == Fault::kMatrixBegin || finding.fault == Fault::kMatrixSum;
-  const auto name = [&](int64_t index) {
-    return (of_matrices ? "matrix_offsets" : std::string(argument)) + "[" + number(index) + "]";
-  };
-  const std::string got = ", got " + number(finding.value);
-  const std::string must_be = std::string(op) + ": " + name(finding.index) + " must be ";
-  switch (finding.fault) {
-    case Fault::kNegative:
-    case Fault::kMatrixBegin:
-      return must_be + ">= 0" + got;
-    case Fault::kDecreasing:
-      return must_be + ">= " + name(finding.index - 1) + " = " + number(finding.reference) + got;
-    case Fault::kPastTheEnd:
-      return must_be + "<= the number of rows " + number(finding.reference) + got;
-    case Fault::kTooLong:
-      return std::string(op) + ": sequence " + number(finding.index) + " of " + argument +
-             " must have at most max_len = " + number(finding.reference) + " rows" + got;
-    case Fault::kCapacity:
-      return std::string(op) + ": " + argument + " must be at least " + number(finding.reference) +
-             got;
-    case Fault::kOutOfRange:
-      return must_be + "the number of one of " + number(finding.reference) + " sequences" + got;
-    case Fault::kMatrixSum:
-      return must_be + name(finding.index - 1) + " + " + number(finding.rows) + " * " +
-             number(finding.columns) + " = " + number(finding.reference) + got;
-    case Fault::kMatrixCapacity:
-      return std::string(op) + ": " + argument + " must be at least " + number(finding.reference) +
-             " elements (the matrix of sequence " + number(finding.index) + " ends there)" + got;
-    case Fault::kNone:
-      break;
-  }
-  return "";
-}
+std::string finding_text(const char* op, const char* argument, const Finding& finding);
 
 // Applies a rule to indices 0 to num_seqs, on the host; throws the first finding.
 template <typename Rule>

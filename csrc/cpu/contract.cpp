@@ -1,1 +1,2 @@
+#include "contract/contract.inl"
 #include "contract/shapes.inl"

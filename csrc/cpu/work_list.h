@@ -3,10 +3,7 @@
 // depend on the number of threads, so neither does the result.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <new>
 #include <vector>
@@ -27,6 +24,11 @@ class AlignedBuffer {
   void* data_;
 };
 
+// run(context, task, scratch) for tasks 0 to num_tasks - 1, on torch's threads, each of which has
+// `scratch_bytes` of memory.
+void run_tasks(size_t num_tasks, size_t scratch_bytes,
+               void (*run)(const void* context, size_t task, void* scratch), const void* context);
+
 template <class Item>
 class WorkList {
  public:
@@ -43,28 +45,16 @@ class WorkList {
   // compute(item, scratch) for every item, with `scratch_bytes` of memory for each thread.
   template <class Compute>
   void run(size_t scratch_bytes, const Compute& compute) const {
-    if (items_.empty()) return;
-    const int64_t num_tasks = static_cast<int64_t>(task_begins_.size());
-    const int64_t num_workers = std::min<int64_t>(num_tasks, torch::stable::get_num_threads());
-    const size_t stride = (scratch_bytes + 4095) / 4096 * 4096;
-    const AlignedBuffer scratch(stride * static_cast<size_t>(num_workers));
-    std::atomic<int64_t> next_task{0};
-    const auto work = [&](int64_t worker_begin, int64_t worker_end) {
-      for (int64_t worker = worker_begin; worker < worker_end; ++worker) {
-        void* memory = static_cast<char*>(scratch.data()) + stride * static_cast<size_t>(worker);
-        for (int64_t task;
-             (task = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-          const size_t index = static_cast<size_t>(task);
-          const size_t end = task + 1 < num_tasks ? task_begins_[index + 1] : items_.size();
-          for (size_t item = task_begins_[index]; item < end; ++item) compute(items_[item], memory);
-        }
-      }
+    const auto work = [&](size_t task, void* scratch) {
+      const size_t end = task + 1 < task_begins_.size() ? task_begins_[task + 1] : items_.size();
+      for (size_t item = task_begins_[task]; item < end; ++item) compute(items_[item], scratch);
     };
-    if (num_workers <= 1) {
-      work(0, 1);
-    } else {
-      torch::stable::parallel_for(0, num_workers, 1, work);
-    }
+    run_tasks(
+        task_begins_.size(), scratch_bytes,
+        [](const void* context, size_t task, void* scratch) {
+          (*static_cast<const decltype(work)*>(context))(task, scratch);
+        },
+        &work);
   }
 
  private:

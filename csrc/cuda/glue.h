@@ -27,27 +27,9 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace jagged_cuda {
 
-inline cudaStream_t current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0) {
-    fail("jagged_cuda: no current stream on " + device_text(tensor));
-  }
-  return static_cast<cudaStream_t>(stream);
-}
+cudaStream_t current_stream(const Tensor& tensor);
 
-inline void check_cuda(const char* op, cudaError_t error) {
-  if (error == cudaSuccess) return;
-  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
-    fail(std::string(op) + ": the CUDA library was not built for this GPU (" +
-         cudaGetErrorString(error) +
-         "); run `python -m jagged_cuda.info` to see what it holds, and rebuild with "
-         "TORCH_CUDA_ARCH_LIST set");
-  }
-  if (error == cudaErrorInvalidConfiguration) {
-    fail(std::string(op) + ": the tensors are too large for one launch on CUDA");
-  }
-  fail(std::string(op) + ": CUDA error: " + cudaGetErrorString(error));
-}
+void check_cuda(const char* op, cudaError_t error);
 
 // Products that allow it round f32 to TF32.
 inline ElementType element_type(ScalarType dtype, bool allow_tf32 = false) {
@@ -67,40 +49,15 @@ constexpr int64_t kVectorBytes = 16;
 
 // Whether each line of `tensor` begins at a multiple of `bytes` and has a multiple of them. `dims`
 // lead from one line to another; the others make up a line, and are contiguous.
-inline bool has_aligned_lines(const Tensor& tensor, std::initializer_list<int64_t> dims,
-                              int64_t bytes = kVectorBytes) {
-  const int64_t element_bytes = static_cast<int64_t>(tensor.element_size());
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
-  int64_t line_bytes = element_bytes;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (std::find(dims.begin(), dims.end(), dim) == dims.end()) {
-      line_bytes *= tensor.size(dim);
-    } else if (tensor.size(dim) > 1) {
-      aligned = aligned && tensor.stride(dim) * element_bytes % bytes == 0;
-    }
-  }
-  return aligned && line_bytes % bytes == 0;
-}
+bool has_aligned_lines(const Tensor& tensor, std::initializer_list<int64_t> dims,
+                       int64_t bytes = kVectorBytes);
 
 // The widest unit, up to 16 bytes, in which the lines of `tensor` can be copied. Results are
 // contiguous and aligned.
-inline int copy_unit_bytes(const Tensor& tensor, std::initializer_list<int64_t> dims) {
-  int unit = kVectorBytes;
-  while (unit > static_cast<int>(tensor.element_size()) && !has_aligned_lines(tensor, dims, unit)) {
-    unit /= 2;
-  }
-  return unit;
-}
+int copy_unit_bytes(const Tensor& tensor, std::initializer_list<int64_t> dims);
 
 // JAGGED_CUDA_TENSOR_CORES=mma_sync makes every GPU take the kernels that run on all of them.
-inline bool mma_sync_only(const char* op) {
-  const char* choice = std::getenv("JAGGED_CUDA_TENSOR_CORES");
-  if (choice == nullptr || *choice == '\0') return false;
-  if (std::strcmp(choice, "mma_sync") != 0) {
-    fail_argument(op, "the environment's JAGGED_CUDA_TENSOR_CORES", "mma_sync or nothing", choice);
-  }
-  return true;
-}
+bool mma_sync_only(const char* op);
 
 // Contiguous offsets as kernels take them; `offsets` must outlive the launch.
 inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
@@ -109,13 +66,8 @@ inline OffsetsView view_offsets(const Tensor& offsets, int64_t total) {
 }
 
 // Counts [B] contiguous, and checked where checks are on.
-inline std::optional<Tensor> checked_counts(const char* op, const char* argument,
-                                            const std::optional<Tensor>& counts) {
-  if (!counts) return counts;
-  const Tensor dense = as_contiguous(op, *counts);
-  maybe_validate_counts(op, argument, dense);
-  return dense;
-}
+std::optional<Tensor> checked_counts(const char* op, const char* argument,
+                                     const std::optional<Tensor>& counts);
 
 // Contiguous counts [B] as kernels take them, or `same` for every sequence.
 inline CountsView view_counts(const std::optional<Tensor>& counts, int64_t same) {

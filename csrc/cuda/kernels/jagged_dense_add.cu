@@ -3,13 +3,17 @@
 #include "cuda/kernels/jagged_dense_add.h"
 #include "cuda/kernels/rows/combine_backward.cuh"
 
+#include <type_traits>
+
 namespace jagged_cuda {
 
 cudaError_t launch_jagged_dense_add(const CombineParams& params, RowType type,
                                     cudaStream_t stream) {
   return rows::with_row_type(type, [&](auto element) {
-    return rows::launch_combine<rows::Add, decltype(element)>(params, stream,
-                                                              "cuda.jagged_dense_add");
+    using Given = decltype(element);
+    // Bytes wrap around to the same bits with a sign and without.
+    using Element = std::conditional_t<std::is_same_v<Given, int8_t>, uint8_t, Given>;
+    return rows::launch_combine<rows::Add, Element>(params, stream, "cuda.jagged_dense_add");
   });
 }
 

@@ -49,9 +49,7 @@ __host__ __device__ inline int64_t rows_of_cta(int64_t total, int64_t ctas) {
 
 template <typename Element>
 __device__ __forceinline__ bool exceeds(const SessionGap& gap, Element before, Element after) {
-  if constexpr (std::is_same_v<Element, rows::Truth>) {
-    return gap.is_exceeded(before.value, after.value);
-  } else if constexpr (std::is_integral_v<Element> || sizeof(Element) == 8) {
+  if constexpr (std::is_integral_v<Element> || sizeof(Element) == 8) {
     return gap.is_exceeded(before, after);
   } else {
     return gap.is_exceeded(to_sum(before), to_sum(after));
@@ -191,7 +189,8 @@ int64_t num_start_words(int64_t total) { return (total + 31) / 32; }
 cudaError_t launch_jagged_sessionize(const JaggedSessionizeParams& params, cudaStream_t stream) {
   const Grid grid{num_session_ctas(params.offsets.total)};
   cudaError_t error = rows::with_row_type(params.type, [&](auto element) {
-    return launch<mark_starts<decltype(element)>>(params, grid, kScanThreads, 0, stream, nullptr);
+    return launch<mark_starts<rows::Compared<decltype(element)>>>(params, grid, kScanThreads, 0,
+                                                                  stream, nullptr);
   });
   if (error != cudaSuccess) return error;
   error = launch<write_starts>(params, grid, kScanThreads, 0, stream, "cuda.jagged_sessionize");

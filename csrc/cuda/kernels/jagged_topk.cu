@@ -58,8 +58,6 @@ __device__ __forceinline__ auto key_of(Element score) {
     return ordered_float_bits<uint16_t>(bits_of<uint16_t>(score), kHalfInfinity);
   } else if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     return ordered_float_bits<uint16_t>(bits_of<uint16_t>(score), kBFloat16Infinity);
-  } else if constexpr (std::is_same_v<Element, rows::Truth>) {
-    return score.value;
   } else {
     return ordered_key(score);
   }
@@ -341,7 +339,7 @@ cudaError_t launch_jagged_topk(const JaggedTopkParams& params, cudaStream_t stre
   const bool clusters = total > kGiant && has_wgmma();
   const TopkLaunch arguments{params, slabs, clusters ? kGiant : total};
   return rows::with_row_type(params.type, [&](auto element) {
-    using Element = decltype(element);
+    using Element = rows::Compared<decltype(element)>;
     if (clusters) {
       const Grid grid{(total + kGiant - 1) / kGiant * kGiantCtas};
       const cudaError_t error = launch_clusters<topk_giant_kernel<Element>>(

@@ -187,7 +187,9 @@ cudaError_t launch_combine_backward(const CombineBackwardParams& params, cudaStr
                                     const char* path) {
   const int64_t padded_rows = params.offsets.num_seqs * params.max_len;
   return with_element(params.type, [&](auto element) {
-    using Element = decltype(element);
+    using Given = decltype(element);
+    // A sum's gradients are copies: one kernel for both types of 16 bits.
+    using Element = std::conditional_t<Combine::kKeepsX && sizeof(Given) == 2, __half, Given>;
     return with_vector<Element>(params.vectors, [&](auto vector) {
       constexpr int kVector = sizeof(vector) / sizeof(Element);
       const int log2 = lanes_log2((params.columns + kVector - 1) / kVector);

@@ -5,6 +5,7 @@
 #include "cuda/kernels/rows/row_type.h"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jagged_cuda::rows {
 
@@ -12,6 +13,10 @@ namespace jagged_cuda::rows {
 struct Truth {
   uint8_t value;
 };
+
+// What a bool is to kernels that only compare it: they compile no code of its own for it.
+template <typename Element>
+using Compared = std::conditional_t<std::is_same_v<Element, Truth>, uint8_t, Element>;
 
 // launch(element) with a value of the type that `type` names.
 template <typename Launch>
