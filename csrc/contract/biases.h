@@ -84,7 +84,7 @@ struct BiasGradients {
  private:
   static Tensor zeros(const char* op, const Tensor& like, Shape shape) {
     Tensor made = allocate(op, like, shape, sum_dtype(like.scalar_type()));
-    torch::stable::zero_(made);
+    if (made.numel() > 0) torch::stable::zero_(made);
     return made;
   }
 };

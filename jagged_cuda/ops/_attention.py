@@ -17,7 +17,8 @@ from jagged_cuda.ops._dispatch import call
 
 def default_scale(q: Tensor) -> float:
     """1 / sqrt(D), and 1 without features."""
-    features = q.size(-1) if q.dim() > 0 else 0
+    shape = q.shape
+    features = shape[-1] if shape else 0
     return features**-0.5 if features > 0 else 1.0
 
 
@@ -56,21 +57,29 @@ def backward(
 
 
 _SAVED = "saved"  # in the place of a tensor
-_NO_BIASES = (None, None, None, None, None, None, True, None, 0)
+NO_BIASES = (None, None, None, None, None, None, True, None, 0)
 
 
 def save(ctx: Any, tensors: tuple[Tensor | None, ...], biases: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Save tensors, and those among biases (_bias.flatten); the result stands for the latter."""
-    biases = (*biases, *_NO_BIASES[len(biases) :])
+    """Save tensors, and those among biases (_bias.flatten); the result stands for the latter.
+
+    It is NO_BIASES itself where there are none.
+    """
+    biases = (*biases, *NO_BIASES[len(biases) :])
+    ctx.num_tensors = len(tensors)
+    if biases[0] is biases[1] is biases[2] is biases[7] is None:
+        ctx.save_for_backward(*tensors)
+        return NO_BIASES
     added = [t for t in biases if isinstance(t, Tensor)]
     ctx.save_for_backward(*tensors, *added)
-    ctx.num_tensors = len(tensors)
     return tuple(_SAVED if isinstance(t, Tensor) else t for t in biases)
 
 
 def saved(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """What save() was given."""
     tensors = ctx.saved_tensors  # once: under checkpointing a second look is an error
+    if ctx.biases is NO_BIASES:
+        return tensors, NO_BIASES
     added = iter(tensors[ctx.num_tensors :])
     return tensors[: ctx.num_tensors], tuple(
         next(added) if each is _SAVED else each for each in ctx.biases

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad as _forward_ad
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
 from jagged_cuda.ops._arguments import Arguments
@@ -39,11 +40,12 @@ _Result = TypeVar("_Result")
 def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Pass calls with arguments that implement __torch_function__ to them; check all others."""
     arguments = Arguments(function)
+    takes_sequences, by_position = arguments.takes_sequences, arguments.by_position
 
     @functools.wraps(function)
     def public(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         relevant: tuple[Any, ...] = ()
-        if arguments.takes_sequences:
+        if takes_sequences:
             relevant = tuple(_flat((*args, *kwargs.values())))
         if has_torch_function(relevant or args) or (
             kwargs and has_torch_function((*kwargs.values(),))
@@ -56,7 +58,12 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
                 arguments.check(args, kwargs)
                 raise
             return result
-        arguments.check(args, kwargs)
+        for (_, types), value in zip(by_position, args, strict=False):
+            if type(value) not in types:
+                arguments.check(args, kwargs)
+                break
+        if kwargs:
+            arguments.check((), kwargs)
         try:
             return function(*args, **kwargs)
         except NotImplementedError:  # a strided nested tensor is a plain Tensor to Python
@@ -114,21 +121,38 @@ _PRIVATE = (
 )
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
+_is_excluded: Any = getattr(_C, _PRIVATE[1], None)
+_set_excluded: Any = getattr(_C, _PRIVATE[2], None)
 
-# For each operator its differentiable form, the defaults of its arguments, and itself without the
-# Python function that torch.ops puts before it.
-_Formula = tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]
-_formulas: dict[Callable[..., Any], _Formula] = {}
+# For each operator, by its id (its hash is a function of Python's): its differentiable form, itself
+# without the Python function that torch.ops puts before it, and itself, which keeps the id.
+_Formula = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+_formulas: dict[int, _Formula] = {}
 
 _CPU, _CUDA = torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA
 
 
 def call(op: Callable[..., Any], *args: Any) -> Any:
     """Return op(*args); out of memory on CUDA raises torch.OutOfMemoryError."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return op(*args)
     try:
-        return _run(op, args)
+        if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
+            _refuse_transforms(getattr(op, "__name__", str(op)).partition(".")[0], args)
+            return op(*args)
+        found = _formulas.get(id(op))
+        if found is None or not _HAS_PRIVATE or _is_watched():
+            return op(*args)
+        asks_for_gradient = is_grad_enabled()
+        wants_gradient = False
+        for arg in args:
+            kind = type(arg)
+            if kind in _TENSORS:
+                if asks_for_gradient and arg.requires_grad:
+                    wants_gradient = True
+            elif kind not in _SCALARS:
+                return op(*args)
+        return found[0](*args) if wants_gradient else _below_autograd(found[1], args)
     except RuntimeError as error:
         match = _OUT_OF_MEMORY.match(str(error))
         if match is None:
@@ -142,49 +166,29 @@ def refuse_transforms(name: str, args: Sequence[Any]) -> None:
 
     Functions that are made of operators ask first, so that the message has their own name.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
         _refuse_transforms(name, args)
 
 
-def _run(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
-        _refuse_transforms(getattr(op, "__name__", str(op)).partition(".")[0], args)
-    found = _formulas.get(op)
-    if found is None or not _HAS_PRIVATE or _is_watched():
-        return op(*args)
-    wants_gradient = False
-    first: Tensor | None = None
-    for arg in args:
-        kind = type(arg)
-        if kind in _TENSORS:
-            wants_gradient = wants_gradient or arg.requires_grad
-            first = arg if first is None else first
-        elif kind not in _SCALARS:
-            return op(*args)
-    apply, defaults, direct = found
-    if wants_gradient and torch.is_grad_enabled():
-        return apply(*args, *defaults[len(args) :])
-    return _below_autograd(direct, first, args)
-
-
-def _below_autograd(op: Callable[..., Any], first: Tensor | None, args: tuple[Any, ...]) -> Any:
-    """op(*args) without its autograd kernel, on the device of the first tensor.
+def _below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """op(*args) without its autograd kernel, on the device of the first argument.
 
     torch._C._AutoDispatchBelowAutograd excludes the keys of all devices, and takes five times as
     long as one key here. In inference mode the keys are excluded already, and must stay so.
     """
-    if first is None:  # then the dispatcher knows
+    first = args[0]
+    if type(first) not in _TENSORS:  # then the dispatcher knows
         return op(*args)
     key = _CUDA if first.is_cuda else _CPU
-    if _C._dispatch_tls_is_dispatch_key_excluded(key):
+    if _is_excluded(key):
         return op(*args)
-    _C._dispatch_tls_set_dispatch_key_excluded(key, True)
+    _set_excluded(key, True)
     try:
         return op(*args)
     finally:
-        _C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        _set_excluded(key, False)
 
 
 def _refuse_transforms(name: str, args: Sequence[Any]) -> None:
@@ -207,11 +211,10 @@ def _refuse_transforms(name: str, args: Sequence[Any]) -> None:
 
 
 def _is_watched() -> bool:
-    """Whether something beside autograd wants to see calls."""
-    return bool(
-        _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._are_functorch_transforms_active()
+    """Whether something beside autograd and transforms wants to see calls."""
+    return (
+        _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
         or _C._is_any_autocast_enabled()
         or _C._get_tracing_state() is not None
     )
@@ -277,21 +280,22 @@ def _add_formula(
     backward: Callable[..., Any],
 ) -> None:
     direct = getattr(op, "_op", op)
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        first = args[0] if type(args[0]) in _TENSORS else None
-        output = _below_autograd(direct, first, args)
+        output = _below_autograd(direct, args)
         if setup_context is not None:
-            setup_context(ctx, args, output)
+            setup_context(ctx, args + defaults[len(args) :], output)
         return output
 
     name = op._schema.name.rpartition("::")[2]
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(name, (torch.autograd.Function,), members)
+    # What a node of the graph calls, without the question which of two forms the formula has.
+    if hasattr(function, "_backward_cls"):
+        function._backward_cls.apply = backward
     # Function.apply, without what it does for torch.func.
-    apply = super(torch.autograd.Function, function).apply
-    defaults = tuple(argument.default_value for argument in op._schema.arguments)
-    _formulas[op] = (apply, defaults, direct)
+    _formulas[id(op)] = super(torch.autograd.Function, function).apply, direct, op
 
 
 def _register_autocast(name: str, device_type: str, policy: str) -> None:

@@ -11,6 +11,9 @@ from jagged_cuda.ops import _attention, _bias
 from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
+_OP = torch.ops.jagged_cuda.jagged_flash_attention.default
+_BACKWARD = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
+
 
 @overridable
 def jagged_flash_attention(
@@ -106,9 +109,17 @@ def jagged_flash_attention(
         >>> lse[:, 0].exp()
         tensor([4., 4., 4., 4., 1.])
     """
-    deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse = attend(
-        *(q, k, v, offsets, kv_offsets, causal, window_size, scale, max_len, deterministic),
+        q,
+        k,
+        v,
+        offsets,
+        kv_offsets,
+        causal,
+        window_size,
+        scale,
+        max_len,
+        torch.are_deterministic_algorithms_enabled(),
         key_ranges,
         _bias.flatten("jagged_flash_attention", kv_lengths, kv_bias, time_bias, position_bias),
     )
@@ -137,7 +148,7 @@ def attend(
     if scale is None:
         scale = _attention.default_scale(q)
     out, lse = call(
-        torch.ops.jagged_cuda.jagged_flash_attention.default,
+        _OP,
         q,
         k,
         v,
@@ -171,10 +182,15 @@ def _backward(
     (q, k, v, out, lse, offsets, kv_offsets, key_ranges), biases = _attention.saved(ctx)
     if grad_out is None and out is not None:
         grad_out = torch.zeros_like(out)
-    op = torch.ops.jagged_cuda.jagged_flash_attention_backward.default
+    if biases is _attention.NO_BIASES:
+        grad_q, grad_k, grad_v, *_ = call(
+            *(_BACKWARD, grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets),
+            *(*ctx.options, key_ranges),
+        )
+        return (grad_q, grad_k, grad_v, *(None,) * 18)
     wanted = _attention.wanted(ctx, 12)
     *gradients, kv_bias, time_table, position_table = call(
-        *(op, grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets),
+        *(_BACKWARD, grad_out, grad_lse, q, k, v, out, lse, offsets, kv_offsets),
         *(*ctx.options, key_ranges, *biases, *wanted),
     )
     added = _attention.bias_gradients(wanted, biases, kv_bias, time_table, position_table)

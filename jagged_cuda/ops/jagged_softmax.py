@@ -9,6 +9,9 @@ from torch import Tensor
 
 from jagged_cuda.ops._dispatch import call, overridable, register
 
+_OP = torch.ops.jagged_cuda.jagged_softmax.default
+_BACKWARD = torch.ops.jagged_cuda.jagged_softmax_backward.default
+
 
 @overridable
 def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -42,7 +45,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
         >>> jagged_softmax(torch.zeros(5), torch.tensor([0, 4, 5]))
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 1.0000])
     """
-    return call(torch.ops.jagged_cuda.jagged_softmax.default, x, offsets, scale)
+    return call(_OP, x, offsets, scale)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -52,8 +55,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
     out, offsets = ctx.saved_tensors
-    op = torch.ops.jagged_cuda.jagged_softmax_backward.default
-    return call(op, grad_out, out, offsets, ctx.scale), None, None
+    return call(_BACKWARD, grad_out, out, offsets, ctx.scale), None, None
 
 
 register("jagged_softmax_backward")
