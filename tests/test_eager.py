@@ -109,6 +109,29 @@ def test_a_trace_has_the_operator() -> None:
     assert "jagged_cuda::jagged_softmax" in str(traced.graph)
 
 
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+def test_one_operator_gives_the_bits_of_two(name: str, device: torch.device) -> None:
+    """Both gradients of a product at once, each alone, and those with derivatives of their own."""
+    offsets = torch.tensor([1, 3, 3, 6], device=device)
+    shapes = [(7, 4), (3, 4, 5) if name == "jagged_dense_bmm" else (7, 5)]
+    x, y = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+    out = getattr(jagged_cuda, name)(x, y, offsets)
+    grad_out = torch.randn_like(out)
+
+    def gradients(*inputs: Tensor, create_graph: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            out, inputs, grad_out, retain_graph=True, create_graph=create_graph
+        )
+
+    with _Calls() as calls:
+        both = gradients(x, y)
+    assert [each for each in calls.names if "jagged_cuda" in each] == [
+        f"jagged_cuda.{name}_backward.default"
+    ]
+    for ways in ((*gradients(x), *gradients(y)), gradients(x, y, create_graph=True)):
+        assert all(torch.equal(a, b) for a, b in zip(both, ways, strict=True))
+
+
 def test_without_pytorchs_private_functions_all_works() -> None:
     code = """
         import torch; del torch._C._is_any_autocast_enabled

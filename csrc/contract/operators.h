@@ -64,9 +64,17 @@ constexpr Operator kOperators[] = {
   {"jagged_dense_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False, Tensor? bias=None, int activation=0)"
    " -> Tensor",
    "x: float [T, D], offsets: index [B + 1], y: x [B, D, N], bias: x? [B, N]; 0 <= activation <= 5 -> x [T, N]"},
+  // -> the gradients of x and y, without bias and activation
+  {"jagged_dense_bmm_backward(Tensor grad_out, Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False)"
+   " -> (Tensor, Tensor)",
+   "x: float [T, D], offsets: index [B + 1], y: x [B, D, N], grad_out: x [T, N] -> x [T, D], x [B, D, N]"},
 
   {"jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False) -> Tensor",
    "x: float [T, D], y: x [T, N], offsets: index [B + 1] -> x [B, D, N]"},
+  // -> the gradients of x and y
+  {"jagged_jagged_bmm_backward(Tensor grad_out, Tensor x, Tensor y, Tensor offsets, bool allow_tf32=False)"
+   " -> (Tensor, Tensor)",
+   "x: float [T, D], y: x [T, N], offsets: index [B + 1], grad_out: x [B, D, N] -> x [T, D], x [T, N]"},
 
   {"jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
    " SymInt total_out, bool allow_tf32=False) -> Tensor",

@@ -4,8 +4,10 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <tuple>
+
 #include "cpu/kernels.h"
-#include "cpu/sequences.h"
+#include "cpu/products.h"
 #include "cpu/work_list.h"
 #include "contract/last_kernel.h"
 
@@ -22,14 +24,13 @@ struct LongSequence {
   int64_t parts;
 };
 
-Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32) {
-  constexpr const char* op = "jagged_jagged_bmm";
-  static const Contract contract(op);
-  const Sizes sizes = contract.check({x, y, offsets, allow_tf32});
-  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+}  // namespace
+
+Tensor times_jagged(const char* op, Tensor x, Tensor y, const std::vector<Sequence>& sequences) {
+  const int64_t x_columns = x.size(1), y_columns = y.size(1);
   x = as_contiguous(op, x, -1);
   y = as_contiguous(op, y, -1);
-  Tensor out = allocate(op, x, {sizes.B, sizes.D, sizes.N});
+  Tensor out = allocate(op, x, {static_cast<int64_t>(sequences.size()), x_columns, y_columns});
   const KernelTable& table = kernel_table();
 
   JaggedBmmParams params{};
@@ -38,10 +39,10 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32) {
   params.y = y.const_data_ptr();
   params.x_row_stride = x.stride(0);
   params.y_row_stride = y.stride(0);
-  params.x_columns = sizes.D;
-  params.y_columns = sizes.N;
+  params.x_columns = x_columns;
+  params.y_columns = y_columns;
 
-  const int64_t out_elems = sizes.D * sizes.N;
+  const int64_t out_elems = x_columns * y_columns;
   const int64_t accumulator_bytes = params.element == Element::kDouble ? 8 : 4;
   int64_t num_parts = 0;
   for (const Sequence& sequence : sequences) {
@@ -52,8 +53,8 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32) {
   WorkList<JaggedBmmItem> items;
   WorkList<LongSequence> long_sequences;
   const auto add_items = [&](int64_t begin, int64_t rows, void* result, bool is_accum) {
-    const bool x_is_wide = sizes.D > sizes.N;
-    const int64_t wide = x_is_wide ? sizes.D : sizes.N;
+    const bool x_is_wide = x_columns > y_columns;
+    const int64_t wide = x_is_wide ? x_columns : y_columns;
     const int64_t row_cost = rows * (out_elems / wide + 8);
     const int64_t step =
         row_cost * wide <= kItemCost
@@ -61,7 +62,7 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32) {
             : std::max(int64_t{64}, kItemCost / std::max<int64_t>(1, row_cost) / 64 * 64);
     for (int64_t j = 0; j < wide; j += step) {
       const int64_t end = std::min(wide, j + step);
-      JaggedBmmItem item{begin, rows, 0, sizes.D, 0, sizes.N, result, is_accum};
+      JaggedBmmItem item{begin, rows, 0, x_columns, 0, y_columns, result, is_accum};
       (x_is_wide ? item.x_begin : item.y_begin) = j;
       (x_is_wide ? item.x_end : item.y_end) = end;
       items.add(item, (row_cost + out_elems / wide + 8) * (end - j));
@@ -95,9 +96,30 @@ Tensor jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, bool allow_tf32) {
   return out;
 }
 
+namespace {
+
+Tensor jagged_jagged_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets, bool allow_tf32) {
+  constexpr const char* op = "jagged_jagged_bmm";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({x, y, offsets, allow_tf32});
+  return times_jagged(op, x, y, read_sequences(op, "offsets", offsets, sizes.T));
+}
+
+std::tuple<Tensor, Tensor> jagged_jagged_bmm_backward(const Tensor& grad_out, const Tensor& x,
+                                                      const Tensor& y, const Tensor& offsets,
+                                                      bool allow_tf32) {
+  constexpr const char* op = "jagged_jagged_bmm_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, x, y, offsets, allow_tf32});
+  const auto sequences = read_sequences(op, "offsets", offsets, sizes.T);
+  Tensor grad_x = times_dense(op, y, grad_out, true, sequences);
+  return {grad_x, times_dense(op, x, grad_out, false, sequences)};
+}
+
 }  // namespace
 }  // namespace jagged_cuda::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CPU, m) {
   m.impl("jagged_jagged_bmm", TORCH_BOX(&jagged_cuda::cpu::jagged_jagged_bmm));
+  m.impl("jagged_jagged_bmm_backward", TORCH_BOX(&jagged_cuda::cpu::jagged_jagged_bmm_backward));
 }

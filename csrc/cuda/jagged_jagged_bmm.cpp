@@ -1,7 +1,8 @@
-#include "cuda/glue.h"
-#include "cuda/kernels/jagged_jagged_bmm.h"
+#include "cuda/products_glue.h"
 
 #include <torch/csrc/stable/library.h>
+
+#include <tuple>
 
 namespace jagged_cuda {
 namespace {
@@ -14,28 +15,27 @@ Tensor jagged_jagged_bmm(const Tensor& x, const Tensor& y, const Tensor& offsets
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.T);
-  const Tensor out = allocate(op, x, {sizes.B, sizes.D, sizes.N});
-  if (sizes.B == 0 || sizes.D == 0 || sizes.N == 0) return out;
-  const Tensor left = as_contiguous(op, x, -1), right = as_contiguous(op, y, -1);
+  return times_jagged(op, x, y, bounds, allow_tf32, current_stream(x));
+}
 
-  JaggedJaggedBmmParams params;
-  params.x = left.const_data_ptr();
-  params.y = right.const_data_ptr();
-  params.out = out.mutable_data_ptr();
-  params.offsets = view_offsets(bounds, sizes.T);
-  params.rows = sizes.D;
-  params.columns = sizes.N;
-  params.x_stride = left.stride(0);
-  params.y_stride = right.stride(0);
-  params.x_vectors = has_aligned_lines(left, {0});
-  params.y_vectors = has_aligned_lines(right, {0});
-  params.type = element_type(x.scalar_type(), allow_tf32);
-  check_cuda(op, launch_jagged_jagged_bmm(params, current_stream(x)));
-  return out;
+// grad_out [B, D, N], x [T, D], y [T, N] -> like x, like y
+std::tuple<Tensor, Tensor> jagged_jagged_bmm_backward(const Tensor& grad_out, const Tensor& x,
+                                                      const Tensor& y, const Tensor& offsets,
+                                                      bool allow_tf32) {
+  constexpr const char* op = "jagged_jagged_bmm_backward";
+  static const Contract contract(op);
+  const Sizes sizes = contract.check({grad_out, x, y, offsets, allow_tf32});
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor bounds = as_contiguous(op, offsets);
+  maybe_validate_offsets(op, "offsets", bounds, sizes.T);
+  const cudaStream_t stream = current_stream(x);
+  const Tensor grad_x = times_dense(op, y, grad_out, true, bounds, allow_tf32, stream);
+  return {grad_x, times_dense(op, x, grad_out, false, bounds, allow_tf32, stream)};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
   m.impl("jagged_jagged_bmm", TORCH_BOX(&jagged_jagged_bmm));
+  m.impl("jagged_jagged_bmm_backward", TORCH_BOX(&jagged_jagged_bmm_backward));
 }
 
 }  // namespace

@@ -14,6 +14,10 @@ from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 _ACTIVATIONS = (None, "relu", "gelu", "silu", "sigmoid", "tanh")
 
 
+_OP = torch.ops.jagged_cuda.jagged_dense_bmm.default
+_BACKWARD = torch.ops.jagged_cuda.jagged_dense_bmm_backward.default
+
+
 @overridable
 def jagged_dense_bmm(
     x: Tensor,
@@ -65,10 +69,9 @@ def jagged_dense_bmm(
     if activation not in _ACTIVATIONS:
         expected = "None, relu, gelu, silu, sigmoid or tanh"
         _contract.fail_argument("jagged_dense_bmm", "activation", expected, str(activation))
-    op = torch.ops.jagged_cuda.jagged_dense_bmm.default
     if bias is None and activation is None:
-        return call(op, x, y, offsets, allow_tf32(x.dtype))
-    return call(op, x, y, offsets, allow_tf32(x.dtype), bias, _ACTIVATIONS.index(activation))
+        return call(_OP, x, y, offsets, allow_tf32(x.dtype))
+    return call(_OP, x, y, offsets, allow_tf32(x.dtype), bias, _ACTIVATIONS.index(activation))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -97,8 +100,7 @@ def _grad_of_activation(
         return aten.sigmoid_backward(grad_out, out)
     if ctx.activation == "tanh":
         return aten.tanh_backward(grad_out, out)
-    op = torch.ops.jagged_cuda.jagged_dense_bmm.default
-    product = call(op, x, y, offsets, ctx.allow_tf32, bias)
+    product = call(_OP, x, y, offsets, ctx.allow_tf32, bias)
     if ctx.activation == "gelu":
         return aten.gelu_backward(grad_out, product)
     if torch.is_grad_enabled():  # aten.silu_backward has no derivative
@@ -111,18 +113,23 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     # Once: activation checkpointing refuses to give them again.
     x, y, offsets, bias, out = ctx.saved_tensors
     ops = torch.ops.jagged_cuda
+    wants_x, wants_y, *_ = wanted = ctx.needs_input_grad
     grad_out = _grad_of_activation(ctx, grad_out, x, y, offsets, bias, out)
     grad_x = grad_y = grad_bias = None
-    if ctx.needs_input_grad[0]:
+    if wants_x and wants_y and not torch.is_grad_enabled():  # one operator, without derivatives
+        grad_x, grad_y = call(_BACKWARD, grad_out, x, y, offsets, ctx.allow_tf32)
+        wants_x = wants_y = False
+    if wants_x:
         y_transposed = y.transpose(1, 2)
-        grad_x = call(ops.jagged_dense_bmm.default, grad_out, y_transposed, offsets, ctx.allow_tf32)
-    if ctx.needs_input_grad[1]:
+        grad_x = call(_OP, grad_out, y_transposed, offsets, ctx.allow_tf32)
+    if wants_y:
         grad_y = call(ops.jagged_jagged_bmm.default, x, grad_out, offsets, ctx.allow_tf32)
-    if bias is not None and ctx.needs_input_grad[4]:
+    if bias is not None and wanted[4]:
         grad_bias = call(ops.jagged_sum.default, grad_out, offsets)
     return grad_x, grad_y, None, None, grad_bias, None
 
 
+register("jagged_dense_bmm_backward")
 register(
     "jagged_dense_bmm",
     setup_context=_setup_context,

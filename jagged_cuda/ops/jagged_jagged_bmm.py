@@ -9,6 +9,10 @@ from torch import Tensor
 
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
+_OP = torch.ops.jagged_cuda.jagged_jagged_bmm.default
+_BACKWARD = torch.ops.jagged_cuda.jagged_jagged_bmm_backward.default
+_DENSE = torch.ops.jagged_cuda.jagged_dense_bmm.default
+
 
 @overridable
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         >>> jagged_jagged_bmm(x, y, torch.tensor([0, 4, 5]))[:, 0, 0]
         tensor([4., 1.])
     """
-    return call(torch.ops.jagged_cuda.jagged_jagged_bmm.default, x, y, offsets, allow_tf32(x.dtype))
+    return call(_OP, x, y, offsets, allow_tf32(x.dtype))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -56,15 +60,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     x, y, offsets = ctx.saved_tensors
-    op = torch.ops.jagged_cuda.jagged_dense_bmm.default
+    wants_x, wants_y, *_ = ctx.needs_input_grad
     grad_x = grad_y = None
-    if ctx.needs_input_grad[0]:
-        grad_x = call(op, y, grad_out.transpose(1, 2), offsets, ctx.allow_tf32)
-    if ctx.needs_input_grad[1]:
-        grad_y = call(op, x, grad_out, offsets, ctx.allow_tf32)
+    if wants_x and wants_y and not torch.is_grad_enabled():  # one operator, without derivatives
+        grad_x, grad_y = call(_BACKWARD, grad_out, x, y, offsets, ctx.allow_tf32)
+        return grad_x, grad_y, None, None
+    if wants_x:
+        grad_x = call(_DENSE, y, grad_out.transpose(1, 2), offsets, ctx.allow_tf32)
+    if wants_y:
+        grad_y = call(_DENSE, x, grad_out, offsets, ctx.allow_tf32)
     return grad_x, grad_y, None, None
 
 
+register("jagged_jagged_bmm_backward")
 register(
     "jagged_jagged_bmm",
     setup_context=_setup_context,

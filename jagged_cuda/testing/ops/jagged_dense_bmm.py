@@ -30,7 +30,15 @@ CASE = Case(
     },
     rows={"x": "q", "y": "seq", "out": "q"},
     function=lambda ops, _, t, offsets, __: {"out": ops.jagged_dense_bmm(t["x"], t["y"], offsets)},
-    registered=lambda s: {"jagged_dense_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
+    registered=lambda s: {
+        "jagged_dense_bmm": (s.tensors["x"], s.tensors["y"], s.offsets),
+        "jagged_dense_bmm_backward": (
+            s.tensors["x"].new_ones(s.tensors["x"].shape[0], s.tensors["y"].shape[2]),
+            s.tensors["x"].detach(),  # the operator has no derivative
+            s.tensors["y"].detach(),
+            s.offsets,
+        ),
+    },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},
     profiles=PRODUCT_PROFILES,
     autocast="lower_precision",

@@ -23,7 +23,17 @@ CASE = Case(
     },
     rows={"x": "q", "y": "q", "out": "seq"},
     function=lambda ops, _, t, offsets, __: {"out": ops.jagged_jagged_bmm(t["x"], t["y"], offsets)},
-    registered=lambda s: {"jagged_jagged_bmm": (s.tensors["x"], s.tensors["y"], s.offsets)},
+    registered=lambda s: {
+        "jagged_jagged_bmm": (s.tensors["x"], s.tensors["y"], s.offsets),
+        "jagged_jagged_bmm_backward": (
+            s.tensors["x"].new_ones(
+                s.offsets.numel() - 1, s.tensors["x"].shape[1], s.tensors["y"].shape[1]
+            ),
+            s.tensors["x"].detach(),  # the operator has no derivative
+            s.tensors["y"].detach(),
+            s.offsets,
+        ),
+    },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},
     profiles=PRODUCT_PROFILES,
     autocast="lower_precision",
