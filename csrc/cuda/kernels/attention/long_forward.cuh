@@ -441,9 +441,7 @@ __device__ __forceinline__ void prepare_masks(const AttentionParams& attention, 
   for (;;) {
     shared.planned.wait(from);
     const WorkItem item = shared.planned_item[from.stage];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.planned.release(from.stage);
-    from.advance();
+    shared.planned.release(from.advance());
     shared.items.acquire(to);
     if (!item.is_end) Config::Mask::prepare(shared.keys[to.stage], attention, item.tile);
     __syncwarp();
@@ -591,10 +589,10 @@ struct LongForwardConsumer {
   __device__ __forceinline__ void release_slot(int stage) {
     if (lane == 0) shared.ring.release(stage);
   }
+  // Every lane arrives for what it has read, as racecheck follows it.
   __device__ __forceinline__ void release_item(int stage) {
     if constexpr (Storage::kStoresThroughQueries) ptx::cp_async_bulk_wait_read();
-    __syncwarp();  // all lanes have read it
-    if (lane == 0) shared.items.release(stage);
+    shared.items.release(stage);
   }
   __device__ __forceinline__ int query_tile(int item_stage) const {
     return Config::kOwnQueries ? warpgroup : Storage::kQueryRing ? query_stage : item_stage;
@@ -945,11 +943,11 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     ptx::prefetch_tensormap(params.q);
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
-    shared.items.init(kConsumerWarps + 1 + Config::Bias::kWarps + Config::Values::kWarps);
+    shared.items.init((kConsumerWarps + Config::Bias::kWarps + Config::Values::kWarps) * 32 + 1);
     if constexpr (Config::Values::kWarps > 0) shared.values.init();
     shared.ring.init(kConsumerWarps, 1 + Config::Bias::kFillers);
     shared.bias.init();
-    if constexpr (Config::Mask::kPrepared) shared.planned.init(1);
+    if constexpr (Config::Mask::kPrepared) shared.planned.init(32);
     for (uint64_t& barrier : shared.q_full) ptx::mbarrier_init(barrier, 1);
     for (uint64_t& barrier : shared.q_empty)
       ptx::mbarrier_init(barrier, Config::kOwnQueries ? 4 : kConsumerWarps);

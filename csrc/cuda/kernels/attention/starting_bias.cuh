@@ -225,8 +225,7 @@ struct StartingBias {
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) shared.items.release(stage);
+      shared.items.release(stage);
       if (is_end) return;
     }
   }

@@ -365,8 +365,7 @@ struct StartingTimes {
         if (lane == 0) shared.window_ring.release(window.stage);
         window.advance();
       });
-      __syncwarp();
-      if (lane == 0) storage.items.release(stage);
+      storage.items.release(stage);
     }
   }
 
@@ -408,8 +407,7 @@ struct StartingTimes {
         if (lane == 0) shared.window_ring.publish(position.stage);
         position.advance();
       });
-      __syncwarp();
-      if (lane == 0) storage.items.release(stage);
+      storage.items.release(stage);
     }
   }
 

@@ -103,9 +103,7 @@ struct TransposedValues {
       shared.items.wait(place);
       const WorkItem item = shared.item[place.stage];
       const typename Config::Mask mask(attention, item.tile, shared.keys[place.stage]);
-      __syncwarp();
-      if (is_first) shared.items.release(place.stage);
-      place.advance();
+      shared.items.release(place.advance());
       if (item.is_end) return;
       if (mask.first() >= mask.last()) continue;
       slot.advance();  // the first K
