@@ -215,6 +215,110 @@ def test_the_least_float_as_a_mask(
         torch.testing.assert_close(got[103:], want[103:])
 
 
+# Of size and sign; beside it the head dim and scale. Heads have values of their own, a tenth apart:
+# how a product with log2(e) rounds depends on each.
+FAR = [-1e8, -1e9, -1e10, -1e30, 1e9, 1e30]
+DIMS_AND_SCALES = [(32, None), (64, None), (64, -0.2), (96, None), (256, None)]
+
+
+def far_biases(kind: str, size: float, total: int, device: torch.device) -> dict[str, Any]:
+    """Biases of 4 heads that are about `size` for all scores."""
+    values = size * (1 + torch.arange(4, device=device) / 10)
+    time = torch.arange(total, device=device) ** 2
+    boundaries = log_boundaries(9, 0.7).to(device)
+    return {
+        "keys": lambda: {"kv_bias": values.repeat(total, 1)},
+        "positions": lambda: {"position_bias": PositionBias(values[:, None].repeat(1, 90), -7)},
+        "times": lambda: {
+            "time_bias": TimeBias(values[:, None].repeat(1, 9), time, time, boundaries)
+        },
+    }[kind]()
+
+
+@pytest.mark.parametrize("size", FAR)
+@pytest.mark.parametrize("kind", ["keys", "positions", "times"])
+@pytest.mark.parametrize(("dim", "scale"), DIMS_AND_SCALES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_same_large_bias_for_all_keys(
+    dtype: torch.dtype, dim: int, scale: float | None, kind: str, size: float, device: torch.device
+) -> None:
+    """The mean of the values, since float32 keeps nothing else of such logits. What a row's LSE has
+    lost its gradient lacks: it is 0 below -2^24."""
+    offsets = torch.tensor([0, 5, 105, 305], device=device)
+    q, k, v = (drawn(305, 4, dim, device=device, seed=s).to(dtype) for s in range(3))
+    leaves = [t.requires_grad_() for t in (q / 8, k / 8, v)]
+    biases = far_biases(kind, size, 305, device)
+    out, lse = jagged_flash_attention(*leaves, offsets, **biases, scale=scale, return_lse=True)
+    for begin, end in ((0, 5), (5, 105), (105, 305)):
+        mean = v[begin:end].double().mean(0)
+        error = (out[begin:end].double() - mean).abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps * v.abs().max()
+    values = size * (1 + torch.arange(4, device=device) / 10)
+    torch.testing.assert_close(lse, values.expand(305, 4), rtol=1e-6, atol=0.0)
+    grads = torch.autograd.grad(out.float().square().sum() + lse.sum() / 1e9, leaves)
+    assert all(g.isfinite().all() for g in grads)
+    if size < 0:
+        assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("size", FAR[:4])
+@pytest.mark.parametrize(("dim", "scale"), DIMS_AND_SCALES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_large_bias_as_a_mask(
+    dtype: torch.dtype, dim: int, scale: float | None, size: float, device: torch.device
+) -> None:
+    """Causal: the first rows see masked keys alone, the others what -inf leaves of theirs; and the
+    gradients of others are not those of the first."""
+    offsets = torch.tensor([0, 5, 105, 305], device=device)
+    q, k, v = (drawn(305, 4, dim, device=device, seed=s).to(dtype) for s in range(3))
+    hidden = torch.zeros(305, dtype=torch.bool, device=device)
+    hidden[0:2] = hidden[5:40] = hidden[105:180] = hidden[200:230] = True
+    alone = hidden & (torch.arange(305, device=device) < 200)  # rows that see hidden keys alone
+    grad = drawn(305, 4, dim, device=device, seed=3).to(dtype)
+
+    def results(value: float) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        kv_bias = (hidden[:, None] * (1 + torch.arange(4, device=device) / 10)).mul(value)
+        kv_bias = kv_bias.masked_fill(~hidden[:, None], 0.0).requires_grad_()
+        out = jagged_flash_attention(*leaves, offsets, causal=True, kv_bias=kv_bias, scale=scale)
+        return out, *torch.autograd.grad(out, (*leaves, kv_bias), grad)
+
+    far, none = results(size), results(-math.inf)
+    assert all(t.isfinite().all() for t in far)
+    torch.testing.assert_close(far[0][~alone], none[0][~alone])
+    for got, want in zip(far[1:], none[1:], strict=True):
+        torch.testing.assert_close(got, want)
+    # A mean of values that are seen, whatever its weights.
+    for begin, rows in ((0, 2), (5, 35), (105, 75)):
+        seen = v[begin : begin + rows].float()
+        most, least = seen.cummax(0).values, seen.cummin(0).values
+        slack = 4 * torch.finfo(dtype).eps * seen.abs().max()
+        first = far[0][begin : begin + rows].float()
+        assert ((first <= most + slack) & (first >= least - slack)).all()
+        torch.testing.assert_close(first[0], seen[0])
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_silu_of_the_least_float_is_zero(
+    dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    """So of keys that it masks nothing is left, forward and backward; nor of those at -1e30."""
+    offsets = torch.tensor([0, 5, 105, 305], device=device)
+    q, k, v = (drawn(305, 2, dim, device=device, seed=s).to(dtype) for s in range(3))
+    hidden = torch.arange(305, device=device) % 3 == 0
+
+    def results(value: float) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        kv_bias = torch.zeros(305, device=device).masked_fill(hidden, value)
+        out = jagged_hstu_attention(*leaves, offsets, divisor=50.0, causal=True, kv_bias=kv_bias)
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    wanted = results(-1e4)
+    for value in (torch.finfo(torch.float32).min, -1e30):
+        torch.testing.assert_close(results(value), wanted)
+
+
 @pytest.mark.parametrize("silu", [False, True])
 def test_unused_keys_are_not_read(silu: bool, device: torch.device) -> None:
     """The same as without them, whatever they hold."""

@@ -297,6 +297,17 @@ def test_errors():
         triton_ref.jagged_softmax(x.to(torch.float64 if ON_GPU else torch.bfloat16), offsets)
 
 
+@pytest.mark.parametrize("bias", [-1e9, -1e30])
+def test_a_large_bias_for_all_keys(bias: float) -> None:
+    """The mean of the values, and no gradient, since float32 has lost what P is made of."""
+    leaves = [torch.randn(19, 2, 16, device=DEVICE).requires_grad_() for _ in range(3)]
+    offsets = torch.tensor([0, 19], device=DEVICE)
+    kv_bias = torch.full((19,), bias, device=DEVICE)
+    out = triton_ref.jagged_flash_attention(*leaves, offsets, kv_bias=kv_bias)
+    torch.testing.assert_close(out, leaves[2].mean(0).expand_as(out))
+    assert all((g == 0).all() for g in torch.autograd.grad(out.square().sum(), leaves))
+
+
 def test_target_attention_with_a_bias() -> None:
     offsets, used = (torch.tensor(t, device=DEVICE) for t in ([0, 9, 12], [5, 3]))
     q, kv_bias = torch.randn(2, 3, 2, 16, device=DEVICE), torch.randn(12, device=DEVICE)

@@ -65,8 +65,13 @@ def sees(o_row, o_col, len_q, len_k, left, right, p_ranges, num_ranges):
 
 @triton.jit
 def finite(b_lse):
-    """Of rows all of whose keys a bias hides: their P is 0 then."""
-    return tl.where(b_lse == float("-inf"), 0.0, b_lse)
+    """Of rows all of whose keys a bias hides: their P is 0 then.
+
+    Likewise where an LSE in float32 is below -2^24, from where on its neighbours are 2 apart: P
+    would be up to 1 for each key.
+    """
+    least = -3e38 if b_lse.dtype == tl.float64 else -16777216.0
+    return tl.where(b_lse < least, 0.0, b_lse)
 
 
 @triton.jit

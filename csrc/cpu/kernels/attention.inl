@@ -73,11 +73,10 @@ JAGGED_INLINE T softmax_row(T* row, const RowKeys& keys, const ScoreColumns& col
   return rescale;
 }
 
-// 1 / (1 + exp(-z)), where exp(-z) is finite.
+// 1 / (1 + exp(-z)); 0 where exp(-z) is infinite, so that z times it is 0, such as of the least float.
 template <class T>
 JAGGED_INLINE Vector<T> sigmoid(Vector<T> z) {
-  constexpr T kLargest = sizeof(T) == 8 ? 700 : 80;
-  return T(1) / (T(1) + vector_exp<T>(-vector_max<T>(z, broadcast<T>(-kLargest))));
+  return T(1) / (T(1) + vector_exp<T>(-z));
 }
 
 // silu(logit) in place of the logits of one row.
@@ -323,9 +322,10 @@ void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
       }
       const int64_t index = (item.q.begin + row + i) * p.heads + head;
       const int64_t local = row + i - item.row_begin;
-      // Of a row all of whose keys kv_bias hides: their P is 0 then.
-      const bool hidden =
-          p.bias.kv_bias != nullptr && lse[index] < std::numeric_limits<T>::lowest();
+      // Of a row all of whose keys kv_bias hides: their P is 0 then. Likewise where an LSE of f32 is
+      // below -2^24, from where on its neighbours are 2 apart: P would be up to 1 for each key.
+      constexpr T kLeast = sizeof(T) == 4 ? T(-16777216) : std::numeric_limits<T>::lowest();
+      const bool hidden = p.bias.any() && lse[index] < kLeast;
       buffers.lse[local] = hidden ? T(0) : lse[index];
       buffers.delta[local] =
           reduce_sum<T>(product) - (grad_lse != nullptr ? grad_lse[index] : T(0));

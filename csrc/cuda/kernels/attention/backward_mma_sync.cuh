@@ -44,6 +44,8 @@
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
 #include "cuda/kernels/attention/table_sums.cuh"
 
+#include <cfloat>
+
 namespace jagged_cuda::attention {
 
 template <typename Element_, int kDim_, int kRowBlocks_, bool kGeneral_, bool kSilu_,
@@ -205,6 +207,7 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
       shared.bias.cells.template fill<kThreads>(params.bias);
   }
   float lse_log2[kRowBlocks][2], delta[kRowBlocks][2];
+  const float most_lse = params.bias.any() ? kMostLse : FLT_MAX;
   ptx::cp_async_wait<1>();
   __syncthreads();
 #pragma unroll
@@ -222,10 +225,8 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
       const float dot =
           row_dot(shared.sGradOut, row, gOut + (valid ? row : 0) * params.out.row_stride,
                   params.dim_v, params.aligned, lane);
-      lse_log2[r][half] =
-          valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : INFINITY;
-      // Of a row all of whose keys a bias hides: their P is 0 then.
-      if (Config::kGeneral && lse_log2[r][half] == -INFINITY) lse_log2[r][half] = 0.0f;
+      const float lse = valid ? static_cast<const float*>(params.lse)[statistic] : INFINITY;
+      lse_log2[r][half] = Config::kGeneral ? lse_in_log2(lse, most_lse) : lse * kLog2E;
       delta[r][half] = dot - (valid && params.grad_lse != nullptr
                                   ? static_cast<const float*>(params.grad_lse)[statistic]
                                   : 0.0f);
@@ -362,6 +363,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
   }
   const RowRange queries = sequence_rows(params.q_offsets, tile.seq);
   if (left_to_tiny(params, queries.len, tile.rows.len)) return;
+  const float most_lse = params.bias.any() ? kMostLse : FLT_MAX;
   const Window window =
       Window{num_keys - queries.len, params.window_left, params.window_right}.transposed();
   const int64_t last_query = window.last_column(tile.row, rows, queries.len);
@@ -448,9 +450,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void backward_d
         const float2 lse =
             *reinterpret_cast<const float2*>(&shared.sLse[stage][block * 8 + 2 * (lane % 4)]);
         float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
-        if constexpr (Config::kGeneral) {  // as in backward_dq
-          lse_log2[0] = lse.x == -INFINITY ? 0.0f : lse_log2[0];
-          lse_log2[1] = lse.y == -INFINITY ? 0.0f : lse_log2[1];
+        if constexpr (Config::kGeneral) {
+          lse_log2[0] = lse_in_log2(lse.x, most_lse);
+          lse_log2[1] = lse_in_log2(lse.y, most_lse);
         }
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {

@@ -19,11 +19,13 @@
 #include "cuda/kernels/attention/bias.cuh"
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/ranges.cuh"
+#include "cuda/kernels/attention/scores.cuh"
 #include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/table_sums.cuh"
 #include "cuda/kernels/attention/window.cuh"
 #include "cuda/kernels/prim/element.cuh"
 
+#include <cfloat>
 #include <cmath>
 
 namespace jagged_cuda::attention {
@@ -50,10 +52,11 @@ struct FmaForwardStorage {
   T sP[Config::kTile][Config::kTile + 1];
 };
 
-// Of a row all of whose keys a bias hides: their P is 0 then.
+// Of a row all of whose keys a bias hides: their P is 0 then. Likewise below -kMostLse in f32.
 template <typename T>
 __device__ __forceinline__ T finite_lse(T lse) {
-  return lse == T(-INFINITY) ? T(0) : lse;
+  constexpr T kLeast = sizeof(T) == 4 ? T(-kMostLse) : T(-DBL_MAX);
+  return lse < kLeast ? T(0) : lse;
 }
 
 template <typename Config>

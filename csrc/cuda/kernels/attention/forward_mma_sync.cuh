@@ -196,7 +196,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
       for_each_score(s, [](float& score) { score *= sigmoid(score); });
     } else {
       float rescale[kRowBlocks][2];
-      softmax.update(s, rescale, scale_log2);
+      softmax.template update<Config::kGeneral>(s, rescale, scale_log2);
       rescale_rows(o, rescale);
     }
     mma_accumulator_by_columns(o, s, KeysAddress::by_rows(shared.sV[stage], 0, lane));

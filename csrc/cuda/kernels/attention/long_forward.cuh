@@ -203,7 +203,7 @@ struct SoftmaxScore {
   // Scores become the operand of the product with V, written after finish_output(). True where what
   // was summed so far is to be multiplied by `rescale`.
   template <typename Probs, int kBlocks, typename FinishOutput>
-  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+  __device__ __forceinline__ bool update(Accumulator<1, kBlocks>& s, Probs& p,
                                          FinishOutput finish_output) {
     return softmax.update(s, p, rescale, scale_log2, finish_output);
   }
@@ -589,10 +589,12 @@ struct LongForwardConsumer {
   __device__ __forceinline__ void release_slot(int stage) {
     if (lane == 0) shared.ring.release(stage);
   }
-  // Every lane arrives for what it has read, as racecheck follows it.
+  // Every lane arrives for what it has read, as racecheck follows it. As two statements: with one, ptxas
+  // spills in the loop over keys.
   __device__ __forceinline__ void release_item(int stage) {
     if constexpr (Storage::kStoresThroughQueries) ptx::cp_async_bulk_wait_read();
-    shared.items.release(stage);
+    if (lane == 0) shared.items.release(stage);
+    if (lane != 0) shared.items.release(stage);
   }
   __device__ __forceinline__ int query_tile(int item_stage) const {
     return Config::kOwnQueries ? warpgroup : Storage::kQueryRing ? query_stage : item_stage;

@@ -318,9 +318,8 @@ __device__ __forceinline__ void ranged_dq_of_tile(const RangedBackwardParams& ke
       const int64_t statistic = (global_row + own_row) * params.heads + head;
       out_rows[half].load(row_of<Element>(params.out, global_row + own_row, head),
                           valid ? params.dim_v : 0, lane);
-      lse_log2[half] = valid ? static_cast<const float*>(params.lse)[statistic] * kLog2E : 0.0f;
-      // Of a row all of whose keys a bias hides: their P is 0 then.
-      if (Config::kBiased && lse_log2[half] == -INFINITY) lse_log2[half] = 0.0f;
+      const float lse = valid ? static_cast<const float*>(params.lse)[statistic] : 0.0f;
+      lse_log2[half] = Config::kBiased ? lse_in_log2(lse, kMostLse) : lse * kLog2E;
       delta[half] = valid && params.grad_lse != nullptr
                         ? -static_cast<const float*>(params.grad_lse)[statistic]
                         : 0.0f;
@@ -596,13 +595,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
       ptx::cp_async_wait<0>();
       if (!Config::kSilu && threadIdx.x < kStep) {
         float& lse = shared.sLse[stage][threadIdx.x];
-        lse = lse * kLog2E;
-        if constexpr (Config::kBiased) {
-          // -inf is of a row all of whose keys a bias hides: their P is 0 then. So is that of
-          // queries past the end, whatever their bias.
-          if (lse == -INFINITY) lse = 0.0f;
-          if (static_cast<int>(threadIdx.x) >= valid) lse = INFINITY;
-        }
+        lse = Config::kBiased ? lse_in_log2(lse, kMostLse) : lse * kLog2E;
+        // P of queries past the end is 0, whatever their bias.
+        if (Config::kBiased && static_cast<int>(threadIdx.x) >= valid) lse = INFINITY;
       }
     }
     __syncthreads();                     // the step before is done with the other stage

@@ -47,6 +47,16 @@ class RangesMask {
   const Shared& keys_;
 };
 
+// As softmax has them where biases of any size were added.
+struct BiasedSoftmaxScore : SoftmaxScore {
+  using SoftmaxScore::SoftmaxScore;
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(Accumulator<1, kBlocks>& s, Probs& p,
+                                         FinishOutput finish_output) {
+    return softmax.update<true>(s, p, rescale, scale_log2, finish_output);
+  }
+};
+
 // Scores of a warp's 16 rows as silu has them, z / 2 + z / 2 tanh(z / 2): one special function.
 struct SiluScore {
   static constexpr float kHidden = 0.0f;
@@ -97,7 +107,8 @@ struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
-  using Score = std::conditional_t<kSilu, SiluScore, SoftmaxScore>;
+  using Score = std::conditional_t<kSilu, SiluScore,
+                                   std::conditional_t<kBiased, BiasedSoftmaxScore, SoftmaxScore>>;
   using Bias = std::conditional_t<
       kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kPositions>, NoBias>;
   static constexpr PathName kName =
@@ -113,6 +124,7 @@ struct TimedForwardConfig : RangedForwardConfig<Element, kDim, kSilu, false> {
   static constexpr int kThreads = (1 + kWarpgroups + kWriters) * 128;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160, kWriterRegisters = 64;
   using Mask = RangesMask<kTileM, kTileN>;
+  using Score = std::conditional_t<kSilu, SiluScore, BiasedSoftmaxScore>;
   using Bias = StartingTimes<kTileM, kTileN>;
   static constexpr PathName kName = Base::kName + ".times";
 };

@@ -10,6 +10,21 @@ namespace jagged_cuda::attention {
 // What is below hides: times log2(e) it would be -inf.
 constexpr float kLeastMaximum = -2.3e38f;
 
+// Of a maximum in units of log2. Up to it x * scale_log2 - shift, where one product is rounded and the
+// other is not, is off by 2^-8 at most; beyond it, such as where biases of -1e9 meet all keys of a row,
+// by 64 and more, so that P overflows or vanishes.
+constexpr float kMostShift = 65536.0f;
+
+// Of an LSE in size: from there on a float's neighbours are 2 apart.
+constexpr float kMostLse = 16777216.0f;
+
+// A row's LSE in units of log2, for P of the backward pass. Of a row all of whose keys a bias hides it
+// is -inf: its P is 0. So is that of a row whose LSE is of more than `most` in size: that has lost what
+// P is made of.
+__device__ __forceinline__ float lse_in_log2(float lse, float most) {
+  return fabsf(lse) > most ? INFINITY : lse * kLog2E;
+}
+
 // Running maximum and sum of the rows that a lane shares with the three others of its quad, [row
 // block][half].
 template <int kRowBlocks>
@@ -26,8 +41,8 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into probabilities relative to the new maximum; what was summed so far is to be
-  // multiplied by `rescale`.
-  template <int kBlocks>
+  // multiplied by `rescale`. kAnyShift: with biases, which may be of any size.
+  template <bool kAnyShift = false, int kBlocks>
   __device__ __forceinline__ void update(Accumulator<kRowBlocks, kBlocks>& s,
                                          float (&rescale)[kRowBlocks][2], float scale_log2) {
 #pragma unroll
@@ -42,7 +57,16 @@ struct OnlineSoftmax {
       // While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN: subtract 0
       // instead. Likewise where a bias like the least float makes it -inf by log2(e).
       const float finite_max = new_max < kLeastMaximum ? 0.0f : new_max;
-      const float shift = finite_max * scale_log2;
+      float shift = finite_max * scale_log2;
+      if (kAnyShift && __any_sync(0xffffffffu, fabsf(shift) > kMostShift)) {
+        const float taken = fabsf(shift) > kMostShift ? finite_max : 0.0f;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          s[r][block][2 * half] -= taken;
+          s[r][block][2 * half + 1] -= taken;
+        }
+        if (taken != 0.0f) shift = 0.0f;
+      }
       // 1 to the last bit while the maximum stays: how many tiles a row is in of which it sees
       // nothing depends on the tiles' size, and so on the batch.
       rescale[r][half] = ptx::ex2_approx((row_max[r][half] - finite_max) * scale_log2);
@@ -132,9 +156,9 @@ struct LazySoftmax {
   }
 
   // Turns scores into probabilities, rounded, in p, which is written after finish_output(). True
-  // where what was summed so far is to be multiplied by `rescale`.
-  template <typename Probs, int kBlocks, typename FinishOutput>
-  __device__ __forceinline__ bool update(const Accumulator<1, kBlocks>& s, Probs& p,
+  // where what was summed so far is to be multiplied by `rescale`. kAnyShift as above: then `s` changes.
+  template <bool kAnyShift = false, typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(Accumulator<1, kBlocks>& s, Probs& p,
                                          float (&rescale)[1][2], float scale_log2,
                                          FinishOutput finish_output) {
     const float slack = kSlackLog2 / scale_log2;
@@ -145,6 +169,17 @@ struct LazySoftmax {
       next[half] = top > reference[half] + slack ? top : reference[half];
       // While a row has seen nothing, -inf - -inf would be NaN.
       shift[half] = next[half] == -INFINITY ? 0.0f : next[half] * scale_log2;
+    }
+    if constexpr (kAnyShift) {
+      if (__any_sync(0xffffffffu, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kMostShift)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float taken = fabsf(shift[half]) > kMostShift ? next[half] : 0.0f;
+          if (taken != 0.0f) shift[half] = 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlocks * 2; ++i) s[0][i / 2][2 * half + i % 2] -= taken;
+        }
+      }
     }
     finish_output();
     exponentials(s, p, sums, shift, scale_log2);

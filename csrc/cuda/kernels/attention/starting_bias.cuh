@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/mma_tile.cuh"
+#include "cuda/kernels/attention/scores.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 
 #include <cmath>
@@ -13,20 +14,20 @@
 namespace jagged_cuda::attention {
 
 // A bias over the scale, which is not 0. What is too large to be multiplied by scale and log2(e) again
-// hides its key if it is negative, such as the least float.
+// hides its key if it is negative, such as the least float; of silu it is 0 as it is.
 class BiasOverScale {
  public:
   __device__ __forceinline__ explicit BiasOverScale(const AttentionParams& params)
-      : factor_(1.0f / static_cast<float>(params.scale)) {}
+      : factor_(1.0f / static_cast<float>(params.scale)), silu_(params.silu) {}
   __device__ __forceinline__ float operator()(float bias) const {
-    constexpr float kMost = 1e29f;  // scales are up to 1e9
-    const float quotient = bias * factor_;
-    if (!(fabsf(quotient) > kMost)) return quotient;
-    return copysignf(bias < 0.0f || isinf(bias) ? INFINITY : kMost, quotient);
+    const float quotient = bias * factor_, most = -kLeastMaximum * fminf(fabsf(factor_), 1.0f);
+    if (!(fabsf(quotient) > most)) return quotient;
+    return copysignf(isinf(bias) || (bias < 0.0f && !silu_) ? INFINITY : most, quotient);
   }
 
  private:
   const float factor_;
+  const bool silu_;
 };
 
 // Of tiles of kTileM rows and steps of kTileN keys, which are copied to a ring of kSlots, K of a step
