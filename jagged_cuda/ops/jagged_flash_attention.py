@@ -60,8 +60,10 @@ def jagged_flash_attention(
         kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
             and dv of the rows behind it are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
-            key after scale; -inf hides the key. (A row whose
-            scores are all below -2.3e38 may count as one that sees nothing.)
+            key after scale; -inf hides the key. (A row whose scores are all below -2.3e38, or
+            that times a smaller scale, may count as one that sees nothing. Sums in float32 leave a
+            row no gradient whose lse is below -2^24, which has lost what probabilities are made
+            of; in 16 bits on CUDA also above 2^24.)
         time_bias: a TimeBias, added likewise: by the time between query and key.
         position_bias: a PositionBias, added likewise: by the rows between query and key.
 

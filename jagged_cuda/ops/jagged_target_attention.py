@@ -49,8 +49,9 @@ def jagged_target_attention(
         return_lse: also return the logarithm of each query's sum of exponentials.
         kv_lengths: `[B]` of offsets' dtype, the used part of each sequence; None uses all.
         kv_bias: `[T]`, or `[T, H]`, float32 (float64 for float64): added to every score of its key
-            after scale; -inf hides the key. (A row whose scores are all below -2.3e38 may
-            count as one that sees nothing.)
+            after scale; -inf hides the key. (A row whose scores are all below -2.3e38, or that
+            times a smaller scale, may count as one that sees nothing. Sums in float32 leave a row
+            no gradient whose lse is below -2^24; in 16 bits on CUDA also above 2^24.)
 
     Returns:
         `[B, N, H, Dv]` of q's dtype (`[B, N, Dv]` for one head); with return_lse also lse
