@@ -480,6 +480,22 @@ FAULTS = (
         "row + window.diagonal - window.before - column + 1;",
     ),
     Fault(
+        "rows of the next sequence",
+        "cuda",
+        "cuda/kernels/jagged_jagged_bmm_wgmma.cu",
+        "if (exist % 16 != 0) {",
+        "if (exist % 16 == 1) {",
+        "tests/test_cuda_products.py -k cut_sums",
+    ),
+    Fault(
+        "the first part of a sequence lost",
+        "cuda",
+        "cuda/kernels/gemm/row_parts.cuh",
+        "(begin / cuts.rows_each + 1) * 2}",
+        "begin / cuts.rows_each * 2}",
+        "tests/test_cuda_products.py -k cut_sums",
+    ),
+    Fault(
         "wrong base",
         "cuda",
         "cuda/kernels/prim/jagged.cuh",

@@ -83,14 +83,24 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         )
         for dtype, tf32, path in _PRODUCT_PATHS
     ),
+    # Many columns.
+    *(
+        (name, dtype, False, {"D": 64, "N": 136}, f"{first}.{element}", f"{last}.{element}")
+        for element, dtype in HALF_DTYPES.items()
+        for product in (f"{JAGGED}.{'wgmma' if HOPPER else 'mma_sync'}",)
+        for name, first, last in (
+            ("jagged_dense_bmm", f"{DENSE}.mma_sync", product),
+            ("jagged_jagged_bmm", product, f"{DENSE}.mma_sync"),
+        )
+    ),
     # Few terms per sum, y with stride 1 along N, and along D in gradients.
     *(
         (name, dtype, False, {"D": dim, "N": 72}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
-        for dim in (8, 16)
+        for dim, product in ((8, f"{JAGGED}.weighted_sums"), (16, f"{JAGGED}.mma_sync"))
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.thin", f"{JAGGED}.mma_sync"),
-            ("jagged_jagged_bmm", f"{JAGGED}.mma_sync", f"{DENSE}.thin"),
+            ("jagged_dense_bmm", f"{DENSE}.thin", product),
+            ("jagged_jagged_bmm", product, f"{DENSE}.thin"),
         )
     ),
     # One term per sum.
@@ -98,18 +108,23 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         (name, dtype, False, {"D": 1, "N": 72}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.outer", f"{JAGGED}.mma_sync"),
-            ("jagged_jagged_bmm", f"{JAGGED}.mma_sync", f"{DENSE}.outer"),
+            ("jagged_dense_bmm", f"{DENSE}.outer", f"{JAGGED}.weighted_sums"),
+            ("jagged_jagged_bmm", f"{JAGGED}.weighted_sums", f"{DENSE}.outer"),
         )
     ),
     # Few columns, of y with stride 1 along N, and along D in gradients, or with one column.
     *(
         (name, dtype, False, {"D": dim, "N": columns}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
-        for dim, columns in ((64, 8), (128, 8), (256, 8), (256, 1))
+        for dim, columns, product in (
+            (64, 8, f"{JAGGED}.weighted_sums"),
+            (128, 8, f"{JAGGED}.mma_sync"),
+            (256, 8, f"{JAGGED}.mma_sync"),
+            (256, 1, f"{JAGGED}.weighted_sums"),
+        )
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.few_columns", f"{JAGGED}.mma_sync"),
-            ("jagged_jagged_bmm", f"{JAGGED}.mma_sync", f"{DENSE}.few_columns"),
+            ("jagged_dense_bmm", f"{DENSE}.few_columns", product),
+            ("jagged_jagged_bmm", product, f"{DENSE}.few_columns"),
         )
     ),
     *(

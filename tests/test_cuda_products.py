@@ -11,6 +11,7 @@ from on_cuda import (
     DENSE,
     HALF_DTYPES,
     HOPPER,
+    JAGGED,
     MATRICES,
     PATH,
     PRECISION,
@@ -100,6 +101,81 @@ def test_one_term(dtype: torch.dtype, columns: int) -> None:
     element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
     assert last_kernel("cuda") == f"{DENSE}.outer.{element}"
     judge(case, spec, dtype, CUDA)
+
+
+# Sequences around the places where sums are cut (256 rows for few columns, 1,024 for many, 2,048 of
+# large matrices), short ones, and one whose parts are dealt out among warps.
+CUT_LENGTHS = (
+    (0, 1, 15, 16, 17, 0, 255, 256, 257, 31, 513, 1023, 1024, 1025, 0, 3, 2500, 0),
+    (0,) * 40 + (5, 0, 40, 1) * 60 + (700,),
+    (3, 35_000, 0, 18),
+)
+CUT = pytest.mark.parametrize("lengths", CUT_LENGTHS, ids=["around", "tiny", "giant"])
+
+
+@CUT
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(64, 1), (40, 3), (64, 8), (520, 1), (8, 8), (1, 64), (5, 40), (8, 264)],
+)
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_weighted_sums(
+    dtype: torch.dtype, rows: int, columns: int, lengths: tuple[int, ...]
+) -> None:
+    """Up to 8 columns of either operand, whole and partial groups of 64 of the other one's."""
+    case = CASES["jagged_jagged_bmm"]
+    spec = spec_of(Layout(lengths, base=5, tail=9), D=rows, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
+    assert last_kernel("cuda") == f"{JAGGED}.weighted_sums.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
+@CUT
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(64, 256), (128, 136), (264, 320), (512, 64), (72, 128), (520, 16)]
+)
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+@PATH
+def test_path_of_jagged_products(
+    path: str, dtype: torch.dtype, rows: int, columns: int, lengths: tuple[int, ...]
+) -> None:
+    """Tiles of each shape, whole and partial ones, one and many of a matrix."""
+    case = CASES["jagged_jagged_bmm"]
+    spec = spec_of(Layout(lengths, base=5, tail=9), D=rows, N=columns)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
+    kernel = "wgmma" if HOPPER and path == "best" else "mma_sync"
+    assert last_kernel("cuda") == f"{JAGGED}.{kernel}.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("lengths", [*CUT_LENGTHS[:2], (8500, 2, 0) * 3000], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(64, 8), (1, 40), (64, 128), (512, 64)])
+def test_cut_sums_do_not_depend_on_neighbours(
+    rows: int, columns: int, lengths: tuple[int, ...]
+) -> None:
+    """The bits of each sequence alone, wherever it begins, and beside sequences of NaN."""
+    lengths = tuple(length if i < 30 else min(length, 30) for i, length in enumerate(lengths))
+    generator = torch.Generator(CUDA).manual_seed(rows)
+    x, y = (
+        torch.randn(sum(lengths), size, device=CUDA, generator=generator).bfloat16()
+        for size in (rows, columns)
+    )
+    offsets = torch.tensor((0, *lengths), device=CUDA).cumsum(0)
+    bounds = offsets.tolist()
+    found = jagged_cuda.jagged_jagged_bmm(x, y, offsets)
+    for seq in [*range(min(len(lengths), 30)), len(lengths) - 1]:
+        begin, end = bounds[seq : seq + 2]
+        alone = jagged_cuda.jagged_jagged_bmm(
+            x[begin:end].clone(), y[begin:end].clone(), offsets[seq : seq + 2] - begin
+        )
+        torch.testing.assert_close(found[seq], alone[0], rtol=0, atol=0)
+    odd = torch.arange(len(lengths), device=CUDA) % 2 == 1
+    rows_of_even = (~odd).repeat_interleave(torch.tensor(lengths, device=CUDA))
+    x[rows_of_even], y[rows_of_even] = torch.nan, torch.nan
+    beside = jagged_cuda.jagged_jagged_bmm(x, y, offsets)
+    torch.testing.assert_close(beside[odd], found[odd], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])

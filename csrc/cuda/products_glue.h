@@ -61,6 +61,7 @@ inline Tensor times_dense(const char* op, const Tensor& x, const Tensor& y, bool
   params.y_along_inner = dense.along_inner;
   params.x_vectors = has_aligned_lines(rows, {0});
   params.y_vectors = dense.vectors;
+  params.mma_sync_only = mma_sync_only(op);
   params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_dense_bmm(params, stream));
   return out;
@@ -85,7 +86,13 @@ inline Tensor times_jagged(const char* op, const Tensor& x, const Tensor& y, con
   params.y_stride = right.stride(0);
   params.x_vectors = has_aligned_lines(left, {0});
   params.y_vectors = has_aligned_lines(right, {0});
+  params.mma_sync_only = mma_sync_only(op);
   params.type = element_type(x.scalar_type(), allow_tf32);
+  std::optional<Tensor> partial;
+  if (const int64_t sums = num_partial_sums(params); sums > 0) {
+    partial = allocate(op, x, {sums}, ScalarType::Float);
+  }
+  params.partial = partial ? static_cast<float*>(partial->mutable_data_ptr()) : nullptr;
   check_cuda(op, launch_jagged_jagged_bmm(params, stream));
   return out;
 }

@@ -9,13 +9,20 @@
 //
 // Shared memory and barriers are the engine's. The sum runs over rows in order within one CTA:
 // deterministic, and alike in any batch. A sequence without rows gives zeros.
+#include "cuda/kernels/gemm/add_row_parts.cuh"
 #include "cuda/kernels/gemm/engine.cuh"
 #include "cuda/kernels/gemm/f64.cuh"
+#include "cuda/kernels/gemm/weighted_sums.cuh"
 #include "cuda/kernels/jagged_jagged_bmm.h"
 #include "cuda/kernels/prim/launch.cuh"
 
 namespace jagged_cuda {
 namespace gemm {
+
+// jagged_jagged_bmm_wgmma.cu; cudaErrorNotSupported where x or y has no tensor map.
+cudaError_t launch_wgmma(const JaggedJaggedBmmParams& params, const RowCuts& cuts,
+                         cudaStream_t stream);
+
 namespace {
 
 struct JaggedJaggedBmmLaunch {
@@ -108,11 +115,68 @@ cudaError_t launch_f64(const JaggedJaggedBmmParams& params, cudaStream_t stream)
       kThreadsF64, 0, stream, "cuda.jagged_jagged_bmm.fma.f64");
 }
 
+// Whether the product runs on wgmma: with few columns of both operands the engine is as fast
+// (docs/performance_log.md).
+bool takes_wgmma(const JaggedJaggedBmmParams& params) {
+  const bool is_large =
+      (params.columns >= 128 && params.rows >= 32) || (params.columns >= 16 && params.rows >= 512);
+  constexpr int64_t kMaxExtent = 1 << 20;
+  const auto copyable = [&](int64_t columns, int64_t stride, bool vectors) {
+    return vectors && columns <= kMaxExtent && (params.offsets.total <= 1 || stride >= columns);
+  };
+  return is_large && is_16_bit(params.type) && !params.mma_sync_only &&
+         RowCuts::is_possible(params.offsets, params.rows * params.columns) &&
+         copyable(params.rows, params.x_stride, params.x_vectors) &&
+         copyable(params.columns, params.y_stride, params.y_vectors) && has_wgmma();
+}
+
+// Partial sums are at most half as large as the rows that they come from.
+RowCuts wgmma_cuts(const JaggedJaggedBmmParams& params) {
+  constexpr int64_t kRows = 1024, kMostRows = 4096;
+  const int64_t enough = 8 * params.rows * params.columns / (params.rows + params.columns);
+  return RowCuts(params.offsets,
+                 static_cast<int>(std::min((enough + kRows - 1) / kRows * kRows, kMostRows)),
+                 params.rows * params.columns);
+}
+
+// How a product is computed. Which kernel, and where it cuts sequences, follows from D, N, the type
+// and how rows lie.
+enum class Route { kEngine, kWeightedSums, kWgmma };
+
+Route route_of(const JaggedJaggedBmmParams& params) {
+  if (weighted_operand(params) != WeightedOperand::kNone) return Route::kWeightedSums;
+  return takes_wgmma(params) ? Route::kWgmma : Route::kEngine;
+}
+
+RowCuts cuts_of(const JaggedJaggedBmmParams& params, Route route) {
+  return route == Route::kWgmma ? wgmma_cuts(params) : weighted_cuts(params);
+}
+
 }  // namespace
 }  // namespace gemm
 
+int64_t num_partial_sums(const JaggedJaggedBmmParams& params) {
+  const gemm::Route route = gemm::route_of(params);
+  if (route == gemm::Route::kEngine) return 0;
+  return gemm::cuts_of(params, route).words();
+}
+
 cudaError_t launch_jagged_jagged_bmm(const JaggedJaggedBmmParams& params, cudaStream_t stream) {
   if (params.type == ElementType::kF64) return gemm::launch_f64(params, stream);
+  const gemm::Route route = gemm::route_of(params);
+  if (route != gemm::Route::kEngine) {
+    const gemm::RowCuts cuts = gemm::cuts_of(params, route);
+    const cudaError_t error = route == gemm::Route::kWgmma
+                                  ? gemm::launch_wgmma(params, cuts, stream)
+                                  : gemm::launch_weighted_sums(params, cuts, stream);
+    if (error == cudaSuccess && cuts.slabs > 0) {
+      const gemm::AddRowPartsParams sums{params.partial, params.out, params.offsets, cuts};
+      return params.type == ElementType::kBf16
+                 ? gemm::launch_add_row_parts<__nv_bfloat16>(sums, stream)
+                 : gemm::launch_add_row_parts<__half>(sums, stream);
+    }
+    if (error != cudaErrorNotSupported) return error;
+  }
   return gemm::with_math(
       params.type, [&](auto math) { return gemm::launch_math<decltype(math)>(params, stream); });
 }
