@@ -425,6 +425,22 @@ FAULTS = (
         "tests/test_cuda_products.py -k test_path_of_array_products",
     ),
     Fault(
+        "rows of another warpgroup",
+        "cuda",
+        "cuda/kernels/jagged_dense_bmm_wgmma.cu",
+        "task.global_row + 64 * i",
+        "task.global_row + 32 * i",
+        "tests/test_cuda_products.py -k test_path_of_dense_products",
+    ),
+    Fault(
+        "one tile too far",
+        "cuda",
+        "cuda/kernels/prim/lane_search.cuh",
+        "bounds[i] / kTile + probe <= tile",
+        "bounds[i] / kTile + probe <= tile + 1",
+        "tests/test_cuda_products.py -k test_dense_products_of_many_sequences",
+    ),
+    Fault(
         "pairs of columns exchanged",
         "cuda",
         "cuda/kernels/array_jagged_bmm_jagged_out_f32_wgmma.cu",

@@ -24,7 +24,7 @@ MATRICES, WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm
 
 
 def best_path(product: str, path: str) -> str:
-    """The path of a product with one matrix per sequence and few columns."""
+    """The path of a product that has kernels on wgmma."""
     stays = not HOPPER or path.endswith(".f32" if product == MATRICES else (".tf32", ".f32"))
     return f"{product}.{path if stays else path.replace('mma_sync', 'wgmma')}"
 

@@ -76,12 +76,16 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for dtype, tf32, path in _PRODUCT_PATHS
     ),
     *(
-        (name, dtype, tf32, {}, f"{first}.{path}", f"{JAGGED if dense else DENSE}.{path}")
-        for name, first, dense in (
-            ("jagged_dense_bmm", DENSE, True),
-            ("jagged_jagged_bmm", JAGGED, False),
+        (
+            name,
+            dtype,
+            tf32,
+            {"D": 64, "N": 64},
+            *(paths if name == "jagged_dense_bmm" else paths[::-1]),
         )
+        for name in ("jagged_dense_bmm", "jagged_jagged_bmm")
         for dtype, tf32, path in _PRODUCT_PATHS
+        for paths in ((best_path(DENSE, path), f"{JAGGED}.{path}"),)
     ),
     # Many columns.
     *(

@@ -12,6 +12,7 @@ from on_cuda import (
     HALF_DTYPES,
     HOPPER,
     JAGGED,
+    LAYOUT,
     MATRICES,
     PATH,
     PRECISION,
@@ -23,9 +24,10 @@ from plain import spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.cases import CASES, EVERY
 from jagged_cuda.testing.judge import judge
 from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops.jagged_dense_bmm import ACTIVATIONS
 
 pytestmark = pytest.mark.cuda
 
@@ -176,6 +178,68 @@ def test_cut_sums_do_not_depend_on_neighbours(
     x[rows_of_even], y[rows_of_even] = torch.nan, torch.nan
     beside = jagged_cuda.jagged_jagged_bmm(x, y, offsets)
     torch.testing.assert_close(beside[odd], found[odd], rtol=0, atol=0)
+
+
+@PATH
+@pytest.mark.parametrize("columns", [64, 72, 136, 256, 264])
+@pytest.mark.parametrize("inner", [64, 72, 200, 8200])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_path_of_dense_products(dtype: torch.dtype, inner: int, columns: int, path: str) -> None:
+    """Tiles of each width, full and not, and several; one step of D and many, the last of which is
+    not whole; rows by 32 and of two warpgroups. The gradient of x has y with stride 1 along D.
+
+    64 columns or fewer, of more than 128 terms, go without wgmma.
+    """
+    case = CASES["jagged_dense_bmm"]
+    layout = Layout((1, 31, 33, 0, 64, 65, 128, 129, 300, 0, 0), base=5, tail=150)
+    spec = spec_of(layout, D=inner, N=columns)
+    element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
+    is_wgmma = HOPPER and path == "best" and (columns > 64 or inner <= 128)
+    kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{element}"
+    sample = case.sample(spec, dtype, CUDA)
+    x, y = sample.tensors["x"], sample.tensors["y"]
+    for operand in (y, y.transpose(1, 2).contiguous().transpose(1, 2)):
+        jagged_cuda.jagged_dense_bmm(x, operand, sample.offsets)
+        assert last_kernel("cuda") == f"{DENSE}.{kernel}"
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("columns", [64, 104, 200])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_path_of_biased_dense_products(
+    dtype: torch.dtype, columns: int, activation: str | None
+) -> None:
+    """Bias and activation take the sums 32 columns at a time."""
+    case = EVERY["jagged_dense_bmm_biased"]
+    spec = spec_of(LAYOUT, D=64, N=columns, activation=activation)
+    element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == f"{DENSE}.{'wgmma' if HOPPER else 'mma_sync'}.{element}"
+    judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+def test_dense_products_of_many_sequences(transpose: bool, columns: int) -> None:
+    """Several tiles for each CTA, behind few sequences and many empty ones; a sequence alone gives the
+    bits that it gives among others."""
+    lengths = (37, 0, 211, 5) * 200 + (0,) * 700 + (70, 0, 1) * 100 + (0,) * 300 + (500,)
+    layout = Layout(lengths, base=300, tail=9)
+    case = CASES["jagged_dense_bmm"]
+    spec = spec_of(layout, D=64, N=columns)
+    judge(case, spec, torch.bfloat16, CUDA)
+    sample = case.sample(spec, torch.bfloat16, CUDA)
+    x, y = sample.tensors["x"], sample.tensors["y"]
+    if transpose:
+        y = y.transpose(1, 2).contiguous().transpose(1, 2)
+    found = jagged_cuda.jagged_dense_bmm(x, y, sample.offsets)
+    bounds = layout.offsets().tolist()
+    for seq in (0, 2, 802, 1500, layout.num_seqs - 1):
+        rows = slice(bounds[seq], bounds[seq + 1])
+        offsets = torch.tensor([0, lengths[seq]], device=CUDA)
+        alone = jagged_cuda.jagged_dense_bmm(x[rows], y[seq : seq + 1], offsets)
+        assert torch.equal(alone, found[rows])
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])

@@ -3,7 +3,8 @@
 //
 // A = x_b [L, D], jagged along M and with stride 1 along K; B = y_b [D, N] with stride 1 along
 // either. With few terms per sum, or few columns, other kernels take it (gemm/outer.cuh,
-// gemm/thin.cuh, gemm/few_columns.cuh).
+// gemm/thin.cuh, gemm/few_columns.cuh), and Hopper takes 16 bits to jagged_dense_bmm_wgmma.cu where
+// that serves.
 //
 // Grid: x, one CTA for each virtual tile of kTileM rows (prim/jagged.cuh: T / kTileM + B + 2 of
 // them); y, parts of N, more than one only where there are few rows. A CTA finds its tile with a
@@ -23,6 +24,10 @@
 
 namespace jagged_cuda {
 namespace gemm {
+
+// jagged_dense_bmm_wgmma.cu; cudaErrorNotSupported where x or y has no tensor map.
+cudaError_t launch_wgmma(const JaggedDenseBmmParams& params, cudaStream_t stream);
+
 namespace {
 
 struct JaggedDenseBmmLaunch {
@@ -147,6 +152,31 @@ cudaError_t launch_f64(const JaggedDenseBmmParams& params, cudaStream_t stream) 
                                              "cuda.jagged_dense_bmm.fma.f64");
 }
 
+// Whether the product runs on wgmma.
+bool takes_wgmma(const JaggedDenseBmmParams& params) {
+  // By time on an H100 (docs/performance_log.md): with more terms for fewer columns mma.sync is as fast.
+  constexpr int64_t kMinInner = 32, kMinColumns = 33, kFewColumns = 64, kMaxInnerOfFew = 128;
+  constexpr int64_t kMaxSize = 1 << 20;
+  constexpr int64_t kMaxRows = int64_t{1} << 30, kMaxTiles = kMaxRows;  // of the search
+  const OffsetsView& offsets = params.offsets;
+  const int64_t lines = params.y_along_inner ? params.columns : params.inner,
+                line = params.y_along_inner ? params.inner : params.columns;
+  // Lines that overlap have no tensor map.
+  const auto is_apart = [](int64_t count, int64_t stride, int64_t elems) {
+    return count <= 1 || stride >= elems;
+  };
+  return is_16_bit(params.type) && !params.mma_sync_only && params.x_vectors && params.y_vectors &&
+         params.inner >= kMinInner && params.columns >= kMinColumns &&
+         (params.columns > kFewColumns || params.inner <= kMaxInnerOfFew) &&
+         params.columns % 8 == 0 && params.columns <= kMaxSize && params.inner % 8 == 0 &&
+         params.inner <= kMaxSize && offsets.total < kMaxRows && offsets.num_seqs > 0 &&
+         offsets.num_seqs < kMaxRows &&
+         num_tiles(offsets.total, offsets.num_seqs, 64) < kMaxTiles / (params.columns / 64 + 1) &&
+         is_apart(offsets.total, params.x_stride, params.inner) &&
+         is_apart(lines, params.y_stride, line) &&
+         is_apart(offsets.num_seqs, params.y_seq_stride, line) && has_wgmma();
+}
+
 }  // namespace
 }  // namespace gemm
 
@@ -155,6 +185,10 @@ cudaError_t launch_jagged_dense_bmm(const JaggedDenseBmmParams& params, cudaStre
   if (gemm::is_outer(params)) return gemm::launch_outer(params, stream);
   if (gemm::is_thin(params)) return gemm::launch_thin(params, stream);
   if (gemm::is_few_columns(params)) return gemm::launch_few_columns(params, stream);
+  if (gemm::takes_wgmma(params)) {
+    const cudaError_t error = gemm::launch_wgmma(params, stream);
+    if (error != cudaErrorNotSupported) return error;
+  }
   return gemm::with_math(
       params.type, [&](auto math) { return gemm::launch_math<decltype(math)>(params, stream); });
 }

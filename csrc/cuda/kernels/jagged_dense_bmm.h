@@ -27,6 +27,7 @@ struct JaggedDenseBmmParams {
   bool y_along_inner;    // y has stride 1 along D
   bool x_vectors;        // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool y_vectors;        // the same of y, of its lines and its matrices
+  bool mma_sync_only;    // JAGGED_CUDA_TENSOR_CORES=mma_sync
   Activation activation;
   ElementType type;
 };
