@@ -188,13 +188,13 @@ def test_path_of_dense_products(dtype: torch.dtype, inner: int, columns: int, pa
     """Tiles of each width, full and not, and several; one step of D and many, the last of which is
     not whole; rows by 32 and of two warpgroups. The gradient of x has y with stride 1 along D.
 
-    64 columns or fewer, of more than 128 terms, go without wgmma.
+    128 columns or fewer, of more than 128 terms, go without wgmma.
     """
     case = CASES["jagged_dense_bmm"]
     layout = Layout((1, 31, 33, 0, 64, 65, 128, 129, 300, 0, 0), base=5, tail=150)
     spec = spec_of(layout, D=inner, N=columns)
     element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
-    is_wgmma = HOPPER and path == "best" and (columns > 64 or inner <= 128)
+    is_wgmma = HOPPER and path == "best" and (columns > 128 or inner <= 128)
     kernel = f"{'wgmma' if is_wgmma else 'mma_sync'}.{element}"
     sample = case.sample(spec, dtype, CUDA)
     x, y = sample.tensors["x"], sample.tensors["y"]
@@ -222,8 +222,10 @@ def test_path_of_biased_dense_products(
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 def test_dense_products_of_many_sequences(transpose: bool, columns: int) -> None:
-    """Several tiles for each CTA, behind few sequences and many empty ones; a sequence alone gives the
-    bits that it gives among others."""
+    """Several tiles for each CTA, behind few sequences and many empty ones.
+
+    A sequence alone gives the bits that it gives among others.
+    """
     lengths = (37, 0, 211, 5) * 200 + (0,) * 700 + (70, 0, 1) * 100 + (0,) * 300 + (500,)
     layout = Layout(lengths, base=300, tail=9)
     case = CASES["jagged_dense_bmm"]

@@ -154,8 +154,8 @@ cudaError_t launch_f64(const JaggedDenseBmmParams& params, cudaStream_t stream) 
 
 // Whether the product runs on wgmma.
 bool takes_wgmma(const JaggedDenseBmmParams& params) {
-  // By time on an H100 (docs/performance_log.md): with more terms for fewer columns mma.sync is as fast.
-  constexpr int64_t kMinInner = 32, kMinColumns = 33, kFewColumns = 64, kMaxInnerOfFew = 128;
+  // Where it was faster on an H100 (docs/performance_log.md).
+  constexpr int64_t kMinInner = 32, kMinColumns = 64, kFewColumns = 128, kMaxInnerOfFew = 128;
   constexpr int64_t kMaxSize = 1 << 20;
   constexpr int64_t kMaxRows = int64_t{1} << 30, kMaxTiles = kMaxRows;  // of the search
   const OffsetsView& offsets = params.offsets;

@@ -4,14 +4,15 @@
 // Grid: as many CTAs as run at once. Their items are the virtual tiles of kTileM rows
 // (prim/jagged.cuh), each times the parts of N, more than one only above 256 columns; a CTA takes
 // every gridDim.x-th item, so that tiles of one sequence, which read the same y_b, run at the same
-// time. Two warps fill a ring of stages, one with x, the other with y; each finds 32 tiles at once, one
-// in each lane (prim/lane_search.cuh). Warpgroups multiply, 64 rows each, one warp 16 of them.
+// time. Two warps fill a ring of stages, one with x, the other with y; each finds 32 tiles at once,
+// one in each lane (prim/lane_search.cuh). Warpgroups multiply, 64 rows each, one warp 16 of them.
 //
-//     fillers:        for each tile with rows:   for each 64 of D:   wait until a stage is empty
-//                                                                    start its copies
-//     warpgroups:     for each tile:   for each 64 of D:   wait for the stage; wait for the product
-//                                                          before, empty its stage; start the product
-//                                      bias, activation; store
+//     fillers:      for each tile with rows:   for each 64 of D:   wait until a stage is empty
+//                                                                  start its copies
+//     warpgroups:   for each tile:   for each 64 of D:   wait for the stage
+//                                                        wait for the product before, empty its stage
+//                                                        start the product
+//                                    bias, activation; store
 //
 // Tensor cores truncate as they add: every kSumDepth of D the sum is added to a rounded one
 // (RoundedSum).
@@ -20,16 +21,17 @@
 // more at once.
 //
 // Shared memory: kStages stages of x [kTileM, 64] and y [64, kTileN] (y with stride 1 along D:
-// [kTileN, 64]); a band [16, kTileN] for each warp that multiplies; what the fillers know of a tile, beside
-// its first stage.
+// [kTileN, 64]); a band [16, kTileN] for each warp that multiplies; what the fillers know of a tile,
+// beside its first stage.
 //
 // Barriers: full[stage], on which the bytes of a stage complete; each filler arrives. empty[stage]:
 // each warp that multiplies arrives when it has read the stage.
 //
 // Virtual tiles without rows are passed over; rows outside every sequence take one stage without
-// copies and become zeros. Copies bring rows by 32, so they may reach into the next sequence: rows of
-// the product that are not stored, as are those of a stage that are not filled. Past D both operands
-// are zeros, and y's copies never leave their matrix: no NaN of another reaches a sum.
+// copies and become zeros. Copies bring rows by 32, so they may reach into the next sequence: such
+// rows of the product are not stored, nor are rows and columns of a stage that no copy has filled.
+// Past D both operands are zeros, and y's copies never leave their matrix: no NaN of another reaches
+// a sum.
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/jagged_dense_bmm.h"

@@ -1,7 +1,7 @@
-// The virtual tiles of prim/jagged.cuh, another one in each lane: for a warp that takes many of them.
-// 32 together take little longer than one that a warp searches for alone (prim/narrow_search.cuh), most
-// of which is waiting. In 32-bit arithmetic, for tensors of fewer than 2^30 rows and grids of fewer than
-// 2^31 tiles.
+// The virtual tiles of prim/jagged.cuh, another one in each lane: for a warp that takes many of
+// them. 32 together take little longer than one that a warp searches for (prim/narrow_search.cuh),
+// most of which is waiting. In 32-bit arithmetic, for tensors of fewer than 2^30 rows and grids of
+// fewer than 2^31 tiles.
 #pragma once
 
 #include "cuda/kernels/prim/jagged.cuh"
