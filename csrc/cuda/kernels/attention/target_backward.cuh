@@ -178,15 +178,14 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
 
 // lse and delta of all rows, four lanes per row. O and dO come from global memory, so that this
 // need not wait for the copies that are under way.
-template <typename Config>
-__device__ __forceinline__ void load_row_statistics(TargetBackwardStorage<Config>& shared,
+template <typename Element, int kThreads, int kRows>
+__device__ __forceinline__ void load_row_statistics(float* sLse, float* sDelta,
                                                     const TargetAttentionBackwardParams& params,
-                                                    const TargetRows& target, int rows) {
-  using Element = typename Config::Element;
-  const int part = threadIdx.x % 4;
+                                                    const TargetRows& target, int thread) {
+  const int part = thread % 4;
 #pragma unroll 1
-  for (int row = threadIdx.x / 4; row < Config::kTileM; row += Config::kThreads / 4) {
-    const bool exists = row < rows;
+  for (int row = thread / 4; row < kRows; row += kThreads / 4) {
+    const bool exists = row < target.count();
     const int64_t index = target.index(exists ? row : 0);
     const Element* gOut = static_cast<const Element*>(params.out) + index * params.dim_v;
     const Element* gGradOut = static_cast<const Element*>(params.grad_out.data) +
@@ -208,9 +207,9 @@ __device__ __forceinline__ void load_row_statistics(TargetBackwardStorage<Config
     }
     sum = quad_sum(sum);
     if (part == 0) {
-      shared.sLse[row] = exists ? params.lse[index] * kLog2E : 0.0f;
+      sLse[row] = exists ? params.lse[index] * kLog2E : 0.0f;
       if (params.grad_lse != nullptr) sum -= params.grad_lse[index];
-      shared.sDelta[row] = exists ? sum : 0.0f;
+      sDelta[row] = exists ? sum : 0.0f;
     }
   }
 }
@@ -272,7 +271,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   const int warp_row = warp % Config::kRowWarps * 16;                 // of dQ
   const int row_column = warp / Config::kRowWarps * kRowColumns;      // of dQ
   const float scale_log2 = params.scale * kLog2E;
-  load_row_statistics(shared, params, target, rows);
+  load_row_statistics<Element, kThreads, kTileM>(shared.sLse, shared.sDelta, params, target,
+                                                 threadIdx.x);
 
   const auto q_as_rows = LaneAddress<RowsTile>::by_rows(shared.sQ, 0, lane);
   const auto grad_out_as_rows = LaneAddress<RowsTile>::by_rows(shared.sGradOut, 0, lane);
@@ -361,11 +361,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
 }
 
 // Adds up the parts of dQ of sequences of more than one chunk, as merge_forward does.
-template <typename Element>
+template <typename Element, int kChunk>
 __global__ __launch_bounds__(kMergeThreads) void merge_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeItem item(params, params.dim_qk);
+  const MergeItem item(params, params.dim_qk, kChunk);
   if (item.parts == 0) return;
   ptx::griddepcontrol_wait();
   const int columns = round_up_to_8(params.dim_qk);
@@ -396,12 +396,13 @@ cudaError_t launch_target_backward_rows(const TargetAttentionBackwardParams& par
       launch<target_backward<Config>>(params, target_grid(params, 1), Config::kThreads,
                                       sizeof(TargetBackwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
-  return launch_merge<merge_backward<typename Config::Element>>(params, params.dim_qk, stream);
+  return launch_merge<merge_backward<typename Config::Element, kTargetChunk>>(params, params.dim_qk,
+                                                                              stream);
 }
 
 template <typename Element>
-cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
-                                   cudaStream_t stream) {
+cudaError_t launch_target_backward_mma_sync(const TargetAttentionBackwardParams& params,
+                                            cudaStream_t stream) {
   return for_dim(params, [&](auto dim) {
     using Few = TargetBackwardConfig<Element, dim.value, 32>;
     using Many = TargetBackwardConfig<Element, dim.value, 128>;

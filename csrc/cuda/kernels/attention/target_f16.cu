@@ -1,5 +1,4 @@
-#include "cuda/kernels/attention/target_backward.cuh"
-#include "cuda/kernels/attention/target_forward_wgmma.cuh"
+#include "cuda/kernels/attention/target_backward_wgmma.cuh"
 
 namespace jagged_cuda::attention {
 
