@@ -377,6 +377,14 @@ FAULTS = (
         "tests/test_cuda_target.py -k test_target_attention_merges_the_parts_of_long_sequences",
     ),
     Fault(
+        "keys of nobody in dQ",
+        "cuda",
+        "cuda/kernels/attention/target_backward_wgmma.cuh",
+        "index < kKeys * KeyRows::kChunks; index += 128)",
+        "index < 0; index += 128)",
+        "tests/test_cuda_target.py -k test_target_attention_merges_the_parts_of_long_sequences",
+    ),
+    Fault(
         "a rest lost",
         "cuda",
         "cuda/kernels/attention/tf32_tile.cuh",

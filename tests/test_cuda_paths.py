@@ -35,6 +35,14 @@ def _target_forward(path: str) -> str:
     return f"cuda.target.forward.{f'wgmma.{path}' if HOPPER else f'mma_sync.{path}.r128'}"
 
 
+def _target_backward(forward: str, path: str) -> str:
+    """The backward path: on wgmma where the forward pass is, there with fewer rows for fewer."""
+    if ".r" in forward:
+        return f"cuda.target.backward.mma_sync.{path}"
+    dims = path.split(".")[0]
+    return f"cuda.target.backward.{f'wgmma.{path}' if HOPPER else f'mma_sync.{dims}.r128'}"
+
+
 # Of a product, whatever its kind: dtype, TF32 allowed, path.
 _PRODUCT_PATHS = (
     (torch.float32, False, "mma_sync.f32"),
@@ -323,7 +331,7 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             False,
             {"dims": dims, "heads": heads, "queries": queries},
             _target_forward(forward),
-            f"cuda.target.backward.mma_sync.{backward}",
+            _target_backward(forward, backward),
         )
         for dtype in HALF_DTYPES.values()
         for dims, heads, queries, forward, backward in (
@@ -333,10 +341,12 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             ((64, 64), None, 1, "d64.r16", "d64.r32"),
             ((33, 8), (8, 1), 4, "d64.r32", "d64.r32"),
             ((64, 64), (2, 2), 32, "d64.r32", "d64.r32"),
-            ((40, 64), (2, 2), 33, "d64", "d64.r128"),
+            ((40, 64), (2, 2), 33, "d64", "d64.r64"),
             ((64, 64), (4, 2), 64, "d64", "d64.r128"),
+            ((63, 64), (1, 1), 40, "d64.r128", "d64.r128"),
             ((128, 128), (2, 2), 16, "d128.r16", "d128.r32"),
             ((16, 65), (1, 1), 32, "d128.r32", "d128.r32"),
+            ((72, 128), (2, 1), 32, "d128", "d128.r64"),
             ((128, 128), (1, 1), 100, "d128", "d128.r128"),
             ((127, 128), (1, 1), 100, "d128.r128", "d128.r128"),
             ((256, 256), (1, 1), 8, "d256.r16", "d256.r32"),

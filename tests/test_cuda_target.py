@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from on_cuda import CUDA, HALF_DTYPES, memory_at_rest, requested_bytes
+from on_cuda import CUDA, HALF_DTYPES, HOPPER, memory_at_rest, requested_bytes
 from plain import assert_same_bits, calls, spec_of
 
 import jagged_cuda
+from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.cases import CASES
 from jagged_cuda.testing.judge import judge, run
 from jagged_cuda.testing.lengths import Layout
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.cuda
 LONG = Layout((1300, 0, 511, 512, 513, 3, 2049), base=5, tail=9)
 
 
-@pytest.mark.parametrize(("dim", "queries"), [(64, 1), (256, 8), (128, 32), (128, 100), (32, 128)])
+@pytest.mark.parametrize(
+    ("dim", "queries"), [(64, 1), (64, 40), (256, 8), (128, 32), (128, 100), (32, 128)]
+)
 @pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
 def test_target_attention_merges_the_parts_of_long_sequences(
     dtype: torch.dtype, dim: int, queries: int
@@ -63,3 +66,53 @@ def test_target_attention_does_not_depend_on_neighbours(queries: int) -> None:
             spec = spec_of(Layout((end - begin,)), queries=queries, max_len=max_len)
             found = run(case, Sample(spec, alone, offsets, None), calls(case), None)
             assert_same_bits(found, {name: t[seq : seq + 1] for name, t in whole.items()})
+
+
+# Tiles of the backward kernel on wgmma have 64 keys, and two warpgroups take them in turn.
+EDGES = Layout((1, 0, 63, 64, 65, 127, 128, 129, 0, 191, 449, 511), base=5, tail=9)
+
+
+@pytest.mark.parametrize(
+    ("dims", "queries", "heads", "path"),
+    [
+        ((64, 64), 33, (1, 1), "d64.r64"),
+        ((40, 64), 40, (6, 2), "d64.r128"),
+        ((128, 72), 32, (2, 1), "d128.r64"),
+        ((96, 128), 128, (2, 2), "d128.r128"),
+    ],
+)
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_target_attention_at_the_edges_of_tiles(
+    dtype: torch.dtype, dims: tuple[int, int], queries: int, heads: tuple[int, int], path: str
+) -> None:
+    spec = spec_of(EDGES, dims=dims, queries=queries, heads=heads)
+    judge(CASES["jagged_target_attention"], spec, dtype, CUDA)
+    dim = path.split(".")[0]
+    expected = f"wgmma.{path}" if HOPPER else f"mma_sync.{dim}.r128"
+    assert last_kernel("cuda") == f"cuda.target.backward.{expected}"
+
+
+@pytest.mark.parametrize("queries", [5, 20, 60])
+def test_target_gradients_do_not_depend_on_neighbours(queries: int) -> None:
+    """Those of a long sequence alone have the bits that they have in a batch, and once more."""
+    heads, dim, total = 2, 64, int(LONG.offsets()[-1]) + 9
+    q, grad = (
+        torch.randn(len(LONG.lengths), queries, heads, dim, device=CUDA, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    k, v = (torch.randn(total, 1, dim, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+
+    def gradients(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *operands, offsets, cotangent = tensors
+        inputs = [operand.clone().requires_grad_() for operand in operands]
+        out = jagged_cuda.jagged_target_attention(*inputs, offsets)
+        return torch.autograd.grad(out, inputs, cotangent)
+
+    offsets = LONG.offsets().to(CUDA)
+    whole = gradients(q, k, v, offsets, grad)
+    assert all(map(torch.equal, gradients(q, k, v, offsets, grad), whole))
+    for seq, (begin, end) in enumerate(itertools.pairwise(LONG.offsets().tolist())):
+        one, rows = slice(seq, seq + 1), slice(begin, end)
+        ends = torch.tensor([0, end - begin], device=CUDA)
+        alone = gradients(q[one], k[rows], v[rows], ends, grad[one])
+        assert all(map(torch.equal, alone, (whole[0][one], whole[1][rows], whole[2][rows])))
