@@ -5,6 +5,7 @@
 #include "cuda/kernels/softmax/over_rows.cuh"
 #include "cuda/kernels/softmax/row_words.cuh"
 #include "cuda/kernels/softmax/spans.cuh"
+#include "cuda/kernels/softmax/strips.cuh"
 
 namespace jagged_cuda {
 namespace {

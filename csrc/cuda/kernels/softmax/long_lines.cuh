@@ -2,6 +2,9 @@
 // first time a thread keeps a running maximum and sum (backward: the sum of p dp) of its part, which
 // are then combined; the second time it writes the results.
 //
+// Forward, lines of 16-bit elements of up to kMaxCountedTerms are read three times: their maximum is known
+// before exponentials are added, as integers, so that they have the same bits as in other kernels.
+//
 // 2^lanes_log2 lanes of each warp share a line, so that 2^(5 - lanes_log2) lines are computed
 // abreast. What is added in which order depends on the matrix's shape alone.
 //
@@ -103,18 +106,10 @@ __device__ __forceinline__ Partial<S, kBackward> partial_of(const Place& place, 
   return own;
 }
 
+// `shift` is the line's maximum, `inverse` that of its sum; backward `shift` is the sum.
 template <bool kBackward, typename Element, typename S, typename Place, typename Part>
 __device__ __forceinline__ void finish_part(const Place& place, const Part& part,
-                                            const Partial<S, kBackward>& line,
-                                            const Scale<S>& scale) {
-  S inverse, shift;
-  if constexpr (kBackward) {
-    shift = line.sum;
-  } else {
-    // The maximum of a line of -inf makes it NaN, as in torch.
-    shift = line.maximum;
-    inverse = S(1) / line.sum;
-  }
+                                            S shift, S inverse, const Scale<S>& scale) {
   part.for_each_item([&](auto& places) {
     constexpr int kItems = std::extent_v<std::remove_reference_t<decltype(places)>>;
     S rX[kItems];
@@ -130,6 +125,39 @@ __device__ __forceinline__ void finish_part(const Place& place, const Part& part
 #pragma unroll
     for (int i = 0; i < kItems; ++i) place.out[places[i]] = from_sum<Element>(rX[i]);
   });
+}
+
+// The largest element of a thread's part of a line.
+template <typename S, typename Place, typename Part>
+__device__ __forceinline__ S largest_of(const Place& place, const Part& part) {
+  S greatest = minus_infinity<S>();
+  part.for_each_item([&](auto& places) {
+    constexpr int kItems = std::extent_v<std::remove_reference_t<decltype(places)>>;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      greatest = ptx::max_nan(greatest, place.sign * to_sum(place.x[places[i]]));
+    }
+  });
+  return greatest;
+}
+
+// The exponentials of a thread's part of a line, in multiples of 2^-22.
+template <typename Element, typename S, typename Place, typename Part>
+__device__ __forceinline__ unsigned long long count_exponentials(const Place& place,
+                                                                 const Part& part, S shift,
+                                                                 const Scale<S>& scale) {
+  unsigned long long all = 0;
+  part.for_each_item([&](auto& places) {
+    constexpr int kItems = std::extent_v<std::remove_reference_t<decltype(places)>>;
+    S rX[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) rX[i] = place.sign * to_sum(place.x[places[i]]);
+    SumOfExponentials<Element> sum;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) sum.add(scale.exponential(rX[i], shift));
+    all += sum.value - (static_cast<uint32_t>(kItems) << 30);
+  });
+  return all;
 }
 
 // `count` lines, `line_step` elements apart, of `len` elements `elem_step` apart, from `first` on. All
@@ -160,6 +188,36 @@ __device__ __noinline__ void softmax_long_lines(Place place, bool over_rows,
     const int line = begin + own_line;
     part.first = first + line * line_step + part.phase * elem_step;
     part.len = line < count ? len : 0;
+    if constexpr (!Config::kBackward && sizeof(Element) == 2) {
+      if (len <= kMaxCountedTerms) {
+        using Count = unsigned long long;
+        static_assert(sizeof(Count) == sizeof(sPartials[0]));
+        auto* sCounts = reinterpret_cast<Count*>(sPartials);
+        const auto larger = [](S a, S b) { return ptx::max_nan(a, b); };
+        const auto sum_of = [](Count a, Count b) { return a + b; };
+        S maximum = combine_lanes(largest_of<S>(place, part), xor_step, xor_limit, larger);
+        if (own_phase == 0) sPartials[warp * 32 + own_line].maximum = maximum;
+        __syncthreads();  // the maxima of all warps are there
+        maximum = sPartials[own_line].maximum;
+#pragma unroll 1
+        for (int w = 1; w < kWarps; ++w) {
+          maximum = larger(maximum, sPartials[w * 32 + own_line].maximum);
+        }
+        maximum = shift_of(maximum);
+        Count all = combine_lanes(count_exponentials<Element>(place, part, maximum, scale),
+                                  xor_step, xor_limit, sum_of);
+        __syncthreads();  // all have read the maxima
+        if (own_phase == 0) sCounts[warp * 32 + own_line] = all;
+        __syncthreads();  // the sums of all warps are there
+        all = sCounts[own_line];
+#pragma unroll 1
+        for (int w = 1; w < kWarps; ++w) all += sCounts[w * 32 + own_line];
+        finish_part<false, Element>(place, part, maximum,
+                                    reciprocal(static_cast<float>(all) * 0x1p-22f), scale);
+        __syncthreads();  // the results are there, and all have read the sums
+        continue;
+      }
+    }
     Partial<S, Config::kBackward> own = partial_of<Config::kBackward>(place, part, scale);
 #pragma unroll 1
     for (int step = xor_step; step < xor_limit; step *= 2) combine(own, of_lane(own, step), scale);
@@ -168,7 +226,12 @@ __device__ __noinline__ void softmax_long_lines(Place place, bool over_rows,
     own = sPartials[own_line];
 #pragma unroll 1
     for (int w = 1; w < kWarps; ++w) combine(own, sPartials[w * 32 + own_line], scale);
-    finish_part<Config::kBackward, Element>(place, part, own, scale);
+    if constexpr (Config::kBackward) {
+      finish_part<true, Element>(place, part, own.sum, S(1), scale);
+    } else {
+      // The maximum of a line of -inf makes it NaN, as in torch.
+      finish_part<false, Element>(place, part, own.maximum, S(1) / own.sum, scale);
+    }
     __syncthreads();  // the results are there, and all have read the partials
   }
 }

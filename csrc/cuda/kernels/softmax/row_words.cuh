@@ -15,8 +15,8 @@
 // which starts before the warp knows its matrices. Rows that end too far behind the share, those in chunks
 // that are not whole at the vector's ends, and those longer than kMaxWords are read as they lie.
 //
-// Rows longer than kMaxWords are read three times, backward twice, by a warp, and those longer than
-// kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
+// Rows longer than kMaxWords are taken one by one by a warp, which reads those of more than 768 words
+// three times, backward twice, and those longer than kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
 // these; those of long_lines.cuh, which works where shares were staged; `arrived` of each warp, on which
 // its copy completes.
 //
@@ -24,6 +24,7 @@
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/softmax/long_lines.cuh"
 #include "cuda/kernels/softmax/words.cuh"
@@ -38,8 +39,7 @@ struct RowWordsConfig {
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kCtas = 6;  // per SM: 80 registers
-  // Of a row that lanes keep: 32 lanes with 12 words, or forward 24 of floats
-  static constexpr int kMaxWords = sizeof(Element) == 2 || kBackward ? 384 : 768;
+  static constexpr int kMaxWords = 384;  // of a row that lanes keep with its exponentials
   // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers. Each is off
   // by up to 2^-23, all of them to one side if they are alike, which f16 bears of 8,192.
   static constexpr int kMaxWarpWords =
@@ -319,87 +319,112 @@ __device__ __forceinline__ void softmax_rows_backward(const Element* gP, const E
 }
 
 // The words of a row that are a lane's, where the warp reads it more than once: whole words, of
-// which each lane takes every 32nd, and single elements at the row's ends.
-template <typename Element>
+// which each lane takes every 32nd, and an element at each of the row's ends, of lanes 0 and 1.
+template <typename Element, bool kBackward>
 struct RowOfWarp {
-  static constexpr int kPer = kPerWord<Element>, kUnroll = 8;
-  int head, wholes, columns;
+  static constexpr int kPer = kPerWord<Element>;
+  static constexpr int kBlock = kBackward ? 12 : 24;  // words of a lane whose loads are in flight
+  static constexpr uint32_t kNeutral = kBackward ? 0 : kMinusInfinities<Element>;
+  int head, wholes;
+  int end;  // the place of this lane's element that is in no whole word; -1: none
 
   __device__ __forceinline__ RowOfWarp(const Element* gRow, int columns)
       : head(kPer == 2 && reinterpret_cast<uintptr_t>(gRow) % 4 != 0 ? 1 : 0),
-        wholes((columns - head) / kPer),
-        columns(columns) {}
-
-  // Calls visit(place of the first element, whether it is a word) for each word and end of a lane.
-  template <typename Visit>
-  __device__ __forceinline__ void for_each(Visit visit) const {
+        wholes((columns - head) / kPer) {
     const int lane = threadIdx.x % 32;
-#pragma unroll kUnroll
-    for (int i = lane; i < wholes; i += 32) visit(head + kPer * i, std::true_type());
-    if constexpr (kPer == 2) {
-      if (lane == 0 && head != 0) visit(0, std::false_type());
-      if (lane == 1 && head + 2 * wholes < columns) visit(columns - 1, std::false_type());
-    }
+    end = lane == 0 && head != 0                          ? 0
+          : lane == 1 && head + kPer * wholes < columns ? columns - 1
+                                                        : -1;
   }
 
-  // What a visit of one element reads has `neutral` in its other half.
-  template <typename IsWord>
-  static __device__ __forceinline__ uint32_t load(const Element* gX, IsWord, uint32_t neutral) {
-    if constexpr (IsWord::value) {
-      return __ldg(reinterpret_cast<const uint32_t*>(gX));
-    } else {
-      return __ldg(reinterpret_cast<const unsigned short*>(gX)) | (neutral & 0xffff0000u);
+  // The element at `end`, the other half of its word neutral.
+  __device__ __forceinline__ uint32_t load_end(const Element* gRow) const {
+    uint32_t half = kNeutral & 0xffff;
+    if constexpr (kPer == 2) ptx::ld_global_nc_2(half, gRow + end, -1, end);
+    return kPer == 2 ? half | (kNeutral & 0xffff0000u) : kNeutral;
+  }
+
+  // A block of words from word `first` on.
+  __device__ __forceinline__ void load(const Element* gRow, int first,
+                                       uint32_t (&rX)[kBlock]) const {
+    const int lane = threadIdx.x % 32;
+    const Element* gWords = gRow + head + kPer * (first + lane);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      rX[i] = kNeutral;
+      ptx::ld_global_nc_4(rX[i], gWords + 32 * kPer * i, first + lane + 32 * i, wholes);
     }
   }
-  template <typename IsWord>
-  static __device__ __forceinline__ void store(Element* gOut, IsWord, uint32_t word) {
-    if constexpr (IsWord::value) {
-      *reinterpret_cast<uint32_t*>(gOut) = word;
-    } else {
-      *reinterpret_cast<unsigned short*>(gOut) = static_cast<unsigned short>(word);
+  template <typename WordOf>
+  __device__ __forceinline__ void store(Element* gRow, int first, WordOf word_of) const {
+    const int lane = threadIdx.x % 32;
+    Element* gWords = gRow + head + kPer * (first + lane);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      ptx::st_global_4(gWords + 32 * kPer * i, word_of(i), first + lane + 32 * i, wholes);
     }
   }
 };
 
-// A row of up to kMaxWarpWords words, which a warp reads three times, or twice.
+// A row of up to kMaxWarpWords words, which a warp keeps, or reads three times, backward twice.
 template <typename Config>
-__device__ __noinline__ void softmax_row_by_warp(const typename Config::Element* gX,
+__device__ __forceinline__ void softmax_row_by_warp(const typename Config::Element* gX,
                                                  const typename Config::Element* gGrad,
                                                  typename Config::Element* gOut, int columns,
                                                  float factor) {
   using Element = typename Config::Element;
-  using Row = RowOfWarp<Element>;
-  constexpr int kPer = Row::kPer;
+  using Row = RowOfWarp<Element, Config::kBackward>;
+  constexpr int kPer = Row::kPer, kBlock = Row::kBlock, kStep = 32 * kBlock;
   const Row row(gX, columns);
+  const bool is_kept = row.wholes <= kStep;
+  const uint32_t end_x = row.load_end(gX);
   if constexpr (Config::kBackward) {
-    float sum = 0;
-    row.for_each([&](int place, auto is_word) {
-      const uint32_t p = Row::load(gX + place, is_word, 0);
-      const uint32_t grad = Row::load(gGrad + place, is_word, 0);
+    const uint32_t end_grad = row.load_end(gGrad);
+    const auto add = [](float& sum, uint32_t p, uint32_t grad) {
 #pragma unroll
       for (int e = 0; e < kPer; ++e) {
         sum = fmaf(element_of<Element>(p, e), element_of<Element>(grad, e), sum);
       }
-    });
+    };
+    float sum = 0;
+    uint32_t rP[kBlock], rGrad[kBlock];
+#pragma unroll 1
+    for (int first = 0; first < row.wholes; first += kStep) {
+      row.load(gX, first, rP);
+      row.load(gGrad, first, rGrad);
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) add(sum, rP[i], rGrad[i]);
+    }
+    add(sum, end_x, end_grad);
     sum = combine_lanes(sum, 1, 32, [](float a, float b) { return a + b; });
-    row.for_each([&](int place, auto is_word) {
-      const uint32_t p = Row::load(gX + place, is_word, 0);
-      const uint32_t grad = Row::load(gGrad + place, is_word, 0);
+    const auto result_of = [&](uint32_t p, uint32_t grad) {
       float result[kPer];
 #pragma unroll
       for (int e = 0; e < kPer; ++e) {
         result[e] = factor * element_of<Element>(p, e) * (element_of<Element>(grad, e) - sum);
       }
-      Row::store(gOut + place, is_word, word_of<Element>(result));
-    });
+      return word_of<Element>(result);
+    };
+#pragma unroll 1
+    for (int first = 0; first < row.wholes; first += kStep) {
+      if (!is_kept) {
+        row.load(gX, first, rP);
+        row.load(gGrad, first, rGrad);
+      }
+      row.store(gOut, first,
+                [&](int i) { return result_of(ptx::opaque(rP[i]), ptx::opaque(rGrad[i])); });
+    }
+    if constexpr (kPer == 2) ptx::st_global_2(gOut + row.end, result_of(end_x, end_grad), -1, row.end);
   } else {
-    constexpr uint32_t kNeutral = kMinusInfinities<Element>;
     const Scale<float> scale{factor};
-    uint32_t largest_word = kNeutral;
-    row.for_each([&](int place, auto is_word) {
-      largest_word =
-          largest_of_words<Element>(largest_word, Row::load(gX + place, is_word, kNeutral));
-    });
+    uint32_t largest_word = end_x;
+    uint32_t rX[kBlock];
+#pragma unroll 1
+    for (int first = 0; first < row.wholes; first += kStep) {
+      row.load(gX, first, rX);
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) largest_word = largest_of_words<Element>(largest_word, rX[i]);
+    }
     float maximum = element_of<Element>(largest_word, 0);
     if constexpr (kPer == 2) {
       maximum = ptx::max_nan(maximum, element_of<Element>(largest_word, 1));
@@ -407,34 +432,55 @@ __device__ __noinline__ void softmax_row_by_warp(const typename Config::Element*
     maximum = combine_lanes(maximum, 1, 32, [](float a, float b) { return ptx::max_nan(a, b); });
     maximum = shift_of(maximum);
     SumOfExponentials<Element> sum;
-    uint32_t terms = 0;
-    row.for_each([&](int place, auto is_word) {
-      const uint32_t word = Row::load(gX + place, is_word, kNeutral);
+    const auto add = [&](uint32_t word) {
 #pragma unroll
       for (int e = 0; e < kPer; ++e) {
         sum.add(scale.exponential(element_of<Element>(word, e), maximum));
       }
-      terms += kPer;
-    });
+    };
+#pragma unroll 1
+    for (int first = 0; first < row.wholes; first += kStep) {
+      if (!is_kept) row.load(gX, first, rX);
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) add(ptx::opaque(rX[i]));
+    }
+    add(end_x);
     float inverse;
     if constexpr (SumOfExponentials<Element>::kInteger) {
-      // Of all lanes there may be more than 32 bits.
-      const unsigned long long own = sum.value - (terms << 30);
+      // Of all lanes there may be more than 32 bits. Terms of blocks are multiples of four.
+      const unsigned long long own = sum.value - (static_cast<uint32_t>(kPer) << 30);
       const unsigned long long all = combine_lanes(
           own, 1, 32, [](unsigned long long a, unsigned long long b) { return a + b; });
       inverse = reciprocal(static_cast<float>(all) * 0x1p-22f);
     } else {
       inverse = reciprocal(combine_lanes(sum.value, 1, 32, [](float a, float b) { return a + b; }));
     }
-    row.for_each([&](int place, auto is_word) {
-      const uint32_t word = Row::load(gX + place, is_word, kNeutral);
+    const auto result_of = [&](uint32_t word) {
       float result[kPer];
 #pragma unroll
       for (int e = 0; e < kPer; ++e) {
         result[e] = scale.exponential(element_of<Element>(word, e), maximum) * inverse;
       }
-      Row::store(gOut + place, is_word, word_of<Element>(result));
-    });
+      return word_of<Element>(result);
+    };
+#pragma unroll 1
+    for (int first = 0; first < row.wholes; first += kStep) {
+      if (!is_kept) row.load(gX, first, rX);
+      row.store(gOut, first, [&](int i) { return result_of(ptx::opaque(rX[i])); });
+    }
+    if constexpr (kPer == 2) ptx::st_global_2(gOut + row.end, result_of(end_x), -1, row.end);
+  }
+}
+
+// Rows one after another. A call keeps nothing of its caller in registers: it is made once for a matrix.
+template <typename Config>
+__device__ __forceinline__ void softmax_rows_by_warp(const typename Config::Element* gX,
+                                                  const typename Config::Element* gGrad,
+                                                  typename Config::Element* gOut, int64_t rows,
+                                                  int columns, float factor) {
+#pragma unroll 1
+  for (; rows > 0; --rows, gX += columns, gGrad += columns, gOut += columns) {
+    softmax_row_by_warp<Config>(gX, gGrad, gOut, columns, factor);
   }
 }
 
@@ -497,10 +543,8 @@ __device__ __forceinline__ void softmax_short_rows_by_words(const typename Confi
     }
   } else if (words <= 224) {
     take(RowShape<32, 7, 1, 2>());
-  } else if (words <= 384) {
+  } else {
     take(RowShape<32, 12, 5, 1>());
-  } else if constexpr (kPer == 1 && !Config::kBackward) {
-    take(RowShape<32, 24, 12, 1>());
   }
 }
 
@@ -608,11 +652,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
               Place<Element, int64_t>{gX + begin, gGrad + begin, gOut + begin, 1.0f}, false, 0,
               static_cast<int>(rows), columns, columns, 1, 5, Scale<float>{scale});
         } else if (columns > Config::kMaxWords * kPerWord<Element>) {
-#pragma unroll 1
-          for (int64_t row = begin; row < begin + rows * columns; row += columns) {
-            softmax_row_by_warp<Config>(gX + row, gGrad + row, gOut + row,
-                                        static_cast<int>(columns), scale);
-          }
+          softmax_rows_by_warp<Config>(gX + begin, gGrad + begin, gOut + begin, rows,
+                                       static_cast<int>(columns), scale);
         } else {
           softmax_short_rows_by_words<Config>(stage.find(gX, begin, rows * columns), gGrad + begin,
                                               gOut + begin, static_cast<int>(rows),

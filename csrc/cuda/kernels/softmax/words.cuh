@@ -53,6 +53,10 @@ __device__ __forceinline__ uint32_t largest_of_words(uint32_t a, uint32_t b) {
 // What is taken off each logit: NaN for a line that has NaN or +inf, or -inf alone, as in torch.
 __device__ __forceinline__ float shift_of(float maximum) { return maximum + (maximum - maximum); }
 
+// Terms of a line that are added as integers. Each is off by up to 2^-23, all of them to one side if they
+// are alike, which f16 bears of 8,192; a part of 1,022 terms has 32 bits.
+constexpr int kMaxCountedTerms = 8 * 1'022;
+
 // A forward sum of exponentials of at most 1: of 16-bit elements, of at most 1,023 terms, an
 // integer to which 2^30 was added with each. Thus a multiple of four terms must be added, e = 0
 // among them.
