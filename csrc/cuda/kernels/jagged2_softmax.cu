@@ -22,6 +22,7 @@ constexpr softmax::Spans spans_of(int buffer_bytes, int window_bytes) {
 
 enum class Kernel {
   kWords,       // softmax/row_words.cuh over columns, softmax/matrix_words.cuh over rows
+  kStrips,      // softmax/strips.cuh, over rows
   kWindows,     // softmax/spans.cuh, several matrices for a CTA
   kTiles,       // softmax/spans.cuh, small tiles of one matrix
   kLargeTiles,  // softmax/spans.cuh, whole matrices as far as they fit
@@ -43,6 +44,9 @@ bool fits_words(const Params& params) {
 // its threads without work, of a batch of larger ones too many do not fit.
 constexpr int64_t kMinOfCluster = 12'000, kMinOfCluster32 = 6'000, kMaxOfCluster = 14'500;
 
+// From here on strips that stay on the SM are the fastest, if there are elements for all SMs.
+constexpr int64_t kMinOfStrips = 30'000, kMinInStrips = 8'000'000;
+
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
 // result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
 // follows from the operands' addresses and the scale.
@@ -58,6 +62,10 @@ Kernel choose(const Params& params) {
   if (by_words && (kIs16Bit || kBackward) && mean >= (kIs16Bit ? kMinOfCluster : kMinOfCluster32) &&
       mean <= kMaxOfCluster && has_wgmma()) {
     return Kernel::kWords;
+  }
+  if (by_words && params.over_rows && (kIs16Bit || kBackward) && mean >= kMinOfStrips &&
+      elems >= kMinInStrips && has_wgmma()) {
+    return Kernel::kStrips;
   }
   if (!kBackward) {
     if (!kIs16Bit) return Kernel::kRegisters;
@@ -94,7 +102,10 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
     }
   }
   if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
+    constexpr int64_t kStripsWindow = kBackward ? 8'192 : 16'384;
     switch (kernel) {
+      case Kernel::kStrips:
+        return softmax::launch_strips<Element>(params, kStripsWindow, stream);
       case Kernel::kWindows:
         return softmax::launch_spans<Element, true, 128>(params, kWindow, stream);
       case Kernel::kTiles:

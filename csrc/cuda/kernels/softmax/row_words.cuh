@@ -15,8 +15,8 @@
 // which starts before the warp knows its matrices. Rows that end too far behind the share, those in chunks
 // that are not whole at the vector's ends, and those longer than kMaxWords are read as they lie.
 //
-// Rows longer than kMaxWords are taken one by one by a warp, which reads those of more than 768 words
-// three times, backward twice, and those longer than kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
+// Rows longer than kMaxWords are read three times, backward twice, by a warp, and those longer than
+// kMaxWarpWords by the whole CTA at the end (long_lines.cuh). Barriers: whether there are any of
 // these; those of long_lines.cuh, which works where shares were staged; `arrived` of each warp, on which
 // its copy completes.
 //
@@ -24,7 +24,6 @@
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
-#include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/prim/tma.cuh"
 #include "cuda/kernels/softmax/long_lines.cuh"
 #include "cuda/kernels/softmax/words.cuh"
@@ -39,7 +38,8 @@ struct RowWordsConfig {
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kCtas = 6;  // per SM: 80 registers
-  static constexpr int kMaxWords = 384;  // of a row that lanes keep with its exponentials
+  // Of a row that lanes keep: 32 lanes with 12 words, or forward 24 of floats
+  static constexpr int kMaxWords = sizeof(Element) == 2 || kBackward ? 384 : 768;
   // Of a row that one warp takes: a lane then adds at most 1,022 exponentials as integers. Each is off
   // by up to 2^-23, all of them to one side if they are alike, which f16 bears of 8,192.
   static constexpr int kMaxWarpWords =
@@ -320,10 +320,10 @@ __device__ __forceinline__ void softmax_rows_backward(const Element* gP, const E
 
 // The words of a row that are a lane's, where the warp reads it more than once: whole words, of
 // which each lane takes every 32nd, and an element at each of the row's ends, of lanes 0 and 1.
-template <typename Element, bool kBackward>
+template <typename Element, bool kBackward, bool kStaged>
 struct RowOfWarp {
   static constexpr int kPer = kPerWord<Element>;
-  static constexpr int kBlock = kBackward ? 12 : 24;  // words of a lane whose loads are in flight
+  static constexpr int kBlock = kPer == 2 ? (kBackward ? 4 : kStaged ? 4 : 6) : (kBackward ? 8 : 12);  // words of a lane whose loads are in flight
   static constexpr uint32_t kNeutral = kBackward ? 0 : kMinusInfinities<Element>;
   int head, wholes;
   int end;  // the place of this lane's element that is in no whole word; -1: none
@@ -366,17 +366,16 @@ struct RowOfWarp {
   }
 };
 
-// A row of up to kMaxWarpWords words, which a warp keeps, or reads three times, backward twice.
+// A row of up to kMaxWarpWords words, which a warp reads three times, or twice.
 template <typename Config>
-__device__ __forceinline__ void softmax_row_by_warp(const typename Config::Element* gX,
+__device__ __noinline__ void softmax_row_by_warp(const typename Config::Element* gX,
                                                  const typename Config::Element* gGrad,
                                                  typename Config::Element* gOut, int columns,
                                                  float factor) {
   using Element = typename Config::Element;
-  using Row = RowOfWarp<Element, Config::kBackward>;
+  using Row = RowOfWarp<Element, Config::kBackward, Config::kStaged>;
   constexpr int kPer = Row::kPer, kBlock = Row::kBlock, kStep = 32 * kBlock;
   const Row row(gX, columns);
-  const bool is_kept = row.wholes <= kStep;
   const uint32_t end_x = row.load_end(gX);
   if constexpr (Config::kBackward) {
     const uint32_t end_grad = row.load_end(gGrad);
@@ -407,12 +406,10 @@ __device__ __forceinline__ void softmax_row_by_warp(const typename Config::Eleme
     };
 #pragma unroll 1
     for (int first = 0; first < row.wholes; first += kStep) {
-      if (!is_kept) {
-        row.load(gX, first, rP);
-        row.load(gGrad, first, rGrad);
-      }
+      row.load(gX, first, rP);
+      row.load(gGrad, first, rGrad);
       row.store(gOut, first,
-                [&](int i) { return result_of(ptx::opaque(rP[i]), ptx::opaque(rGrad[i])); });
+                [&](int i) { return result_of(rP[i], rGrad[i]); });
     }
     if constexpr (kPer == 2) ptx::st_global_2(gOut + row.end, result_of(end_x, end_grad), -1, row.end);
   } else {
@@ -440,9 +437,9 @@ __device__ __forceinline__ void softmax_row_by_warp(const typename Config::Eleme
     };
 #pragma unroll 1
     for (int first = 0; first < row.wholes; first += kStep) {
-      if (!is_kept) row.load(gX, first, rX);
+      row.load(gX, first, rX);
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) add(ptx::opaque(rX[i]));
+      for (int i = 0; i < kBlock; ++i) add(rX[i]);
     }
     add(end_x);
     float inverse;
@@ -465,22 +462,10 @@ __device__ __forceinline__ void softmax_row_by_warp(const typename Config::Eleme
     };
 #pragma unroll 1
     for (int first = 0; first < row.wholes; first += kStep) {
-      if (!is_kept) row.load(gX, first, rX);
-      row.store(gOut, first, [&](int i) { return result_of(ptx::opaque(rX[i])); });
+      row.load(gX, first, rX);
+      row.store(gOut, first, [&](int i) { return result_of(rX[i]); });
     }
     if constexpr (kPer == 2) ptx::st_global_2(gOut + row.end, result_of(end_x), -1, row.end);
-  }
-}
-
-// Rows one after another. A call keeps nothing of its caller in registers: it is made once for a matrix.
-template <typename Config>
-__device__ __forceinline__ void softmax_rows_by_warp(const typename Config::Element* gX,
-                                                  const typename Config::Element* gGrad,
-                                                  typename Config::Element* gOut, int64_t rows,
-                                                  int columns, float factor) {
-#pragma unroll 1
-  for (; rows > 0; --rows, gX += columns, gGrad += columns, gOut += columns) {
-    softmax_row_by_warp<Config>(gX, gGrad, gOut, columns, factor);
   }
 }
 
@@ -543,8 +528,10 @@ __device__ __forceinline__ void softmax_short_rows_by_words(const typename Confi
     }
   } else if (words <= 224) {
     take(RowShape<32, 7, 1, 2>());
-  } else {
+  } else if (words <= 384) {
     take(RowShape<32, 12, 5, 1>());
+  } else if constexpr (kPer == 1 && !Config::kBackward) {
+    take(RowShape<32, 24, 12, 1>());
   }
 }
 
@@ -652,8 +639,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
               Place<Element, int64_t>{gX + begin, gGrad + begin, gOut + begin, 1.0f}, false, 0,
               static_cast<int>(rows), columns, columns, 1, 5, Scale<float>{scale});
         } else if (columns > Config::kMaxWords * kPerWord<Element>) {
-          softmax_rows_by_warp<Config>(gX + begin, gGrad + begin, gOut + begin, rows,
-                                       static_cast<int>(columns), scale);
+#pragma unroll 1
+          for (int64_t row = begin; row < begin + rows * columns; row += columns) {
+            softmax_row_by_warp<Config>(gX + row, gGrad + row, gOut + row,
+                                        static_cast<int>(columns), scale);
+          }
         } else {
           softmax_short_rows_by_words<Config>(stage.find(gX, begin, rows * columns), gGrad + begin,
                                               gOut + begin, static_cast<int>(rows),

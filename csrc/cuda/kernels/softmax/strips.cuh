@@ -167,17 +167,19 @@ struct OwnOfStrip {
                                         unsigned head)
       : width(width) {
     // The halves in which the first and the second row of a unit begin
-    const int head_of[2] = {static_cast<int>((head + static_cast<unsigned>(begin)) % kPer),
-                            static_cast<int>((head + static_cast<unsigned>(begin + columns)) % kPer)};
-    const int words = (head_of[0] + width + kPer - 1) / kPer;
-    const int unit = kPer == 1 ? words : words + (head_of[1] + width + 1) / 2;
+    const auto head_at = [&](int64_t element) {
+      return static_cast<int>((head + static_cast<unsigned>(element)) % kPer);
+    };
+    const int first_head = head_at(begin), second_head = head_at(begin + columns);
+    const int words = (first_head + width + kPer - 1) / kPer;
+    const int unit = kPer == 1 ? words : words + (second_head + width + 1) / 2;
     const int thread = static_cast<int>(threadIdx.x);
     const int groups = Config::kThreads / unit, group = thread / unit;
     int word = thread - group * unit;
     const bool is_second = word >= words;
     if (is_second) word -= words;
     const int row = kPer * group + is_second, units = (rows + kPer - 1) / kPer;
-    column = kPer * word - head_of[is_second];
+    column = kPer * word - (is_second ? second_head : first_head);
     lines = kPer * groups;
     line = group < groups ? row : -1;
     items = ((units + groups - 1) / groups + kGroup - 1) / kGroup * kGroup;
@@ -496,13 +498,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
     any_long |= batch.are_long != 0;
     any_shared |= batch.of_cluster != 0;
     // Those of the cluster come first: all its CTAs wait for each other.
-    unsigned left[2] = {batch.of_cluster, batch.of_cta};
+    unsigned of_cluster = batch.of_cluster, of_cta = batch.of_cta;
 #pragma unroll 1
-    while ((left[0] | left[1]) != 0) {
-      const bool is_shared = left[0] != 0;
-      unsigned& now = left[is_shared ? 0 : 1];
-      const Strips& strips = batch.strips[__ffs(static_cast<int>(now)) - 1];
-      now &= now - 1;
+    while ((of_cluster | of_cta) != 0) {
+      const bool is_shared = of_cluster != 0;
+      const unsigned left = is_shared ? of_cluster : of_cta;
+      const Strips& strips = batch.strips[__ffs(static_cast<int>(left)) - 1];
+      if (is_shared) {
+        of_cluster = left & (left - 1);
+      } else {
+        of_cta = left & (left - 1);
+      }
       const int64_t columns = strips.columns;
       int rows = static_cast<int>(strips.rows);
       int64_t first_row = 0;
