@@ -409,6 +409,14 @@ FAULTS = (
         "tests/test_cuda_softmax.py -k test_softmax_counts_many_small_terms",
     ),
     Fault(
+        "an element of another strip",
+        "cuda",
+        "cuda/kernels/softmax/strips.cuh",
+        "column = kPer * word - (is_second ? second_head : first_head);",
+        "column = kPer * word - first_head;",
+        "tests/test_cuda_softmax.py -k test_softmax_of_large_matrices",
+    ),
+    Fault(
         "a lone element of no column",
         "cuda",
         "cuda/kernels/softmax/matrix_words.cuh",

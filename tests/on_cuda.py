@@ -19,6 +19,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 HALF_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 # Softmaxes of matrices over their rows by clusters, and over their columns by staged shares.
 CLUSTERS, STAGED = (".words", ".staged_words") if HOPPER else ("", ".words")
+# Large matrices over their rows.
+STRIPS = ".strips" if HOPPER else None
 DENSE, JAGGED = "cuda.jagged_dense_bmm", "cuda.jagged_jagged_bmm"
 MATRICES, WEIGHTED = "cuda.jagged_jagged_bmm_jagged_out", "cuda.array_jagged_bmm_jagged_out"
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from on_cuda import CLUSTERS, CUDA, HALF_DTYPES, STAGED
+from on_cuda import CLUSTERS, CUDA, HALF_DTYPES, STAGED, STRIPS
 from plain import spec_of
 
 import jagged_cuda
@@ -67,6 +67,29 @@ def test_path_of_softmax_of_matrices(
     judge(case, spec, dtype, CUDA)
     backward = ".words" if dim == -1 else rows_backward
     assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.{path}{backward}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ((1300, 40, 0, 511, 1001), (901, 33, 7, 450, 700)),
+        ((9000, 8176, 8177), (60, 70, 60)),
+    ],
+    ids=["strips", "many_rows"],
+)
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES.values(), torch.float32], ids=[*HALF_DTYPES, "f32"])
+def test_softmax_of_large_matrices(
+    dtype: torch.dtype, rows: tuple[int, ...], columns: tuple[int, ...]
+) -> None:
+    """Over rows, by strips of a CTA or of a cluster, or by lines too long for them."""
+    case = CASES["jagged2_softmax"]
+    spec = spec_of(Layout(rows), kv_layout=Layout(columns), cross=True, dim=-2)
+    if STRIPS is not None and dtype != torch.float32:
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+        assert last_kernel("cuda") == f"cuda.jagged2_softmax.rows{STRIPS}"
+    judge(case, spec, dtype, CUDA)
+    if STRIPS is not None:
+        assert last_kernel("cuda") == f"cuda.jagged2_softmax_backward.rows{STRIPS}"
 
 
 def test_path_of_gradients_over_rows_in_f32() -> None:

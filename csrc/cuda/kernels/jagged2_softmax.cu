@@ -44,11 +44,16 @@ bool fits_words(const Params& params) {
 // its threads without work, of a batch of larger ones too many do not fit.
 constexpr int64_t kMinOfCluster = 12'000, kMinOfCluster32 = 6'000, kMaxOfCluster = 14'500;
 
-// From here on strips that stay on the SM are the fastest, if there are elements for all SMs.
-constexpr int64_t kMinOfStrips = 30'000, kMinInStrips = 8'000'000;
+// Whether strips that stay on the SM are the fastest for a batch of so many elements: backward a batch of
+// matrices of 300 x 300 is slower so, and the host cannot tell it from a few large ones among small ones.
+constexpr bool fits_strips(bool backward, int64_t elems, int64_t mean) {
+  if (elems < 1'500'000) return false;
+  if (!backward) return mean >= 40'000;
+  return mean >= 200'000 || (mean >= 42'000 && elems >= 10'000'000);
+}
 
 // The fastest where they were measured (docs/performance_log.md, "jagged2_softmax"). A forward
-// result does not depend on the batch: windows and tiles compute the same bits, and whether words fit
+// result does not depend on the batch: all kernels compute the same bits, and whether words fit
 // follows from the operands' addresses and the scale.
 template <typename Element, typename Params>
 Kernel choose(const Params& params) {
@@ -63,8 +68,8 @@ Kernel choose(const Params& params) {
       mean <= kMaxOfCluster && has_wgmma()) {
     return Kernel::kWords;
   }
-  if (by_words && params.over_rows && (kIs16Bit || kBackward) && mean >= kMinOfStrips &&
-      elems >= kMinInStrips && has_wgmma()) {
+  if (by_words && params.over_rows && (kIs16Bit || kBackward) &&
+      fits_strips(kBackward, elems, mean) && has_wgmma()) {
     return Kernel::kStrips;
   }
   if (!kBackward) {
@@ -102,10 +107,9 @@ cudaError_t launch_type(const Params& params, cudaStream_t stream) {
     }
   }
   if constexpr (kIs16Bit || (kBackward && !kIs64Bit)) {
-    constexpr int64_t kStripsWindow = kBackward ? 8'192 : 16'384;
     switch (kernel) {
       case Kernel::kStrips:
-        return softmax::launch_strips<Element>(params, kStripsWindow, stream);
+        return softmax::launch_strips<Element>(params, stream);
       case Kernel::kWindows:
         return softmax::launch_spans<Element, true, 128>(params, kWindow, stream);
       case Kernel::kTiles:

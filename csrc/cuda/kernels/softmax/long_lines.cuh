@@ -108,8 +108,8 @@ __device__ __forceinline__ Partial<S, kBackward> partial_of(const Place& place, 
 
 // `shift` is the line's maximum, `inverse` that of its sum; backward `shift` is the sum.
 template <bool kBackward, typename Element, typename S, typename Place, typename Part>
-__device__ __forceinline__ void finish_part(const Place& place, const Part& part,
-                                            S shift, S inverse, const Scale<S>& scale) {
+__device__ __forceinline__ void finish_part(const Place& place, const Part& part, S shift,
+                                            S inverse, const Scale<S>& scale) {
   part.for_each_item([&](auto& places) {
     constexpr int kItems = std::extent_v<std::remove_reference_t<decltype(places)>>;
     S rX[kItems];

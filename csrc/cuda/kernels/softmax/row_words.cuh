@@ -1,7 +1,7 @@
 // jagged2_softmax over the columns of each row, by words of 4 bytes in registers
 // (softmax/lines.cuh: the mathematics; softmax/words.cuh).
 //
-// Grid: as many CTAs as the GPU holds. Each warp takes an equal share of the vector's elements: the
+// Grid: as many CTAs as the GPU holds, or a few times as many. Each warp takes an equal share of the vector's elements: the
 // rows that begin there, of one matrix after another. kLanes lanes share a row, so that a warp
 // computes 32 / kLanes rows abreast, each lane up to kItems words of its row, kLanes words apart.
 //
@@ -44,7 +44,8 @@ struct RowWordsConfig {
   // by up to 2^-23, all of them to one side if they are alike, which f16 bears of 8,192.
   static constexpr int kMaxWarpWords =
       std::is_same_v<Element, __half> && !kBackward ? 4'096 : 16'320;
-  static constexpr int kMinElems = 512;  // of a warp's share
+  static constexpr int kMinElems = 512;      // of a warp's share
+  static constexpr int kWaveElems = 10'000;  // about as many, if there are more in 16 bits
   // Staged, of a warp; six CTAs have 37,888 bytes each. What is copied behind a share whose last row
   // is not known yet
   static constexpr int kStageBytes = 9'344, kBehind = 256;
@@ -323,7 +324,8 @@ __device__ __forceinline__ void softmax_rows_backward(const Element* gP, const E
 template <typename Element, bool kBackward, bool kStaged>
 struct RowOfWarp {
   static constexpr int kPer = kPerWord<Element>;
-  static constexpr int kBlock = kPer == 2 ? (kBackward ? 4 : kStaged ? 4 : 6) : (kBackward ? 8 : 12);  // words of a lane whose loads are in flight
+  // Words of a lane whose loads are in flight: more would cost the kernel spills where rows are short.
+  static constexpr int kBlock = (kBackward ? 4 : kStaged ? 4 : 6) * (kPer == 2 ? 1 : 2);
   static constexpr uint32_t kNeutral = kBackward ? 0 : kMinusInfinities<Element>;
   int head, wholes;
   int end;  // the place of this lane's element that is in no whole word; -1: none
@@ -332,7 +334,7 @@ struct RowOfWarp {
       : head(kPer == 2 && reinterpret_cast<uintptr_t>(gRow) % 4 != 0 ? 1 : 0),
         wholes((columns - head) / kPer) {
     const int lane = threadIdx.x % 32;
-    end = lane == 0 && head != 0                          ? 0
+    end = lane == 0 && head != 0                        ? 0
           : lane == 1 && head + kPer * wholes < columns ? columns - 1
                                                         : -1;
   }
@@ -408,10 +410,10 @@ __device__ __noinline__ void softmax_row_by_warp(const typename Config::Element*
     for (int first = 0; first < row.wholes; first += kStep) {
       row.load(gX, first, rP);
       row.load(gGrad, first, rGrad);
-      row.store(gOut, first,
-                [&](int i) { return result_of(rP[i], rGrad[i]); });
+      row.store(gOut, first, [&](int i) { return result_of(rP[i], rGrad[i]); });
     }
-    if constexpr (kPer == 2) ptx::st_global_2(gOut + row.end, result_of(end_x, end_grad), -1, row.end);
+    if constexpr (kPer == 2)
+      ptx::st_global_2(gOut + row.end, result_of(end_x, end_grad), -1, row.end);
   } else {
     const Scale<float> scale{factor};
     uint32_t largest_word = end_x;
@@ -420,7 +422,8 @@ __device__ __noinline__ void softmax_row_by_warp(const typename Config::Element*
     for (int first = 0; first < row.wholes; first += kStep) {
       row.load(gX, first, rX);
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) largest_word = largest_of_words<Element>(largest_word, rX[i]);
+      for (int i = 0; i < kBlock; ++i)
+        largest_word = largest_of_words<Element>(largest_word, rX[i]);
     }
     float maximum = element_of<Element>(largest_word, 0);
     if constexpr (kPer == 2) {
@@ -684,6 +687,11 @@ cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
   const int64_t warps = int64_t{num_sms} * Config::kCtas * Config::kWarps;
   int64_t share = (params.matrices.capacity + warps - 1) / warps;
   if (share < Config::kMinElems) share = Config::kMinElems;
+  // Large batches in several waves: a warp whose share has long rows takes longer than others.
+  if (const int64_t waves = (share + Config::kWaveElems / 2) / Config::kWaveElems;
+      sizeof(Element) == 2 && waves > 1) {
+    share = (share + waves - 1) / waves;
+  }
   if constexpr (!kBackward && sizeof(Element) == 2) {
     using Staged = RowWordsConfig<Element, false, true>;
     if (has_wgmma() && share + Staged::kBehind + Staged::kChunk <= Staged::kStage) {

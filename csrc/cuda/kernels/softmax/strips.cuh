@@ -116,9 +116,9 @@ __device__ __forceinline__ void cut_strips(Strips& strips) {
 // What matrix `seq` has in [low, high) of a CTA and in [all_low, all_high) of its cluster; seq -1 is what
 // lies before all matrices, seq B what lies behind them.
 template <typename Config>
-__device__ __forceinline__ Strips find_strips(const MatricesView& matrices, int64_t seq, int64_t low,
-                                              int64_t high, int64_t all_low, int64_t all_high,
-                                              bool& is_last) {
+__device__ __forceinline__ Strips find_strips(const MatricesView& matrices, int64_t seq,
+                                              int64_t low, int64_t high, int64_t all_low,
+                                              int64_t all_high, bool& is_last) {
   const int64_t num_seqs = matrices.rows.num_seqs;
   const auto* gOffsets = reinterpret_cast<const long long*>(matrices.offsets);
   Strips strips{};
@@ -201,8 +201,7 @@ struct OwnOfStrip {
     const uint32_t own = ptx::shared_address(&sWords[0][threadIdx.x]);
     // A word that the vector's begin or its end cuts
     const bool is_cut = kPer == 2 && count > 0 && first < 0;
-    const bool is_last_cut =
-        kPer == 2 && count > 0 && first + (count - 1) * step + 1 >= capacity;
+    const bool is_last_cut = kPer == 2 && count > 0 && first + (count - 1) * step + 1 >= capacity;
     const int begin = is_cut ? 1 : 0;
     const auto wholes = static_cast<unsigned>(count - is_last_cut - begin);
     const Element* gWord = gX + first;
@@ -232,7 +231,8 @@ struct OwnOfStrip {
 
   // Calls visit(i, word) for each of this thread's words, those that it lacks among them.
   template <typename Visit>
-  __device__ __forceinline__ void for_each(uint32_t (*sWords)[Config::kThreads], Visit visit) const {
+  __device__ __forceinline__ void for_each(uint32_t (*sWords)[Config::kThreads],
+                                           Visit visit) const {
     const uint32_t own = ptx::shared_address(&sWords[0][threadIdx.x]);
 #pragma unroll 1
     for (int block = 0; block < items; block += kGroup) {
@@ -420,8 +420,7 @@ __device__ __forceinline__ void softmax_strip_backward(
     float result[kPer];
 #pragma unroll
     for (int e = 0; e < kPer; ++e) {
-      result[e] =
-          scale * element_of<Element>(word, e) * (element_of<Element>(grad, e) - sum[e]);
+      result[e] = scale * element_of<Element>(word, e) * (element_of<Element>(grad, e) - sum[e]);
     }
     stores.store(i, word_of<Element>(result));
   });
@@ -520,8 +519,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
 #pragma unroll 1
       for (int64_t strip = strips.first; strip < strips.end; ++strip) {
         const int64_t column = strip * strips.width;
-        const int width = columns - column < strips.width ? static_cast<int>(columns - column)
-                                                          : strips.width;
+        const int width =
+            columns - column < strips.width ? static_cast<int>(columns - column) : strips.width;
         const OwnOfStrip<Config> own(width, rows, strips.begin + first_row * columns + column,
                                      columns, head);
         if constexpr (Config::kBackward) {
@@ -553,8 +552,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
 #pragma unroll 1
       for (int64_t strip = strips.first; strip < strips.end; ++strip) {
         const int64_t column = strip * strips.width, place = begin + column;
-        const int width = columns - column < strips.width ? static_cast<int>(columns - column)
-                                                          : strips.width;
+        const int width =
+            columns - column < strips.width ? static_cast<int>(columns - column) : strips.width;
         softmax_long_lines<typename Config::Long>(
             Place<Element, int64_t>{gX + place, gGrad + place, gOut + place, 1.0f}, true, 0, width,
             rows, 1, columns, lanes_of_long_lines(columns, true), Scale<float>{factor});
@@ -567,8 +566,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
 }
 
 template <typename Element, typename Params>
-cudaError_t launch_strips(const Params& params, int64_t window, cudaStream_t stream) {
+cudaError_t launch_strips(const Params& params, cudaStream_t stream) {
   using Config = StripConfig<Element, Operands<Params>::kBackward>;
+  // Backward a CTA holds half as many, and small windows fill the GPU sooner.
+  const bool is_small =
+      Config::kBackward && (sizeof(Element) == 4 || params.matrices.capacity < 40'000'000);
+  const int64_t window = is_small ? 8'192 : 16'384;
   constexpr const char* kPath = Config::kBackward ? "cuda.jagged2_softmax_backward.rows.strips"
                                                   : "cuda.jagged2_softmax.rows.strips";
   const int64_t cluster = Config::kCluster * window;
