@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from on_cuda import CUDA, HOPPER, LAYOUT, in_precision
-from plain import CASE, assert_same_bits, calls, cotangents_of, spec_of
+from plain import assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
-from jagged_cuda.testing.cases import CASES, Case
+from jagged_cuda.testing.cases import CASES
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Sample
@@ -21,17 +21,18 @@ from jagged_cuda.testing.samples import Sample
 pytestmark = pytest.mark.cuda
 
 
-@CASE
-@pytest.mark.parametrize("profile", ["edge", "large"])
-def test_tf32_agrees_within_its_rounding(case: Case, profile: str, tf32: None) -> None:
-    for seed in range(8 if profile == "edge" else 3):
-        judge(case, case.spec(profile, seed), torch.float32, CUDA)
-
-
 PRODUCTS = [name for name, case in CASES.items() if name.endswith(("_bmm", "_jagged_out"))]
 TF32_CASES = pytest.mark.parametrize(
     "name", [*PRODUCTS, "jagged_flash_attention", "jagged_target_attention"]
 )
+
+
+@TF32_CASES
+@pytest.mark.parametrize("profile", ["edge", "large"])
+def test_tf32_agrees_within_its_rounding(name: str, profile: str, tf32: None) -> None:
+    case = CASES[name]
+    for seed in range(8 if profile == "edge" else 3):
+        judge(case, case.spec(profile, seed), torch.float32, CUDA)
 
 
 @TF32_CASES
