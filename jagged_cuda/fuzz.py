@@ -410,7 +410,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, help="by default another one each time")
     parser.add_argument("--cases", type=int, help="stop after so many draws of each backend")
-    parser.add_argument("--size", help="small, edge, many, giant or large; by default all")
+    parser.add_argument("--size", help="small, edge, many, giant, large or kinds; by default all")
     parser.add_argument("--jobs", type=int, help="processes; by default one per core, one on a GPU")
     parser.add_argument(
         "--shape-from",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
 import signal
@@ -20,9 +21,11 @@ from torch import Tensor
 import jagged_cuda
 from jagged_cuda import fuzz
 from jagged_cuda.testing import draws, kernel_paths
-from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.case import HEAD_DIMS, _any_dims
+from jagged_cuda.testing.cases import CASES, DTYPES, EVERY, Case
 from jagged_cuda.testing.coverage import Coverage, expected, report
 from jagged_cuda.testing.draws import SIZES, Draw, Wanted, draw
+from jagged_cuda.testing.lengths import DISTRIBUTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = (("cpu", "cpu"),)
@@ -74,6 +77,49 @@ def test_draws_repeat_and_survive_their_line(size: str) -> None:
         assert draw(wanted, 5, "cuda", "cuda", index) == drawn
         assert Draw.from_json(drawn.draw.to_json()) == drawn.draw
         assert draw(wanted, 6, "cuda", "cuda", index) != drawn
+
+
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_kinds_fit_their_case(case: Case) -> None:
+    for kind in case.kinds:
+        assert kind.choices.keys() <= case.choices.keys()
+        assert set(kind.distributions) <= DISTRIBUTIONS.keys()
+        assert set(kind.dtypes) <= DTYPES.keys()
+        assert 1 <= kind.num_seqs[0] <= kind.num_seqs[1] and 1 <= kind.max_len[0] <= kind.max_len[1]
+
+
+def test_every_kind_is_drawn() -> None:
+    """Of its numbers of sequences, its lengths and its dtypes; no sequence is longer."""
+    op = "jagged_flash_attention"
+    left = list(EVERY[op].kinds)
+    for index in range(500):
+        drawn = draw(Wanted(ops=(op,), size="kinds"), 1, "cuda", "cuda", index).draw
+        layout = drawn.spec.layout
+        fitting = [
+            kind
+            for kind in EVERY[op].kinds
+            if layout.max_len <= kind.max_len[1]
+            and drawn.dtype in kind.dtypes
+            and (kind.num_seqs[0] <= layout.num_seqs <= kind.num_seqs[1] or not layout.num_seqs)
+        ]
+        assert fitting
+        if layout.max_len >= fitting[0].max_len[0]:
+            left = [
+                kind
+                for kind in left
+                if kind not in fitting or drawn.spec.choices["dims"] not in kind.choices["dims"]
+            ]
+    assert not left
+
+
+@pytest.mark.parametrize("largest", [1, 32, 50, 128, 250, 256])
+def test_head_dims_are_drawn_of_every_size(largest: int) -> None:
+    rng = random.Random(1)
+    drawn = {_any_dims(rng, largest) for _ in range(4000)}
+    assert max(map(max, drawn)) == largest and min(map(min, drawn)) == 1
+    sizes = [dim for dim in HEAD_DIMS if dim < largest]
+    for low, high in zip((0, *sizes), (*sizes, largest), strict=True):
+        assert any(low < max(dims) <= high for dims in drawn)
 
 
 def test_the_line_runs() -> None:

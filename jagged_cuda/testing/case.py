@@ -32,6 +32,24 @@ class Profile:
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Batches that take paths of a GPU's kernels that those of profiles seldom take.
+
+    Args:
+        num_seqs, max_len: ranges of B and of the longest sequence.
+        choices: candidates in place of those of profile edge.
+        distributions: of lengths.
+        dtypes: names of those that have such kernels.
+    """
+
+    num_seqs: tuple[int, int]
+    max_len: tuple[int, int]
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+
+
 @dataclass(frozen=True, repr=False)
 class Case:
     """An operator and how to judge it. Tensors, outputs and gradients go by name.
@@ -51,6 +69,7 @@ class Case:
             kv_offsets.
         reference: the padded definition, on arguments of any dtype.
         profiles: "small", "edge", "large".
+        kinds: of batches that the fuzzer draws on a GPU beside those of the profiles.
         autocast: the policy under autocast.
         product: it multiplies operands, which TF32 may round.
         differentiable: its results are floating. Else they are integers or bools, which `function`
@@ -80,6 +99,7 @@ class Case:
     reference: Callable[[Spec, Tensors], Tensors]
     profiles: Mapping[str, Profile]
     autocast: Literal["lower_precision", "float32", "unchanged"]
+    kinds: tuple[Kind, ...] = ()
     product: bool = False
     differentiable: bool = True
     rounded: tuple[Callable[[Spec, Tensors, torch.dtype], Tensors], ...] = ()
@@ -120,6 +140,7 @@ class Case:
         layout: Callable[[], Layout],
         *,
         freely: bool = False,
+        kind: Kind | None = None,
     ) -> Spec:
         """Draw choices, storages and the type of offsets; every generator of batches comes here.
 
@@ -128,13 +149,16 @@ class Case:
             profile: whose choices are drawn from.
             seed: of the values.
             layout: draws lengths; called again for keys, or columns, with lengths of their own.
-            freely: for a third of the choices, take any value among the listed ones.
+            freely: for a third of the choices, or a sixth of those of a kind, take any value among
+                the listed ones.
+            kind: whose choices take the place of the profile's.
         """
-        choices = {}
+        choices, share = {}, 1 / 3 if kind is None else 1 / 6
+        preferred = dict(self.profiles[profile].choices) | (dict(kind.choices) if kind else {})
         for name, listed in self.choices.items():
-            candidates = self.profiles[profile].choices.get(name, listed)
+            candidates = preferred.get(name, listed)
             choices[name] = rng.choice(candidates)
-            if freely and rng.random() < 1 / 3:
+            if freely and rng.random() < share:
                 choices[name] = _any_value(rng, name, candidates, choices[name])
         return Spec(
             seed=seed,
@@ -161,12 +185,24 @@ def _any_value(rng: random.Random, name: str, candidates: Sequence[Any], listed:
     if name == "heads":
         kv_heads = rng.randint(1, 3)
         return kv_heads * rng.randint(1, 4), kv_heads
-    if name in ("dims", "window_size"):
-        smallest = 1 if name == "dims" else -1
-        return rng.randint(smallest, largest), rng.randint(smallest, largest)
+    if name == "dims":
+        return _any_dims(rng, largest)
+    if name == "window_size":
+        return rng.randint(-1, largest), rng.randint(-1, largest)
     if {type(candidate) for candidate in candidates} == {int} and min(candidates) > 0:
         return rng.randint(min(candidates), max(candidates))
     return listed
+
+
+def _any_dims(rng: random.Random, largest: int) -> tuple[int, int]:
+    """D and Dv for each head dim that kernels are compiled for as often; half are whole vectors."""
+    fewer = rng.choice((0, *(dim for dim in HEAD_DIMS if dim < largest)))
+    most = min(largest, *(dim for dim in HEAD_DIMS if dim > fewer))
+    dims = [rng.randint(fewer + 1, most), rng.randint(1, most)]
+    rng.shuffle(dims)
+    if rng.random() < 0.5:
+        dims = [min(most, -(-dim // 8) * 8) for dim in dims]
+    return dims[0], dims[1]
 
 
 def absolute_terms(
@@ -188,6 +224,8 @@ def absolute_terms(
 
 # --- what several operators draw from
 
+# What kernels of attention are compiled for, or are chosen by.
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 FEATURES = (1, 2, 3, 8, 15, 16, 31, 32, 33, 40, 64, 65, 128, 129, 200)
 CAPACITIES = ("exact", "exact", "spare", "short")
 # x[T] alone, and no column at all, are allowed.
@@ -201,6 +239,23 @@ PRODUCT_PROFILES = {
 MATRIX_PROFILES = PRODUCT_PROFILES | {
     "large": Profile((16, 100), (200, 500), {"D": (64, 256, 257), "N": (8, 40, 128, 384)})
 }
+# Few terms per sum, and few columns, in either product and in its gradient.
+PRODUCT_KINDS = (
+    Kind((1, 6), (20, 130), {"D": (1,), "N": (32, 72, 128)}),
+    Kind((1, 6), (20, 130), {"D": (8, 16), "N": (64, 72, 128)}),
+    Kind((1, 6), (20, 130), {"D": (64, 128, 256), "N": (8, 8, 1)}),
+)
+
+
+def matrix_kinds(name: str) -> tuple[Kind, ...]:
+    """Whole vectors, and columns enough for wgmma; `name` is the choice that says how many."""
+    columns = {name: (64, 72, 96, 128, 200)}
+    return tuple(
+        Kind((1, 6), (20, 130), columns, dtypes=dtypes)
+        for dtypes in (("float16", "bfloat16"), ("float32",))
+    )
+
+
 ROW_PROFILES = {
     "small": Profile((1, 2, 4), (1, 9, 24)),
     "edge": Profile((1, 3, 6), (33, 65, 300)),

@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 
 from jagged_cuda.testing import ops
-from jagged_cuda.testing.case import DTYPES, Case, Profile, Tensors
+from jagged_cuda.testing.case import DTYPES, Case, Kind, Profile, Tensors
 
 __all__ = [
     "CASES",
@@ -22,6 +22,7 @@ __all__ = [
     "INDEX_OPERATORS",
     "VARIANTS",
     "Case",
+    "Kind",
     "Profile",
     "Tensors",
     "key_of",

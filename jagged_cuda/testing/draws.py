@@ -19,7 +19,7 @@ import torch
 
 import jagged_cuda
 from jagged_cuda.testing._kernels import last_kernel
-from jagged_cuda.testing.cases import DTYPES, EVERY, Case, Tensors
+from jagged_cuda.testing.cases import DTYPES, EVERY, Case, Kind, Tensors
 from jagged_cuda.testing.judge import check, run
 from jagged_cuda.testing.lengths import DISTRIBUTIONS, Layout, draw_layout
 from jagged_cuda.testing.samples import STORAGES, Sample, Spec, draw_cotangents
@@ -131,12 +131,14 @@ class Size:
         weight: how often it is drawn.
         profile: of the case, whose choices are drawn from.
         num_seqs, max_len: ranges; None means those of the profile.
+        kinds: of the case take its place, if it has any.
     """
 
     weight: float
     profile: str
     num_seqs: tuple[int, int] | None = None
     max_len: tuple[int, int] | None = None
+    kinds: bool = False
 
 
 # The definition pads, and attention's is quadratic: its time bounds the sizes on each machine.
@@ -148,11 +150,12 @@ SIZES: dict[str, dict[str, Size]] = {
         "giant": Size(0.01, "small", (1, 2), (200, 500)),
     },
     "cuda": {
-        "small": Size(0.45, "small"),
-        "edge": Size(0.35, "edge"),
-        "many": Size(0.1, "small", (200, 3000), (1, 40)),
-        "giant": Size(0.08, "edge", (1, 3), (300, 2200)),
-        "large": Size(0.02, "large"),
+        "small": Size(0.15, "small"),
+        "edge": Size(0.27, "edge"),
+        "many": Size(0.05, "small", (200, 3000), (1, 40)),
+        "giant": Size(0.05, "edge", (1, 3), (300, 2200)),
+        "large": Size(0.01, "large"),
+        "kinds": Size(0.47, "edge", kinds=True),
     },
     # Each head dim is another compilation on a GPU, and each tile a second in the interpreter.
     "triton": {
@@ -199,17 +202,21 @@ def place_of(backend: str, device: str) -> str:
 def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Drawn:
     """The draw of a number under a seed: always the same one for the same arguments."""
     rng = random.Random(f"{seed} {backend} {index}")
-    op = rng.choice(wanted.ops)
-    case = EVERY[op]
     where = place_of(backend, device)
+    op = _draw_op(rng, wanted.ops, where)
+    case = EVERY[op]
     sizes = SIZES[where]
     if wanted.size is not None:
         sizes = {wanted.size: sizes[wanted.size]}
     size_name = rng.choices(tuple(sizes), [size.weight for size in sizes.values()])[0]
     size = sizes[size_name]
-    spec, distribution = _draw_spec(rng, case, size, wanted.lengths, where)
+    kind = rng.choice(case.kinds) if size.kinds and case.kinds else None
+    spec, distribution = _draw_spec(rng, case, size, kind, wanted.lengths, where)
     outputs = tuple(case.outputs)
-    dtype = rng.choice([d for d in dtypes_of(backend, device) if d in wanted.dtypes])
+    dtypes = [d for d in dtypes_of(backend, device) if d in wanted.dtypes]
+    if kind is not None:
+        dtypes = [d for d in dtypes if d in kind.dtypes] or dtypes
+    dtype = _draw_dtype(rng, dtypes, where)
     return Drawn(
         Draw(
             op=op,
@@ -220,16 +227,39 @@ def draw(wanted: Wanted, seed: int, backend: str, device: str, index: int) -> Dr
             backward=rng.random() < 0.9,
             outputs=(rng.choice(outputs),) if len(outputs) > 1 and rng.random() < 0.2 else None,
             gradient_storage={
-                name: rng.choice(tuple(STORAGES)) for name in outputs if rng.random() < 0.3
+                name: rng.choice(_storages(case, name, where))
+                for name in outputs
+                if rng.random() < 0.3
             },
-            tf32=backend == "cuda" and dtype == "float32" and rng.random() < 0.3,
-            deterministic=rng.random() < 0.15,
+            tf32=backend == "cuda" and dtype == "float32" and rng.random() < 0.6,
+            deterministic=rng.random() < (0.3 if where == "cuda" else 0.15),
             threads=rng.choice((2, 3)) if where == "cpu" and rng.random() < 0.05 else 1,
             environment=_draw_environment(rng, backend, spec),
         ),
         size_name,
         distribution,
     )
+
+
+def _draw_op(rng: random.Random, ops: tuple[str, ...], where: str) -> str:
+    """Any as often; on a GPU those more often that have more kernel paths."""
+    if where != "cuda":
+        return rng.choice(ops)
+    return rng.choices(ops, [1.0 + 0.7 * len(EVERY[op].kinds) for op in ops])[0]
+
+
+def _draw_dtype(rng: random.Random, dtypes: list[str], where: str) -> str:
+    """Any as often, but on a GPU float64, for which its kernels have few paths."""
+    if where != "cuda":
+        return rng.choice(dtypes)
+    return rng.choices(dtypes, [0.4 if dtype == "float64" else 1.0 for dtype in dtypes])[0]
+
+
+def _storages(case: Case, name: str, where: str) -> tuple[str, ...]:
+    """How a gradient may lie in memory: of a vector, on a GPU, in ways that are not contiguous."""
+    if where == "cuda" and case.rows[name] == "matrix":
+        return ("fused", "odd_stride", "misaligned", "misaligned")
+    return tuple(STORAGES)
 
 
 def dtypes_of(backend: str, device: str) -> tuple[str, ...]:
@@ -242,11 +272,19 @@ def dtypes_of(backend: str, device: str) -> tuple[str, ...]:
 
 
 def _draw_spec(
-    rng: random.Random, case: Case, size: Size, lengths: tuple[int, ...] | None, where: str
+    rng: random.Random,
+    case: Case,
+    size: Size,
+    kind: Kind | None,
+    lengths: tuple[int, ...] | None,
+    where: str,
 ) -> tuple[Spec, str]:
     """A spec, and the distribution that its lengths are of."""
     profile = case.profiles[size.profile]
-    if size.num_seqs is not None and size.max_len is not None:
+    distributions = tuple(DISTRIBUTIONS) if kind is None else kind.distributions
+    if kind is not None:
+        num_seqs, max_len = rng.randint(*kind.num_seqs), rng.randint(*kind.max_len)
+    elif size.num_seqs is not None and size.max_len is not None:
         num_seqs, max_len = rng.randint(*size.num_seqs), rng.randint(*size.max_len)
     else:
         num_seqs = rng.randint(1, max(profile.num_seqs) + 1)
@@ -259,14 +297,15 @@ def _draw_spec(
     names: list[str] = []
 
     def layout() -> Layout:
-        names.append("file" if lengths else rng.choice(tuple(DISTRIBUTIONS)))
+        names.append("file" if lengths else rng.choice(distributions))
         if not lengths:
             return draw_layout(rng, names[-1], num_seqs, max_len)
         drawn = tuple(min(max_len, n) for n in rng.choices(lengths, k=num_seqs))
         return dataclasses.replace(draw_layout(rng, "constant", 1, 1), lengths=drawn)
 
     # On a GPU each size is another compilation of Triton.
-    spec = case.draw(rng, size.profile, rng.randrange(10**6), layout, freely=where != "triton")
+    freely, seed = where != "triton", rng.randrange(10**6)
+    spec = case.draw(rng, size.profile, seed, layout, freely=freely, kind=kind)
     return dataclasses.replace(spec, poisoned=rng.random() < 0.9), names[0]
 
 
@@ -275,7 +314,7 @@ def _draw_environment(rng: random.Random, backend: str, spec: Spec) -> dict[str,
     for name, values in ENVIRONMENT[backend].items():
         if name == "JAGGED_CUDA_CPU_ISA":
             values = cpu_isas()
-        often = 0.4 if name == "JAGGED_CUDA_TENSOR_CORES" else 0.15  # half of a GPU's kernels
+        often = 0.3 if name == "JAGGED_CUDA_TENSOR_CORES" else 0.15  # a third of a GPU's kernels
         if name not in os.environ and values and rng.random() < often:
             drawn[name] = rng.choice(values)
     if "short" in spec.choices.values():  # what does not fit is an error where it is checked

@@ -10,7 +10,7 @@ from typing import Any
 
 from jagged_cuda.testing._kernels import kernel_paths
 from jagged_cuda.testing.cases import EVERY
-from jagged_cuda.testing.draws import Draw, Wanted, draw, run_draw
+from jagged_cuda.testing.draws import SIZES, Draw, Wanted, draw, run_draw
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.samples import Spec
 
@@ -49,8 +49,9 @@ def covering_draws(
     # Operators and sizes in turn: some paths are taken only by long sequences.
     turns = [
         dataclasses.replace(wanted, ops=(op,), size=size)
-        for size in ("edge", "giant")
+        for size in ("edge", "kinds", "giant")
         for op in wanted.ops
+        if size in SIZES[backend]
     ]
     for index, turn in enumerate(itertools.cycle(turns)):
         if time.monotonic() > deadline and index >= len(wanted.ops):

@@ -7,7 +7,14 @@ from typing import Any
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.case import CAPACITIES, FEATURES, MATRIX_PROFILES, Case, Tensors
+from jagged_cuda.testing.case import (
+    CAPACITIES,
+    FEATURES,
+    MATRIX_PROFILES,
+    Case,
+    Tensors,
+    matrix_kinds,
+)
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.padding import pad, pad_matrices, unpad
 from jagged_cuda.testing.samples import Sample, Spec
@@ -73,6 +80,7 @@ CASE = Case(
         "out": definition(t["a"], t["y"], spec.layout, spec.kv, spec.choices["transpose"])
     },
     profiles=MATRIX_PROFILES,
+    kinds=matrix_kinds("N"),
     autocast="lower_precision",
     product=True,
     huge={"N": 512},

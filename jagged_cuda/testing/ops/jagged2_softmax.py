@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.case import CAPACITIES, Case, Profile, Tensors
+from jagged_cuda.testing.case import CAPACITIES, Case, Kind, Profile, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops.jagged_softmax import (
     SCALES,
@@ -89,6 +89,12 @@ CASE = Case(
         "large": Profile((16, 100), (200, 700)),
     },
     autocast="float32",
+    # By the mean size of a matrix: for a cluster, large, and of some windows.
+    kinds=(
+        Kind((4, 20), (116, 124), {"dim": (-2,)}, ("nearly_full",)),
+        Kind((80, 90), (122, 132), {"dim": (-2,)}, ("nearly_full",), ("bfloat16", "float16")),
+        Kind((4, 8), (38, 46), {"dim": (-1,)}, ("nearly_full",), ("bfloat16", "float16")),
+    ),
     rounded=(rounded(0), rounded(1), rounded(-1)),
     terms=terms,
 )

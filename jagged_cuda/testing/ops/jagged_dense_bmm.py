@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jagged_cuda.testing.case import FEATURES, PRODUCT_PROFILES, Case, Tensors
+from jagged_cuda.testing.case import FEATURES, PRODUCT_KINDS, PRODUCT_PROFILES, Case, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.padding import pad, unpad
 from jagged_cuda.testing.samples import Sample, Spec
@@ -41,6 +41,7 @@ CASE = Case(
     },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},
     profiles=PRODUCT_PROFILES,
+    kinds=PRODUCT_KINDS,
     autocast="lower_precision",
     product=True,
     huge={"D": 512, "N": 8},
@@ -173,6 +174,7 @@ BIASED = dataclasses.replace(
         # First the one whose gradient multiplies x and y once more.
         "activation": ("gelu", *(name for name in ACTIVATIONS if name != "gelu")),
     },
+    kinds=(),
     shapes=lambda spec: {
         **CASE.shapes(spec),
         "bias": (spec.layout.num_seqs, spec.choices["N"]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jagged_cuda
 from jagged_cuda.ops._bias import flatten
-from jagged_cuda.testing.case import Case, Profile, Tensors
+from jagged_cuda.testing.case import Case, Kind, Profile, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops.jagged_softmax import masked_softmax
 from jagged_cuda.testing.padding import inside, pad, unpad
@@ -474,6 +474,57 @@ def registered(name: str, sample: Sample, *options: Any) -> dict[str, tuple[Any,
     }
 
 
+# By length and head dims, which choose among the kernels (jagged_flash_attention.cu).
+_HALVES = ("float16", "bfloat16")
+_FEW_HEADS = ((1, 1), (2, 2), (2, 1), (4, 1), (3, 1))
+_UP_TO_64 = ((24, 32), (64, 64), (40, 64), (64, 48))
+_UP_TO_128 = ((72, 96), (96, 80), (128, 128), (104, 128))
+_UP_TO_256 = ((136, 192), (192, 64), (256, 200), (256, 256))
+_LONG = ("nearly_full", "constant", "giant_among_tiny")
+KINDS = (
+    Kind((1, 3), (33, 300), {"heads": _FEW_HEADS, "dims": _UP_TO_256}),
+    *(
+        kind
+        for dims in (_UP_TO_64, _UP_TO_128)
+        for choices in ({"heads": _FEW_HEADS, "dims": dims},)
+        for kind in (
+            # Long sequences; those of 1,024 queries and more have a backward kernel of their own.
+            Kind((1, 3), (260, 900), choices, dtypes=_HALVES),
+            Kind((1, 2), (1030, 1400), choices, _LONG, _HALVES),
+            Kind((1, 2), (500, 1400), choices, _LONG, ("float32",)),
+            # Few queries, whose heads share tiles of keys.
+            Kind((2, 5), (10, 90), choices | {"heads": ((2, 1), (8, 2), (8, 1))}, dtypes=_HALVES),
+        )
+    ),
+    # Between short and long: few queries of many keys, of heads that share nothing.
+    Kind(
+        (1, 3),
+        (60, 300),
+        {
+            "heads": ((1, 1), (2, 2), (3, 1)),
+            "dims": _UP_TO_64[1:],
+            "cross": (True,),
+            "max_len": (False,),
+        },
+        dtypes=_HALVES,
+    ),
+    # Many short sequences, and many tiny ones.
+    *(
+        Kind(
+            num_seqs,
+            max_len,
+            {"heads": heads, "dims": dims, "max_len": (True, True, False)},
+            dtypes=_HALVES,
+        )
+        for num_seqs, max_len, heads, dims in (
+            ((140, 300), (20, 130), ((2, 2), (4, 4)), _UP_TO_64[1:]),
+            ((280, 500), (3, 40), ((2, 2), (4, 4), (2, 1)), _UP_TO_64),
+            ((280, 500), (3, 30), ((1, 1), (2, 2)), (*_UP_TO_128, *_UP_TO_256)),
+        )
+    ),
+)
+
+
 CASE = Case(
     name="jagged_flash_attention",
     choices={
@@ -512,6 +563,7 @@ CASE = Case(
         ),
     },
     autocast="lower_precision",
+    kinds=KINDS,
     product=True,
     rounded=(rounded(divide_last=False), rounded(divide_last=True)),
     terms=terms,
@@ -549,14 +601,28 @@ def detach(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _FEWER = {"dims": ((1, 1), (8, 8), (16, 32), (64, 64), (40, 24), (128, 128), (192, 128), (7, 250))}
+# For ranges, biases and SiLU: the kernel for long sequences takes those of more than 64 queries,
+# but no time_bias beside other biases; with it alone it has warps of its own for it.
+GENERAL_KINDS = (
+    Kind((1, 4), (66, 300), {"heads": _FEW_HEADS, "dims": _UP_TO_64}, dtypes=_HALVES),
+    Kind((1, 4), (66, 300), {"heads": _FEW_HEADS, "dims": _UP_TO_128}, dtypes=_HALVES),
+    Kind((1, 4), (33, 130), {"heads": _FEW_HEADS, "dims": _UP_TO_256}),
+)
+BIASED_KINDS = tuple(
+    dataclasses.replace(kind, choices={**kind.choices, "tables": tables})
+    for kind in GENERAL_KINDS[:2]
+    for tables in (("time",), (False, "position"))
+)
 WITH_RANGES = dataclasses.replace(
     CASE,
     choices={**CASE.choices, **_FEWER, "ranges": RANGES},
+    kinds=GENERAL_KINDS,
     registered=_registered_more,
 )
 BIASED = dataclasses.replace(
     WITH_RANGES,
     choices={**CASE.choices, **_FEWER, **BIAS_CHOICES},
+    kinds=BIASED_KINDS,
     shapes=lambda spec: _shapes(spec) | bias_shapes(spec),
     rows={name: CASE.rows[name] for name in "qkv"} | BIAS_ROWS | {"out": "q", "lse": "q"},
 )

@@ -220,6 +220,7 @@ CASE = dataclasses.replace(
 BIASED = dataclasses.replace(
     CASE,
     choices={**CASE.choices, **flash.BIAS_CHOICES, "hidden": (False,)},
+    kinds=flash.BIASED_KINDS,
     shapes=flash.BIASED.shapes,
     rows={name: rows for name, rows in flash.BIASED.rows.items() if name != "lse"},
 )

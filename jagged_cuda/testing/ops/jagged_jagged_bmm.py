@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jagged_cuda.testing.case import FEATURES, PRODUCT_PROFILES, Case
+from jagged_cuda.testing.case import FEATURES, PRODUCT_KINDS, PRODUCT_PROFILES, Case
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.padding import pad
 
@@ -36,6 +36,7 @@ CASE = Case(
     },
     reference=lambda spec, t: {"out": definition(t["x"], t["y"], spec.layout)},
     profiles=PRODUCT_PROFILES,
+    kinds=PRODUCT_KINDS,
     autocast="lower_precision",
     product=True,
     huge={"D": 512, "N": 8},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.case import CAPACITIES, FEATURES, MATRIX_PROFILES, Case
+from jagged_cuda.testing.case import CAPACITIES, FEATURES, MATRIX_PROFILES, Case, matrix_kinds
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.padding import pad, unpad_matrices
 
@@ -39,6 +39,7 @@ CASE = Case(
         "out": definition(t["x"], t["y"], spec.layout, spec.kv, spec.capacity)
     },
     profiles=MATRIX_PROFILES,
+    kinds=matrix_kinds("D"),
     autocast="lower_precision",
     product=True,
     huge={"D": 512},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged_cuda.testing.case import Case, Profile, Tensors
+from jagged_cuda.testing.case import Case, Kind, Profile, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops import jagged_flash_attention as flash
 from jagged_cuda.testing.samples import Spec
@@ -114,6 +114,20 @@ CASE = Case(
         ),
     },
     autocast="lower_precision",
+    # By head dims and by rows of a tile, queries times the heads of a group.
+    kinds=tuple(
+        Kind((1, 5), (20, 130), {"dims": dims, "heads": heads, "queries": queries})
+        for dims in (
+            ((24, 16), (40, 64), (64, 64)),
+            ((96, 96), (128, 128)),
+            ((192, 128), (256, 256)),
+        )
+        for heads, queries in (
+            ((None, (1, 1), (2, 2)), (1, 8, 16)),
+            (((4, 2), (2, 1)), (9, 12, 16)),
+            (((1, 1), (2, 2), (4, 2), (8, 1)), (33, 50, 100)),
+        )
+    ),
     product=True,
     # With few queries there is nothing but the keys to divide.
     rounded=(

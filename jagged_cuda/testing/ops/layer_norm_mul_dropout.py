@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jagged_cuda.testing.case import FEATURES, ROW_PROFILES, Case, Profile, Tensors
+from jagged_cuda.testing.case import FEATURES, ROW_PROFILES, Case, Kind, Profile, Tensors
 from jagged_cuda.testing.samples import Sample, Spec
 
 EPS = 1e-6
@@ -138,6 +138,8 @@ CASE = Case(
     registered=_registered,
     reference=_reference,
     profiles=PROFILES,
+    # Rows of a whole CTA.
+    kinds=(Kind((1, 6), (9, 40), {"D": (520, 1040, 2056)}),),
     autocast="lower_precision",
     terms=_terms,
 )
