@@ -191,13 +191,14 @@ def toolkit_flags(toolkit: str | None, *, small: bool) -> tuple[str, ...]:
     """Returns nvcc's flags for compressed binaries, and from CUDA 13 on for threads.
 
     `small` ones, of a wheel, are a fifth smaller from CUDA 13 on, and take 3 % of all core-seconds.
-    Four threads compile the kernels of one file, in as many core-seconds and to the same machine
-    code, so that on many cores the longest file does not keep the rest waiting.
+    Four threads of ptxas compile a file's kernels, in as many core-seconds and to the same machine
+    code, so that on many cores the longest file does not keep the rest waiting. (nvcc's own
+    --split-compile shares out the optimizer's work, too, and with it machine code changes.)
     """
     if toolkit is None or int(toolkit.split(".")[0]) < 13:
         return ("-Xfatbin=-compress-all",)
     compress = "--compress-mode=size" if small else "-Xfatbin=-compress-all"
-    return compress, "--split-compile=4"
+    return compress, "-Xptxas=-split-compile=4"
 
 
 def find_cuda_home(cuda: str | None) -> Path | None:
