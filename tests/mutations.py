@@ -452,8 +452,8 @@ FAULTS = (
         "one tile too far",
         "cuda",
         "cuda/kernels/prim/lane_search.cuh",
-        "bounds[i] / kTile + probe <= tile",
-        "bounds[i] / kTile + probe <= tile + 1",
+        "bounds[i] / kTile + probe <= tile;",
+        "bounds[i] / kTile + probe <= tile + 1;",
         "tests/test_cuda_products.py -k test_dense_products_of_many_sequences",
     ),
     Fault(
