@@ -99,10 +99,10 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
     *(
         (name, dtype, False, {"D": 64, "N": 136}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
-        for product in (f"{JAGGED}.{'wgmma' if HOPPER else 'mma_sync'}",)
+        for kernel in ("wgmma" if HOPPER else "mma_sync",)
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.mma_sync", product),
-            ("jagged_jagged_bmm", product, f"{DENSE}.mma_sync"),
+            ("jagged_dense_bmm", f"{DENSE}.{kernel}", f"{JAGGED}.{kernel}"),
+            ("jagged_jagged_bmm", f"{JAGGED}.{kernel}", f"{DENSE}.{kernel}"),
         )
     ),
     # Few terms per sum, y with stride 1 along N, and along D in gradients.
