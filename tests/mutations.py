@@ -393,6 +393,22 @@ FAULTS = (
         "tests/test_cuda_f32.py -k test_attention_of_long_sequences_in_f32",
     ),
     Fault(
+        "values behind the last key",
+        "cuda",
+        "cuda/kernels/attention/tf32_long_forward.cuh",
+        "key < keys ? *reinterpret_cast<const float4*>",
+        "key < kHalf ? *reinterpret_cast<const float4*>",
+        "tests/test_cuda_f32.py -k test_attention_of_long_sequences_in_f32 and 64-tf32",
+    ),
+    Fault(
+        "the sign of a scale in LSE",
+        "cuda",
+        "cuda/kernels/attention/short_forward.cuh",
+        "softmax.reference[half], fabsf(scale), ptx::lg2_approx(sum) * kLn2",
+        "softmax.reference[half], scale, ptx::lg2_approx(sum) * kLn2",
+        "tests/test_cuda_short_tiny.py -k test_path_of_short_sequences",
+    ),
+    Fault(
         "end of a row within a word",
         "cuda",
         "cuda/kernels/softmax/row_words.cuh",
@@ -487,6 +503,14 @@ FAULTS = (
         "first = lane / lanes, step",
         "first = 0, step",
         "tests/test_cuda_products.py -k test_one_term",
+    ),
+    Fault(
+        "y of the sequence before",
+        "cuda",
+        "cuda/kernels/gemm/few_columns.cuh",
+        "if (owner.seq() != loaded) {",
+        "if (loaded == ~0u) {",
+        "tests/test_cuda_products.py -k test_few_columns",
     ),
     Fault(
         "a copy counted twice",
@@ -727,7 +751,14 @@ class Workshop:
         self._python("-c", "import jagged_cuda", check=True)
 
     def run(self, check: str, device: str) -> Outcome:
+        """The check's outcome; a kernel that hangs is not caught, but ends."""
         begin = time.monotonic()
+        try:
+            return self._outcome(check, device, begin)
+        except subprocess.TimeoutExpired as error:
+            return Outcome(False, f"no result after {error.timeout:.0f} s", error.timeout)
+
+    def _outcome(self, check: str, device: str, begin: float) -> Outcome:
         file, _, selection = check.partition(" -k ")
         if file.startswith("tests/"):
             done = self._python(
@@ -771,29 +802,40 @@ def main(given: Sequence[str] | None = None) -> int:
         for fault in FAULTS
         if fault.device == options.device and options.only in (None, fault.name)
     ]
+    # One after another in one copy, since each is undone by compiling what the next compiles, too.
+    of_file: dict[str, list[Fault | None]] = {"": [None]}
+    for fault in chosen:
+        of_file.setdefault(fault.path, []).append(fault)
     with tempfile.TemporaryDirectory(prefix="jagged_cuda_mutations") as folder:
         workshops: SimpleQueue[Workshop] = SimpleQueue()
         for number in range(options.jobs):
             workshops.put(Workshop(Path(folder) / str(number)))
 
-        def caught(fault: Fault | None) -> bool:
-            workshop = workshops.get()
+        def caught(fault: Fault | None, workshop: Workshop) -> bool:
             try:
                 workshop.prepare(fault)
-                if fault is None:
-                    sound = workshop.run("--cases 300", options.device)
-                    print(f"sources as they are: {sound.by or 'right'}", flush=True)
-                    return not sound.by
-                outcome = workshop.run(fault.check, options.device)
-            finally:
-                workshops.put(workshop)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                outcome = Outcome(False, str(error), 0.0)
+            else:
+                check = "--cases 300" if fault is None else fault.check
+                outcome = workshop.run(check, options.device)
+            if fault is None:
+                print(f"sources as they are: {outcome.by or 'right'}", flush=True)
+                return not outcome.by
             verdict = outcome.by if outcome.caught else f"NOT CAUGHT {outcome.by}"
             at = f"{fault.name} (csrc/{fault.path})"
             print(f"{at}: {outcome.seconds:.0f} s, {verdict}", flush=True)
             return outcome.caught
 
+        def count_failed(faults: list[Fault | None]) -> int:
+            workshop = workshops.get()
+            try:
+                return [caught(fault, workshop) for fault in faults].count(False)
+            finally:
+                workshops.put(workshop)
+
         with ThreadPoolExecutor(options.jobs) as pool:
-            failed = list(pool.map(caught, [None, *chosen])).count(False)
+            failed = sum(pool.map(count_failed, of_file.values()))
     print(
         f"{len(chosen)} faults, {failed} not caught" if failed else f"{len(chosen)} faults caught"
     )

@@ -89,10 +89,11 @@ CASE = Case(
         "large": Profile((16, 100), (200, 700)),
     },
     autocast="float32",
-    # By the mean size of a matrix: for a cluster, large, and of some windows.
+    # By the mean size of a matrix: for a cluster, large, for strips, and of some windows.
     kinds=(
         Kind((4, 20), (116, 124), {"dim": (-2,)}, ("nearly_full",)),
         Kind((80, 90), (122, 132), {"dim": (-2,)}, ("nearly_full",), ("bfloat16", "float16")),
+        Kind((8, 10), (500, 530), {"dim": (-2,)}, ("nearly_full",)),
         Kind((4, 8), (38, 46), {"dim": (-1,)}, ("nearly_full",), ("bfloat16", "float16")),
     ),
     rounded=(rounded(0), rounded(1), rounded(-1)),
