@@ -207,7 +207,7 @@ FAULTS = (
     Fault(
         "wrong base",
         "cpu",
-        "cpu/sequences.h",
+        "cpu/sequences.cpp",
         "begin = std::min<int64_t>(offsets[seq], total);",
         "begin = std::min<int64_t>(offsets[seq] - offsets[0], total);",
         "--op jagged_softmax",
@@ -603,7 +603,7 @@ FAULTS = (
         name="infinity times a sign",
         device="cuda",
         path="cuda/kernels/attention/starting_bias.cuh",
-        text="return copysignf(bias < 0.0f || isinf(bias) ? INFINITY : kMost, quotient);",
+        text="return copysignf(isinf(bias) || (bias < 0.0f && !silu_) ? INFINITY : most, quotient);",
         instead="return -INFINITY;",
         check="tests/test_key_ranges.py -k long_sequences_with_biases",
     ),
@@ -627,8 +627,8 @@ FAULTS = (
         name="hidden rows of a bias",
         device="cuda",
         path="cuda/kernels/attention/ranged_backward.cuh",
-        text="if (lse == -INFINITY) lse = 0.0f;",
-        instead="",
+        text=" lse = Config::kBiased ? lse_in_log2(lse, kMostLse) : lse * kLog2E;",
+        instead=" lse = lse * kLog2E;",
         check="tests/test_attention_bias.py -k everything_hidden",
     ),
     Fault(
