@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -150,6 +152,19 @@ def test_path_of_jagged_products(
     kernel = "wgmma" if HOPPER and path == "best" else "mma_sync"
     assert last_kernel("cuda") == f"{JAGGED}.{kernel}.{element}"
     judge(case, spec, dtype, CUDA)
+
+
+def test_small_matrices_before_large_ones() -> None:
+    """Shared memory is asked for once per process: for all choices of warpgroups of a kernel."""
+    shapes = [(64, 128), (128, 128), (64, 256), (512, 16), (520, 64)]
+    code = f"""
+import torch, jagged_cuda
+for rows, columns in {shapes}:
+    x, y = (torch.ones(40, size, device="cuda", dtype=torch.bfloat16) for size in (rows, columns))
+    out = jagged_cuda.jagged_jagged_bmm(x, y, torch.tensor([0, 3, 40], device="cuda"))
+    assert out[0].eq(3).all() and out[1].eq(37).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("lengths", [*CUT_LENGTHS[:2], (8500, 2, 0) * 3000], ids=str)

@@ -245,6 +245,12 @@ cudaError_t launch_config(const JaggedJaggedBmmParams& params, const RowCuts& cu
   if (error == cudaSuccess) {
     error = encode(launch_params.y, params.y, params.columns, params.y_stride);
   }
+  // What is allowed once must hold for every choice of warpgroups.
+  constexpr int kMostBytes =
+      Storage::bytes(Config::kMaxGroups * (Config::kBlocksM + Config::kBlocksN));
+  if (error == cudaSuccess) {
+    error = allow_shared_memory<jagged_jagged_bmm_wgmma<Config>>(kMostBytes);
+  }
   if (error != cudaSuccess) return error;
   const int64_t units = cuts.slabs + (params.offsets.num_seqs + seqs_each - 1) / seqs_each;
   const int64_t ctas = units * tiles_m * tiles_n;
