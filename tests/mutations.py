@@ -603,7 +603,8 @@ FAULTS = (
         name="infinity times a sign",
         device="cuda",
         path="cuda/kernels/attention/starting_bias.cuh",
-        text="return copysignf(isinf(bias) || (bias < 0.0f && !silu_) ? INFINITY : most, quotient);",
+        text="return copysignf(isinf(bias) || (bias < 0.0f && !silu_) ? INFINITY : most,"
+        " quotient);",
         instead="return -INFINITY;",
         check="tests/test_key_ranges.py -k long_sequences_with_biases",
     ),
