@@ -187,18 +187,18 @@ def cuda_toolkit_version(cuda_home: Path) -> str | None:
     return "{}.{}".format(*divmod(int(match[1]) // 10, 100)) if match else None
 
 
-def toolkit_flags(toolkit: str | None, *, small: bool) -> tuple[str, ...]:
-    """Returns nvcc's flags for compressed binaries, and from CUDA 13 on for threads.
+def toolkit_flags(toolkit: str | None, *, cores: int, small: bool) -> tuple[str, ...]:
+    """Returns nvcc's flags for compressed binaries and threads, of which CUDA 12 knows less.
 
-    `small` ones, of a wheel, are a fifth smaller from CUDA 13 on, and take 3 % of all core-seconds.
-    Four threads of ptxas compile a file's kernels, in as many core-seconds and to the same machine
-    code, so that on many cores the longest file does not keep the rest waiting. (nvcc's own
-    --split-compile shares out the optimizer's work, too, and with it machine code changes.)
+    `small` ones, of a wheel, are a fifth smaller, and take 3 % of all core-seconds. On many cores
+    the longest file would keep the rest waiting: there ptxas compiles its kernels in four threads,
+    to the same machine code, and in 5 to 25 % more core-seconds. (nvcc's own --split-compile shares
+    out the optimizer's work, too, and with it machine code changes.)
     """
     if toolkit is None or int(toolkit.split(".")[0]) < 13:
         return ("-Xfatbin=-compress-all",)
     compress = "--compress-mode=size" if small else "-Xfatbin=-compress-all"
-    return compress, "-Xptxas=-split-compile=4"
+    return (compress, "-Xptxas=-split-compile=4") if cores >= 8 else (compress,)
 
 
 def find_cuda_home(cuda: str | None) -> Path | None:
@@ -335,7 +335,8 @@ class Build:
         cxx = [*(CXX_FLAGS if self.library == "_C_cpu" else CUDA_GLUE_FLAGS)]
         nvcc = [*NVCC_FLAGS, "-ccbin", os.environ["CXX"]]
         if self.cuda_home is not None:
-            nvcc += toolkit_flags(cuda_toolkit_version(self.cuda_home), small=small)
+            toolkit, cores = cuda_toolkit_version(self.cuda_home), len(os.sched_getaffinity(0))
+            nvcc += toolkit_flags(toolkit, cores=cores, small=small)
         nvcc += [flag for arch in self.archs for flag in gencode(arch)]
         # Messages of a check hold the file's name: keep this machine's folders out of them.
         for folder, name in ((sources, "csrc"), (torch_folder / "include", "torch")):

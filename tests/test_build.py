@@ -700,8 +700,10 @@ def test_the_import_opens_no_cuda_context_and_survives_fork() -> None:
     run_python("-c", script)
 
 
-def test_binaries_are_made_small_as_the_compiler_can() -> None:
-    assert "--compress-mode=size" in _build.toolkit_flags("13.0", small=True)
-    assert "-Xfatbin=-compress-all" in _build.toolkit_flags("13.0", small=False)
+def test_binaries_are_made_small_or_soon() -> None:
+    fast = "-Xfatbin=-compress-all"
+    assert _build.toolkit_flags("13.0", cores=2, small=True) == ("--compress-mode=size",)
+    assert _build.toolkit_flags("13.0", cores=2, small=False) == (fast,)
+    assert _build.toolkit_flags("13.0", cores=16, small=False) == (fast, "-Xptxas=-split-compile=4")
     for toolkit in ("12.8", None):
-        assert _build.toolkit_flags(toolkit, small=True) == ("-Xfatbin=-compress-all",)
+        assert _build.toolkit_flags(toolkit, cores=16, small=True) == (fast,)
