@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -124,7 +125,7 @@ def environment(timer: Timer) -> dict[str, Any]:
 
 
 def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -> dict[str, Any]:
-    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    command = shlex.join(["python", "-m", "benchmarks", *map(_without_folder, arguments)])
     return {
         "schema": SCHEMA,
         "command": command,
@@ -135,6 +136,11 @@ def as_json(session: Session, arguments: Sequence[str], where: dict[str, Any]) -
         "notes": session.all_notes(),
         "rows": [row.as_json() for row in session.rows],
     }
+
+
+def _without_folder(argument: str) -> str:
+    """An argument without the absolute folder it names, which says nothing on other machines."""
+    return re.sub(r"^(-[^=]*=)?/(?:.*/)?(?=[^/])", r"\1", argument)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

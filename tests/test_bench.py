@@ -70,6 +70,7 @@ def test_table1_reports_each_operator_both_passes_and_peers(
     where = found["environment"]
     assert where["torch"] == torch.__version__
     assert where["device"] == "cpu" and where["gpu"] is None
+    assert found["command"].endswith("--repetitions 1 --out run.json")  # no folder of this machine
     keys = [(row["case"], row["pass"], row["precision"]) for row in found["rows"]]
     assert keys == [
         (operator, pass_name, "fp32")
