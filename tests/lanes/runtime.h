@@ -179,6 +179,10 @@ template <typename T>
 inline T __ldg(const T* pointer) {
   return *pointer;
 }
+template <typename T>
+inline T __ldcg(const T* pointer) {
+  return *pointer;
+}
 // Atomics order nothing and race with nothing: they are not looked at.
 template <typename T>
 __attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* pointer, T value) {
@@ -209,6 +213,7 @@ inline int __float_as_int(float x) { return lanes::bits<int>(x); }
 inline float __int_as_float(int x) { return lanes::bits<float>(x); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __uint2float_rz(unsigned x) { return float(x); }  // exact below 2^24
 inline float __expf(float x) { return std::exp(x); }
 inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
 using std::isinf;

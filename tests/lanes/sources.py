@@ -126,6 +126,10 @@ _RUN = (
     "bool accumulate) { lanes::wgmma({&c[0][0], blocks, a, 0, b.value, accumulate, false, "
     "kTransposed, type[0] == 'b'}); }\n"
 )
+_NO_RUN = (
+    "template <typename A> static void run(float (&)[blocks][4], const A&, MatrixDescriptor, bool) "
+    '{ lanes::fail("wgmma of TF32"); }\n'
+)
 _SHARED = re.compile(r"extern __shared__ __align__\(\d+\) ([\w ]+?) (\w+)\[\];")
 _IS_FOR_A_GPU = re.compile(r"\basm\b|\bJAGGED_CUDA_[A-Z]+\(|<<<|cudaLaunchKernelEx")
 
@@ -146,9 +150,8 @@ def _for_cpu(path: Path, text: str, unknown: list[str]) -> str:
         return "#error the products of prim/wgmma_wide.cuh are not emulated\n"
     if path.parent == PRIM:
         text = _FUNCTION.sub(body, text)
-        no_product = 'static void run(...) { lanes::fail("wgmma of TF32"); }\n'
         text = _FORMS.sub(
-            lambda m: f"#define {m[1]}({m[2]}) {_RUN if m[1].endswith('FORMS') else no_product}",
+            lambda m: f"#define {m[1]}({m[2]}) {_RUN if m[1].endswith('FORMS') else _NO_RUN}",
             text,
         )
         text = text.replace("kIsSm90a = false", "kIsSm90a = true")

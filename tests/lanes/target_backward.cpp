@@ -1,0 +1,196 @@
+// Target attention's backward of many queries on wgmma (attention/target_backward_wgmma.cuh), bf16.
+#include "cuda/kernels/attention/target_backward_wgmma.cuh"
+
+#include "driver.h"
+
+using namespace jagged_cuda;
+using namespace jagged_cuda::attention;
+using lanes::Draw;
+
+namespace {
+
+using Element = __nv_bfloat16;
+constexpr int kMostKeys = 700;  // of a sequence: more than one chunk
+constexpr int kEdges[] = {0,   0,   1,   15,  16,  17,  63,  64,  65,
+                          127, 128, 129, 511, 512, 513, 575, 576, 577};
+
+struct Shape {
+  int heads, kv_heads, queries, dim_qk, dim_v;
+  std::vector<int64_t> offsets{0};
+  int64_t total;  // rows of k and v
+  double scale;
+
+  int64_t num_seqs() const { return int64_t(offsets.size()) - 1; }
+  int64_t query(int64_t seq, int i, int head) const { return (seq * queries + i) * heads + head; }
+};
+
+Shape draw_shape(Draw& draw) {
+  Shape s;
+  const int group = 1 + draw.below(3), rows = 33 + draw.below(96);  // rows: queries * group
+  s.kv_heads = 1 + draw.below(2);
+  s.heads = s.kv_heads * group;
+  s.queries = std::max(rows / group, (33 + group - 1) / group);
+  s.dim_qk = 8 * (1 + draw.below(16));
+  s.dim_v = 8 * (1 + draw.below(16));
+  if (std::max(s.dim_qk, s.dim_v) <= 32) s.dim_v = 40;
+  s.offsets[0] = draw.one_in(3) ? draw.below(70) : 0;
+  for (int left = 1 + draw.below(3); left > 0; --left) {
+    const int keys = draw.one_in(2) ? draw.of(kEdges) : draw.below(kMostKeys);
+    s.offsets.push_back(s.offsets.back() + keys);
+  }
+  s.total = std::max<int64_t>(s.offsets.back() + (draw.one_in(3) ? draw.below(100) : 0), 1);
+  s.scale = draw.one_in(6) ? 0.0 : draw.one_in(6) ? -0.2 : 1 / std::sqrt(double(s.dim_qk));
+  return s;
+}
+
+struct Tensors {
+  const Element *q, *k, *v, *grad_out;
+  Element* out;
+  float* lse;
+  const float* grad_lse;  // or null
+};
+struct Gradients {
+  std::vector<double> q, k, v;
+};
+
+double dot(const Element* a, const Element* b, int count) {
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += double(float(a[i])) * double(float(b[i]));
+  return sum;
+}
+
+// Forward, which writes out and lse, and the gradients:
+// P = softmax(scale q k^T), dS = P (dO v^T - delta), delta = rowsum(dO out) - dlse,
+// dq = scale dS k, dk = scale dS^T q, dv = P^T dO.
+Gradients reference(const Shape& s, const Tensors& t) {
+  Gradients grad;
+  grad.q.assign(size_t(s.num_seqs() * s.queries * s.heads * s.dim_qk), 0.0);
+  grad.k.assign(size_t(s.total * s.kv_heads * s.dim_qk), 0.0);
+  grad.v.assign(size_t(s.total * s.kv_heads * s.dim_v), 0.0);
+  const auto add = [](double* sum, double factor, const Element* row, int count) {
+    for (int i = 0; i < count; ++i) sum[i] += factor * double(float(row[i]));
+  };
+  for (int64_t seq = 0; seq < s.num_seqs(); ++seq) {
+    const int keys = int(s.offsets[seq + 1] - s.offsets[seq]);
+    for (int i = 0; i < s.queries * s.heads; ++i) {
+      const int head = i % s.heads;
+      const int64_t row = s.query(seq, i / s.heads, head);
+      const auto key = [&](int j) {
+        return (s.offsets[seq] + j) * s.kv_heads + head / (s.heads / s.kv_heads);
+      };
+      const Element *q = t.q + row * s.dim_qk, *grad_out = t.grad_out + row * s.dim_v;
+      std::vector<double> p(keys), out(s.dim_v, 0.0);
+      double largest = -INFINITY, sum = 0;
+      for (int j = 0; j < keys; ++j) {
+        p[j] = s.scale * dot(q, t.k + key(j) * s.dim_qk, s.dim_qk);
+        largest = std::max(largest, p[j]);
+      }
+      for (double& x : p) sum += x = exp(x - largest);
+      t.lse[row] = keys > 0 ? float(largest + log(sum)) : -INFINITY;
+      for (int j = 0; j < keys; ++j) add(out.data(), p[j] /= sum, t.v + key(j) * s.dim_v, s.dim_v);
+      double delta = t.grad_lse != nullptr ? -t.grad_lse[row] : 0.0;
+      for (int d = 0; d < s.dim_v; ++d) {
+        t.out[row * s.dim_v + d] = Element(float(out[d]));
+        delta += out[d] * double(float(grad_out[d]));
+      }
+      for (int j = 0; j < keys; ++j) {
+        const double dp = dot(grad_out, t.v + key(j) * s.dim_v, s.dim_v);
+        const double ds = s.scale * p[j] * (dp - delta);
+        add(&grad.v[key(j) * s.dim_v], p[j], grad_out, s.dim_v);
+        add(&grad.k[key(j) * s.dim_qk], ds, q, s.dim_qk);
+        add(&grad.q[row * s.dim_qk], ds, t.k + key(j) * s.dim_qk, s.dim_qk);
+      }
+    }
+  }
+  return grad;
+}
+
+// Rows of no sequence are NaN: nothing may use them.
+void spoil_outside(const Shape& s, Element* rows, int columns) {
+  for (int64_t row = 0; row < s.total; ++row) {
+    if (row >= s.offsets.front() && row < s.offsets.back()) continue;
+    std::fill_n(rows + row * columns, columns, Element(NAN));
+  }
+}
+
+void compare(const char* name, const Element* got, const std::vector<double>& reference) {
+  double largest = 0;
+  for (const double x : reference) largest = std::max(largest, std::abs(x));
+  lanes::compare(name, got, reference, 0, 0.03 * largest + 1e-6);
+}
+
+cudaError_t launch(const TargetAttentionBackwardParams& p, int rows) {
+  const bool is_wide = std::max(p.dim_qk, p.dim_v) > 64;
+  if (rows > 64) {
+    return is_wide
+               ? launch_target_backward_wgmma<TargetBackwardWgmmaConfig<Element, 128, 128>>(p, 0)
+               : launch_target_backward_wgmma<TargetBackwardWgmmaConfig<Element, 64, 128>>(p, 0);
+  }
+  return is_wide ? launch_target_backward_wgmma<TargetBackwardWgmmaConfig<Element, 128, 64>>(p, 0)
+                 : launch_target_backward_wgmma<TargetBackwardWgmmaConfig<Element, 64, 64>>(p, 0);
+}
+
+std::string run(Draw& draw) {
+  Shape s = draw_shape(draw);
+  const int64_t rows = s.num_seqs() * s.queries * s.heads, keys = s.total * s.kv_heads;
+  auto *k = draw.normals<Element>(keys * s.dim_qk, "k"),
+       *v = draw.normals<Element>(keys * s.dim_v, "v");
+  Tensors t{draw.normals<Element>(rows * s.dim_qk, "q"),
+            k,
+            v,
+            draw.normals<Element>(rows * s.dim_v, "grad_out"),
+            draw.normals<Element>(rows * s.dim_v, "out"),
+            draw.normals<float>(rows, "lse"),
+            draw.one_in(2) ? draw.normals<float>(rows, "grad_lse") : nullptr};
+  spoil_outside(s, k, s.kv_heads * s.dim_qk);
+  spoil_outside(s, v, s.kv_heads * s.dim_v);
+  const Gradients expected = reference(s, t);
+  auto *grad_q = lanes::unwritten<Element>(rows * s.dim_qk, "grad_q"),
+       *grad_k = lanes::unwritten<Element>(keys * s.dim_qk, "grad_k"),
+       *grad_v = lanes::unwritten<Element>(keys * s.dim_v, "grad_v");
+  const bool is_spoilt = draw.one_in(6);
+  if (is_spoilt) lanes::spoil(draw, s.offsets, s.total);
+  lanes::judge_bounds_alone(is_spoilt);
+
+  TargetAttentionBackwardParams p{};
+  const int64_t qk = s.dim_qk, dv = s.dim_v, heads = s.heads, kv_heads = s.kv_heads;
+  p.type = ElementType::kBf16;
+  p.offsets = {lanes::offsets(s.offsets, "offsets"), s.num_seqs(), s.total, true};
+  p.q = {t.q, s.queries * heads * qk, heads * qk, qk};
+  p.grad_out = {t.grad_out, s.queries * heads * dv, heads * dv, dv};
+  p.k = {k, kv_heads * qk, qk};
+  p.v = {v, kv_heads * dv, dv};
+  p.out = t.out;
+  p.lse = t.lse;
+  p.grad_lse = t.grad_lse;
+  p.grad_q = grad_q;
+  p.grad_k = grad_k;
+  p.grad_v = grad_v;
+  p.out_queries = p.num_queries = s.queries;
+  p.heads = s.heads;
+  p.kv_heads = s.kv_heads;
+  p.dim_qk = s.dim_qk;
+  p.dim_v = s.dim_v;
+  p.scale = float(s.scale);
+  p.aligned = true;
+  const auto slots = target_slots(s.total, s.num_seqs());
+  p.slots_as_tiles = slots.as_tiles;
+  if (s.total > kTargetChunk) {
+    p.parts = lanes::unwritten<float>(slots.count * s.queries * heads * qk, "parts");
+  }
+  if (!takes_target_wgmma(p)) lanes::fail("this shape takes another kernel");
+  if (launch(p, s.queries * s.heads / s.kv_heads) != cudaSuccess) lanes::fail("no launch");
+  if (!is_spoilt) {
+    compare("grad_q", grad_q, expected.q);
+    compare("grad_k", grad_k, expected.k);
+    compare("grad_v", grad_v, expected.v);
+  }
+  return std::to_string(s.num_seqs()) + " sequences, " + std::to_string(s.total) + " keys, " +
+         std::to_string(s.queries) + " queries, heads " + std::to_string(s.heads) + " of " +
+         std::to_string(s.kv_heads) + ", dims " + std::to_string(s.dim_qk) + ", " +
+         std::to_string(s.dim_v) + (is_spoilt ? ", spoilt" : "");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return lanes::main_of(argc, argv, run); }

@@ -1,0 +1,195 @@
+"""Kernels on a CPU, lane by lane (tests/lanes): no race, no access outside, and the right result.
+
+tests/lanes/runtime.cpp says what is seen and what is not. Each driver draws batches from their
+numbers: `build/lanes/strips 7 1` would run batch 7 again, and a failure prints such a command.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jagged_cuda import _build
+from tests.lanes import sources
+
+STRIPS = "cuda/kernels/softmax/strips.cuh"
+TARGET = "cuda/kernels/attention/target_backward_wgmma.cuh"
+
+DRIVERS = {"strips": range(1, 49), "target_backward": range(1, 9)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of a kernel's source, the batches that show it, and what is then reported."""
+
+    name: str
+    driver: str
+    old: str
+    new: str
+    batches: range
+    report: str
+
+    @property
+    def path(self) -> str:
+        return STRIPS if self.driver == "strips" else TARGET
+
+
+FAULTS = (
+    Fault(
+        "no barrier before partial results are read",
+        "strips",
+        "    __syncthreads();  // the numbers of all threads are there\n",
+        "",
+        range(1, 7),
+        "read after write: shared memory",
+    ),
+    Fault(
+        "one buffer for a cluster's partial results",
+        "strips",
+        "          if (is_shared) buffer ^= 1;\n",
+        "",
+        range(1, 15),
+        "write after read: shared memory",
+    ),
+    Fault(
+        "a CTA ends while others read its partial results",
+        "strips",
+        "  if (any_shared) ptx::barrier_cluster();",
+        "  if (false) ptx::barrier_cluster();",
+        range(1, 15),
+        "a CTA ends while another may read its shared memory",
+    ),
+    Fault(
+        "one row too many for each thread",
+        "strips",
+        "(rows - row + lines - 1) / lines",
+        "(rows - row + lines) / lines",
+        range(1, 7),
+        "WRONG out",
+    ),
+    Fault(
+        "the word that the vector's end cuts is taken whole",
+        "strips",
+        "first + (count - 1) * step + 1 >= capacity;",
+        "first + (count - 1) * step + 1 > capacity;",
+        range(1, 15),
+        "read outside: x",
+    ),
+    Fault(
+        "no barrier before K's rows become those of dS",
+        "target_backward",
+        "    ptx::bar_sync(kOwn + warpgroup, 128);\n",
+        "",
+        range(3, 4),
+        "write after read: shared memory",
+    ),
+    Fault(
+        "no wait until dS has been read",
+        "target_backward",
+        "    ptx::mbarrier_wait(shared.scores.empty[warpgroup], "
+        "tile / Config::kScorers % 2 ^ 1);\n",
+        "",
+        range(3, 4),
+        "write after read: shared memory",
+    ),
+    Fault(
+        "no fence between dS and the product that reads it",
+        "target_backward",
+        "    start_grad_v(sum, p);\n    ptx::fence_proxy_async();\n",
+        "    start_grad_v(sum, p);\n",
+        range(3, 4),
+        "no proxy fence",
+    ),
+    Fault(
+        "the first row behind a sequence's keys is not cleared",
+        "target_backward",
+        "    if (keys < kKeys) {",
+        "    if (keys + 1 < kKeys) {",
+        range(5, 7),
+        "WRONG grad_q",
+    ),
+)
+
+
+def _compiler_and_headers() -> tuple[tuple[str, ...], Path]:
+    cxx = _build.find_cxx()
+    homes = [home for home in _build.cuda_home_candidates() if _build.cuda_toolkit_version(home)]
+    if cxx is None or not homes:
+        pytest.skip("kernels on a CPU need a C++ compiler and CUDA's headers (nvcc is not needed)")
+    if platform.machine() != "x86_64":
+        pytest.skip("threads change places in x86-64 code (lanes_switch in runtime.cpp)")
+    return cxx, homes[0]
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cxx, cuda = _compiler_and_headers()
+    folder = tmp_path_factory.mktemp("lanes")
+    sources.write_sources(folder / "csrc")
+    target = folder / "runtime.o"
+    sources.compile_object(cxx, sources.HERE / "runtime.cpp", folder / "csrc", cuda, target)
+    return target
+
+
+def _build_driver(driver: str, runtime: Path, folder: Path, fault: Fault | None = None) -> Path:
+    cxx, cuda = _compiler_and_headers()
+    change = None if fault is None else (fault.path, fault.old, fault.new)
+    sources.write_sources(folder / "csrc", change)
+    target = folder / f"{driver}.o"
+    sources.compile_object(cxx, sources.HERE / f"{driver}.cpp", folder / "csrc", cuda, target)
+    sources.link(cxx, [runtime, target], folder / driver)
+    return folder / driver
+
+
+def _run(program: Path, batches: range) -> tuple[int, str]:
+    command = [str(program), str(batches.start), str(len(batches))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, f"{' '.join(command)}\n{_with_lines(program, done.stdout)}{done.stderr}"
+
+
+def _with_lines(program: Path, output: str) -> str:
+    """Puts source lines behind addresses of code, where addr2line is installed."""
+    if shutil.which("addr2line") is None:
+        return output
+
+    def line(code: re.Match[str]) -> str:
+        # Linked at 0x400000; the address is that behind the call.
+        address = hex(0x400000 + int(code[1], 16) - 1)
+        command = ["addr2line", "-i", "-e", str(program), address]
+        places = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+        names = [Path(place).name.split(" ")[0] for place in places if place]
+        return f"at {' < '.join(n for n in names if not n.startswith('runtime.h'))}"
+
+    return re.sub(r"at 0x([0-9a-f]+)", line, output)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_nothing_is_found(driver: str, runtime: Path, tmp_path: Path) -> None:
+    status, output = _run(_build_driver(driver, runtime, tmp_path), DRIVERS[driver])
+    assert status == 0, output
+    assert output.rstrip().endswith(f"{len(DRIVERS[driver])} batches, 0 findings, 0 wrong"), output
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found(fault: Fault, runtime: Path, tmp_path: Path) -> None:
+    status, output = _run(_build_driver(fault.driver, runtime, tmp_path, fault), fault.batches)
+    assert status != 0 and fault.report in output, output
+
+
+def test_every_instruction_has_a_meaning_on_a_cpu(tmp_path: Path) -> None:
+    sources.write_sources(tmp_path)  # asserts that prim/ has nothing that sources.py lacks
+    assert not set(sources.BODIES) & set(sources.MISSING)
+
+
+def test_an_instruction_without_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sources.BODIES, "bar_sync")
+    with pytest.raises(AssertionError, match=r"prim/ptx\.cuh: bar_sync"):
+        sources.write_sources(tmp_path)
