@@ -89,7 +89,8 @@ docs: $(DOCS_READY) ## Build the documentation in build/site; any warning is an 
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env \
 	  -d build/doctrees docs build/site
 
-SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+SOURCES = $$(git ls-files 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' \
+  'tests/lanes/*.h' 'tests/lanes/*.cpp')
 
 lint: $(LINT_READY) ## Check format, style and types
 	$(PY) -m ruff check .

@@ -56,7 +56,8 @@ struct Draw {
 
   template <typename Element>
   Element* normals(int64_t count, const char* name, float size = 1) {
-    auto* values = static_cast<Element*>(tensor(std::max<int64_t>(count, 1) * sizeof(Element), name, true));
+    auto* values =
+        static_cast<Element*>(tensor(std::max<int64_t>(count, 1) * sizeof(Element), name, true));
     for (int64_t i = 0; i < count; ++i) values[i] = Element(normal(size));
     return values;
   }
@@ -75,9 +76,10 @@ inline const int64_t* offsets(const std::vector<int64_t>& values, const char* na
 // Offsets that are not right: two of them become anything.
 inline void spoil(Draw& draw, std::vector<int64_t>& offsets, int64_t total) {
   for (int i = 0; i < 2; ++i) {
-    offsets[draw.below(int(offsets.size()))] = draw.one_in(8)   ? INT64_MAX
-                                               : draw.one_in(7) ? INT64_MIN
-                                                                : draw.below(int(3 * total + 3)) - total;
+    offsets[draw.below(int(offsets.size()))] = draw.one_in(8) ? INT64_MAX
+                                               : draw.one_in(7)
+                                                   ? INT64_MIN
+                                                   : draw.below(int(3 * total + 3)) - total;
   }
 }
 

@@ -1,30 +1,39 @@
 // Runs a kernel's threads on a CPU, each by itself in random order, and looks at every access.
 //
-// One CTA, or the CTAs of one cluster, run at a time. Each of their threads is a fibre of its own, and a
-// random one goes on whenever one waits, and now and then at any barrier. Copies (TMA, bulk) and products (wgmma)
-// are *agents*: actors beside the threads. Copies take place at a random moment after they were
-// started; products at once, which is one of the orders that a GPU may choose.
+// One CTA, or the CTAs of one cluster, run at a time. Each of their threads is a fibre of its own.
+// A random one goes on whenever one waits, and now and then at a barrier. Copies (TMA, bulk) and
+// products (wgmma) are *agents*: actors beside the threads. Loads take place at a random moment
+// after they were started; products and stores at once, which is one of the orders that a GPU may
+// choose.
 //
-// Each actor has a vector clock. Two accesses to the same 2 bytes, one of them a write, are a race unless
-// one's clock says that it comes behind the other, in whatever order they happened to run. What orders:
-// __syncwarp, __syncthreads, bar.sync and bar.arrive, barrier.cluster, mbarriers (an arrival before the
-// wait of its phase), wgmma.wait_group and cp.async.bulk.wait_group for the agent's work, cp.async.wait_group
-// for its thread, and one launch before the next. Shuffles and votes do not order, nor do atomics, and two
-// threads of a warp are not in step.
+// Each actor has a vector clock. Two accesses to the same 2 bytes, one of them a write, are a race
+// unless one's clock says that it comes behind the other, in whatever order they happened to run.
+// What orders: __syncwarp, __syncthreads, bar.sync, bar.arrive, barrier.cluster; mbarriers, an
+// arrival before the wait for its phase; wgmma.wait_group and cp.async.bulk.wait_group, for the
+// agents' work; one launch before the next. Shuffles and votes order nothing, and two threads of a
+// warp are not in step.
 //
-// Seen: races in shared memory, and in global memory within a cluster and between CTAs; accesses outside a
-// tensor or shared memory; reads of what nobody wrote (tensors without values, and shared memory of a CTA
-// that starts; of a thread's access no byte, since structs have padding, of an agent's any); products and bulk copies that read what a thread wrote without fence.proxy.async between; too
-// many arrivals at a barrier; an mbarrier before its init; collectives that a warp's lanes do not meet in;
-// a CTA that ends while its bulk stores read, while copies to it are under way, or while others of its
-// cluster may still read its shared memory; deadlocks.
+// Seen:
+// - races in shared memory, and in global memory within a cluster and between CTAs;
+// - accesses outside of a tensor or of shared memory;
+// - reads of what nobody wrote: tensors without values, and shared memory of a CTA that starts. A
+//   thread's access counts if none of its bytes has a value, since structs have padding;
+// - products and bulk copies that read, or write over, what a thread wrote without a proxy fence;
+// - too many arrivals at a barrier, an mbarrier before its init, lanes that do not meet in a
+//   collective, addresses that are not aligned, deadlocks;
+// - a CTA that ends before its bulk stores, before copies to it, or while others of its cluster may
+//   still read its shared memory.
 //
-// Not seen: what ptxas makes of a kernel; registers that a product in flight still reads or writes; mma.sync and
-// ldmatrix, which are not emulated; atomics and red, which are taken for ordered; static __shared__ arrays, which are one
-// for all CTAs and not looked at; lanes of a warp that test an mbarrier apart: the first that passes lets
-// all of its warp pass, as one instruction does for all; missing waits for a group of cp.async, whose copies
-// take place at the wait, but as what the wait does not bring; programmatic launches, which follow each other;
-// and, as with any test, batches that were not drawn.
+// Not seen:
+// - what ptxas makes of a kernel, and registers that a product in flight still reads or writes;
+// - mma.sync, ldmatrix, wgmma of TF32: not emulated, and an error where a kernel calls them;
+// - atomics, which are not looked at, and st_async and others that sources.py names in MISSING;
+// - static __shared__ variables: there is one for all CTAs, and it is not looked at;
+// - lanes of a warp that test an mbarrier apart: the first that passes lets its warp pass, as one
+//   instruction does for all;
+// - bulk stores that have only been read (wait_group.read) when they should be done;
+// - kernels that start before the one before them is done (griddepcontrol);
+// - and, as with any test, batches that were not drawn.
 #include "runtime.h"
 
 #include <sys/mman.h>
@@ -327,8 +336,9 @@ void access(const void* pointer, size_t bytes, bool writes, const void* return_a
   const Clocks& clocks = acting >= 0 ? agent_clocks[acting - num_threads] : self->clocks;
   const size_t first = begin / 2, end = (begin + bytes + 1) / 2;
   // A thread that copies a struct reads its padding, too.
-  const bool has_padding = acting < 0 && std::any_of(cells + first, cells + end,
-                                                     [](const Cell& c) { return c.has_value; });
+  const bool has_padding =
+      acting < 0 &&
+      std::any_of(cells + first, cells + end, [](const Cell& c) { return c.has_value; });
   for (size_t index = first; index < end; ++index) {
     Cell& cell = cells[index];
     if (!cell.exists) {
@@ -489,10 +499,10 @@ float operand(uint64_t descriptor, bool is_transposed, int line, int k, bool is_
   const auto field = [&](int shift) { return size_t(descriptor >> shift & 0x3fff) << 4; };
   const int pitch = descriptor >> 62 == 1 ? 128 : 64;
   const size_t begin = field(0), blocks = field(16), groups = field(32);
-  const size_t place =
-      is_transposed ? begin + size_t(line) * 2 / pitch * blocks + k / 8 * groups +
-                          size_t(k % 8) * pitch + size_t(line) * 2 % pitch
-                    : begin + line / 8 * groups + size_t(line % 8) * pitch + size_t(k) * 2;
+  const size_t place = is_transposed
+                           ? begin + size_t(line) * 2 / pitch * blocks + k / 8 * groups +
+                                 size_t(k % 8) * pitch + size_t(line) * 2 % pitch
+                           : begin + line / 8 * groups + size_t(line % 8) * pitch + size_t(k) * 2;
   const char* chunk = memory + self->cta * kShared + swizzled(place, pitch);
   if (reinterpret_cast<uintptr_t>(chunk) % 16 == 0) access(chunk, 16, false, code);
   return element(*reinterpret_cast<const uint16_t*>(chunk), is_bf16);
@@ -560,8 +570,12 @@ void prepare_thread(Thread& thread, int index, int per_cta, Dim block, Dim grid)
   thread.warp = index / 32;
   thread.is_done = false;
   block.x += unsigned(thread.cta);
-  thread.own = {{unsigned(index % per_cta), 0, 0}, block, {unsigned(per_cta), 1, 1}, grid,
-                thread.cta, index % 32};
+  thread.own = {{unsigned(index % per_cta), 0, 0},
+                block,
+                {unsigned(per_cta), 1, 1},
+                grid,
+                thread.cta,
+                index % 32};
   thread.clocks.assign(num_actors, 0);
   thread.clocks[index] = 1;
   auto* top = reinterpret_cast<void**>(stack + kStack - 64);
@@ -834,7 +848,8 @@ void bulk_load(const void* shared, const void* global, int bytes, uint64_t& barr
 void bulk_store(void* global, const void* shared, int bytes, bool adds) {
   const void* code = __builtin_return_address(0);
   act(bulk_agent(), self, [&] {
-    if (!adds) return copy(static_cast<char*>(global), static_cast<const char*>(shared), bytes, code);
+    if (!adds)
+      return copy(static_cast<char*>(global), static_cast<const char*>(shared), bytes, code);
     access(shared, size_t(bytes), false, code);
     auto* sum = static_cast<float*>(global);
     for (int i = 0; i < bytes / 4; ++i) sum[i] += static_cast<const float*>(shared)[i];
@@ -945,8 +960,8 @@ void stmatrix(uint32_t shared, const uint32_t (&r)[4]) {
 
 // --- What -fsanitize=thread calls at each access
 
-#define LANES_ACCESS(name, bytes, writes)                              \
-  extern "C" void __tsan_##name(void* pointer) {                       \
+#define LANES_ACCESS(name, bytes, writes)                               \
+  extern "C" void __tsan_##name(void* pointer) {                        \
     lanes::access(pointer, bytes, writes, __builtin_return_address(0)); \
   }
 #define LANES_ACCESSES(bytes)                       \

@@ -21,7 +21,8 @@
 #undef __forceinline__
 #undef __device__
 #undef __host__
-#define __shared__ static  // extern ones, of a size that the launch names, are lanes::dynamic_shared
+#define __shared__ \
+  static  // extern ones, of a size that the launch names, are lanes::dynamic_shared
 #define __launch_bounds__(...)
 #define __global__
 #undef __grid_constant__
@@ -74,7 +75,8 @@ void fence_proxy_async();
 // --- Copies and products that go on by themselves
 void make_map(CUtensorMap& map, const void* base, const int64_t (&dims)[3],
               const int64_t (&strides_bytes)[2], const int (&box)[3], int elem_bytes);
-void tensor_load(const void* shared, const CUtensorMap& map, int x, int y, int z, uint64_t& barrier);
+void tensor_load(const void* shared, const CUtensorMap& map, int x, int y, int z,
+                 uint64_t& barrier);
 void tensor_store(const CUtensorMap& map, const void* shared, int x, int y, int z);
 void bulk_load(const void* shared, const void* global, int bytes, uint64_t& barrier);
 void bulk_store(void* global, const void* shared, int bytes, bool adds);
@@ -126,9 +128,7 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
   return lanes::shared_address(pointer);
 }
 inline void __syncthreads() { lanes::syncthreads(); }
-inline int __syncthreads_or(int value) {
-  return lanes::bar(0, int(blockDim.x), false, value != 0);
-}
+inline int __syncthreads_or(int value) { return lanes::bar(0, int(blockDim.x), false, value != 0); }
 inline void __syncwarp(unsigned = ~0u) { lanes::syncwarp(); }
 inline unsigned __activemask() { return 1u << lanes::view->lane; }  // each lane by itself
 inline unsigned __ballot_sync(unsigned mask, bool value) {

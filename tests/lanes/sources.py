@@ -105,23 +105,24 @@ BODIES = {
 
 # Not emulated: a kernel that calls one of these cannot run here.
 MISSING = (
-    "ldmatrix_x4 ldmatrix_x4_trans ldmatrix_x2 ldmatrix_x2_trans movmatrix_trans "
-    "mma_m16n8k16<__half> mma_m16n8k16<__nv_bfloat16> mma_m16n8k8<__half> "
-    "mma_m16n8k8<__nv_bfloat16> mma_m16n8k8_tf32 cvt_rna_tf32 barrier_cluster_arrive_relaxed "
-    "barrier_cluster_wait st_async mbarrier_test"
-).split()
+    *("ldmatrix_x4", "ldmatrix_x4_trans", "ldmatrix_x2", "ldmatrix_x2_trans", "movmatrix_trans"),
+    *("mma_m16n8k16<__half>", "mma_m16n8k16<__nv_bfloat16>", "mma_m16n8k8_tf32", "cvt_rna_tf32"),
+    *("mma_m16n8k8<__half>", "mma_m16n8k8<__nv_bfloat16>", "mbarrier_test", "st_async"),
+    *("barrier_cluster_arrive_relaxed", "barrier_cluster_wait"),
+)
 
 _FUNCTION = re.compile(
-    r"^((?:__device__ __forceinline__ [\w ]+?|cudaError_t) (\w+(?:<\w+>)?)\([^{};]*\)) \{\n(.*?)^\}\n",
+    r"^((?:__device__ __forceinline__ [\w ]+?|cudaError_t) (\w+(?:<\w+>)?)\([^{};]*\)) "
+    r"\{\n(.*?)^\}\n",
     re.MULTILINE | re.DOTALL,
 )
 _FORMS = re.compile(
     r"^#define (JAGGED_CUDA_WGMMA_(?:FORMS|TF32))\((.*?)\)(?:.*\\\n)+.*\n", re.MULTILINE
 )
 _RUN = (
-    "static void run(float (&c)[blocks][4], MatrixDescriptor a, MatrixDescriptor b, bool accumulate) "
-    "{ lanes::wgmma({&c[0][0], blocks, nullptr, a.value, b.value, accumulate, kTransposedA, "
-    "kTransposed, type[0] == 'b'}); } "
+    "static void run(float (&c)[blocks][4], MatrixDescriptor a, MatrixDescriptor b, "
+    "bool accumulate) { lanes::wgmma({&c[0][0], blocks, nullptr, a.value, b.value, accumulate, "
+    "kTransposedA, kTransposed, type[0] == 'b'}); } "
     "static void run(float (&c)[blocks][4], const uint32_t (&a)[4], MatrixDescriptor b, "
     "bool accumulate) { lanes::wgmma({&c[0][0], blocks, a, 0, b.value, accumulate, false, "
     "kTransposed, type[0] == 'b'}); }\n"
@@ -143,8 +144,8 @@ def _for_cpu(path: Path, text: str, unknown: list[str]) -> str:
             return function[0]
         if name not in BODIES and name not in MISSING:
             unknown.append(f"{path}: {name}")
-        # Without a return value: fail does not return.
-        return f"{head} {{ {BODIES.get(name, f'lanes::fail({name!r});'.replace(chr(39), chr(34)))} }}\n"
+        fails = f'lanes::fail("{name}");'  # which does not return: no value is needed
+        return f"{head} {{ {BODIES.get(name, fails)} }}\n"
 
     if path.name == "wgmma_wide.cuh":
         return "#error the products of prim/wgmma_wide.cuh are not emulated\n"
@@ -177,14 +178,22 @@ def write_sources(folder: Path, fault: tuple[str, str, str] | None = None) -> No
     assert not unknown, f"tests/lanes/sources.py has no CPU's body (BODIES) of {unknown}"
 
 
-def compile_object(cxx: tuple[str, ...], source: Path, sources: Path, cuda: Path, out: Path) -> None:
+def has_headers(cuda: Path) -> bool:
+    """Whether a toolkit's folder has what kernels include; torch's own wheels bring only a part."""
+    include = cuda / "include"
+    return (include / "cuda.h").is_file() and (include / "crt" / "host_defines.h").is_file()
+
+
+def compile_object(
+    cxx: tuple[str, ...], source: Path, sources: Path, cuda: Path, out: Path
+) -> None:
     """Compiles one file; kernels, in drivers, tell the runtime of each access to memory."""
     is_driver = source.name != "runtime.cpp"
     watch = ["-fsanitize=thread", "-include", str(HERE / "runtime.h")] if is_driver else []
-    _run(
-        [*cxx, "-std=c++20", "-O1", "-g1", "-w", *watch, f"-I{HERE}", f"-I{sources}"]
-        + [f"-isystem{cuda / 'include'}", "-c", str(source), "-o", str(out)]
-    )
+    folders = [f"-I{HERE}", f"-I{sources}", f"-isystem{cuda / 'include'}"]
+    folders += [f"-isystem{cuda / 'include' / 'cccl'}"]  # of CUDA 13, which nvcc looks into
+    options = ["-std=c++20", "-O1", "-g1", "-w", *watch, *folders]
+    _run([*cxx, *options, "-c", str(source), "-o", str(out)])
 
 
 def link(cxx: tuple[str, ...], objects: list[Path], program: Path) -> None:

@@ -1,4 +1,4 @@
-// jagged2_softmax over the rows of each column, by strips (softmax/strips.cuh), forward and backward.
+// jagged2_softmax over the rows of each column, by strips (softmax/strips.cuh), both directions.
 #include "cuda/kernels/softmax/strips.cuh"
 
 #include "driver.h"
@@ -10,8 +10,8 @@ namespace {
 
 constexpr double kScale = 0.7;
 constexpr int kMostElems = 60'000;  // of a matrix
-constexpr int kEdges[] = {0,   1,   2,   3,   31,  32,  33,  59,  60,   61,   63,   64,  65,
-                          127, 128, 129, 255, 256, 257, 511, 512, 513,  1023, 1024, 1025};
+constexpr int kEdges[] = {0,   1,   2,   3,   31,  32,  33,  59,  60,  61,   63,   64,  65,
+                          127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025};
 
 struct Matrices {
   std::vector<int64_t> rows{3}, columns{0}, begins{0};  // offsets
