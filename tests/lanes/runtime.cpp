@@ -27,7 +27,8 @@
 // Not seen:
 // - what ptxas makes of a kernel, and registers that a product in flight still reads or writes;
 // - mma.sync, ldmatrix, wgmma of TF32: not emulated, and an error where a kernel calls them;
-// - atomics, which are not looked at, and st_async and others that sources.py names in MISSING;
+// - the order that ld.acquire and red.release make: they are plain accesses, and would be reported;
+//   sums by bulk copies are not looked at. Other atomics are missing, as what MISSING names;
 // - static __shared__ variables: there is one for all CTAs, and it is not looked at;
 // - lanes of a warp that test an mbarrier apart: the first that passes lets its warp pass, as one
 //   instruction does for all;
@@ -142,7 +143,7 @@ struct MBarrier {
   unsigned phase = 0;
   Clocks now, done;
   std::vector<Thread*> waiting;
-  // Of each warp, the clocks that its n-th wait brought, and how many waits each lane has behind it.
+  // Of each warp, the clocks that its n-th wait brought, and how many waits a lane has behind it.
   std::map<int, std::vector<Clocks>> passed;
   std::map<int, size_t> waits;
 };

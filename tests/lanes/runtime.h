@@ -119,7 +119,7 @@ inline uint32_t max_nan_x2(uint32_t a, uint32_t b) {
 
 }  // namespace lanes
 
-// --- CUDA's own
+// --- CUDA's own functions, those that the drivers' kernels call
 #define threadIdx (lanes::view->thread)
 #define blockIdx (lanes::view->block)
 #define blockDim (lanes::view->block_dim)
@@ -130,7 +130,6 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
 inline void __syncthreads() { lanes::syncthreads(); }
 inline int __syncthreads_or(int value) { return lanes::bar(0, int(blockDim.x), false, value != 0); }
 inline void __syncwarp(unsigned = ~0u) { lanes::syncwarp(); }
-inline unsigned __activemask() { return 1u << lanes::view->lane; }  // each lane by itself
 inline unsigned __ballot_sync(unsigned mask, bool value) {
   const uint64_t* values = lanes::exchange(1, mask, value);
   unsigned votes = 0;
@@ -164,10 +163,6 @@ inline T reduce_lanes(unsigned mask, T value, Combine combine) {
   return all;
 }
 template <typename T>
-inline T __reduce_add_sync(unsigned mask, T value) {
-  return reduce_lanes(mask, value, [](T a, T b) { return a + b; });
-}
-template <typename T>
 inline T __reduce_max_sync(unsigned mask, T value) {
   return reduce_lanes(mask, value, [](T a, T b) { return a > b ? a : b; });
 }
@@ -183,13 +178,6 @@ template <typename T>
 inline T __ldcg(const T* pointer) {
   return *pointer;
 }
-// Atomics order nothing and race with nothing: they are not looked at.
-template <typename T>
-__attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* pointer, T value) {
-  const T old = *pointer;
-  *pointer += value;
-  return old;
-}
 template <typename A, typename B>
 inline auto min(A a, B b) {
   using Both = decltype(a + b);
@@ -203,18 +191,12 @@ inline auto max(A a, B b) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return uint64_t(static_cast<unsigned __int128>(a) * b >> 64);
 }
 inline float __uint_as_float(unsigned x) { return lanes::bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return lanes::bits<unsigned>(x); }
 inline int __float_as_int(float x) { return lanes::bits<int>(x); }
-inline float __int_as_float(int x) { return lanes::bits<float>(x); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint2float_rz(unsigned x) { return float(x); }  // exact below 2^24
-inline float __expf(float x) { return std::exp(x); }
-inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
-using std::isinf;
 using std::isnan;
