@@ -63,7 +63,7 @@ FAULTS = (
     Fault(
         "a packed row of the next head",
         "cuda",
-        "cuda/kernels/attention/long_forward.cuh",
+        "cuda/kernels/attention/long_forward_consumer.cuh",
         "const int head = item.head + (own_row & ((1 << shift) - 1));",
         "const int head = item.head + (own_row + 1 & ((1 << shift) - 1));",
         "tests/test_cuda_long.py -k packed_heads",
@@ -71,7 +71,7 @@ FAULTS = (
     Fault(
         "a mask by rows of the tile",
         "cuda",
-        "cuda/kernels/attention/long_forward.cuh",
+        "cuda/kernels/attention/window_mask.cuh",
         "return kPacked ? row >> params_.packed_shift : row;",
         "return row;",
         "tests/test_cuda_long.py -k packed_heads",
@@ -238,7 +238,7 @@ FAULTS = (
     Fault(
         "tail mask off by one",
         "cuda",
-        "cuda/kernels/attention/long_forward.cuh",
+        "cuda/kernels/attention/window_mask.cuh",
         "replace_behind(s[0], value, seen, rows, key, tile_.num_keys, lane)",
         "replace_behind(s[0], value, seen, rows, key, tile_.num_keys + 1, lane)",
         "--op jagged_flash_attention",
@@ -594,7 +594,7 @@ FAULTS = (
     Fault(
         name="a step behind its bias",
         device="cuda",
-        path="cuda/kernels/attention/long_forward.cuh",
+        path="cuda/kernels/attention/long_forward_consumer.cuh",
         text="if constexpr (kBiased) shared.bias.skip(bias_step);\n    take_turn();",
         instead="take_turn();",
         check="tests/test_key_ranges.py -k long_sequences_with_biases",
