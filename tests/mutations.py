@@ -411,7 +411,7 @@ FAULTS = (
     Fault(
         "end of a row within a word",
         "cuda",
-        "cuda/kernels/softmax/row_words.cuh",
+        "cuda/kernels/softmax/short_rows.cuh",
         "place.tail = (columns - (place.head ? 1 : 0)) % 2 != 0;",
         "place.tail = columns % 2 != 0;",
         "--op jagged2_softmax",
