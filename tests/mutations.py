@@ -515,7 +515,7 @@ FAULTS = (
     Fault(
         "a copy counted twice",
         "cuda",
-        "cuda/kernels/jagged_index_select.cu",
+        "cuda/kernels/copies/group.cuh",
         "if (k < first) rows += planned_len(params, k);",
         "if (k <= first) rows += planned_len(params, k);",
         "tests/test_rows.py -k test_many_copies",
