@@ -140,8 +140,8 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
 
 // What each warp of producers does.
 template <typename Config>
-__device__ __forceinline__ void produce_forward(const LongForwardParams& params,
-                                                LongForwardStorage<Config>& shared) {
+__device__ __forceinline__ void produce_long_forward(const LongForwardParams& params,
+                                                     LongForwardStorage<Config>& shared) {
   if constexpr (Config::Mask::kPrepared) {
     if (threadIdx.x < 32) schedule_planned<Config>(params.attention, shared);
     if (threadIdx.x / 32 == 2) prepare_masks<Config>(params.attention, shared);
@@ -181,7 +181,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
   ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    produce_forward(params, shared);
+    produce_long_forward(params, shared);
   } else if (Config::kWriters > 0 && warpgroup > Config::kWarpgroups) {
     if constexpr (Config::kWriters > 0) {
       ptx::setmaxnreg_dec<Config::kWriterRegisters>();
