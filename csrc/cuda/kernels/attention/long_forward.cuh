@@ -82,6 +82,21 @@
 
 namespace jagged_cuda::attention {
 
+// Copies Q for each warpgroup that has rows of an item, where each has a tile of its own. Returns the parities
+// of their next phases.
+template <typename Config>
+__device__ __forceinline__ unsigned copy_own_queries(const CUtensorMap& q,
+                                                     LongForwardStorage<Config>& shared,
+                                                     int64_t global_row, int rows, int head,
+                                                     unsigned parities) {
+  for (int w = 0; w < Config::kWarpgroups && w * 64 < rows; ++w) {
+    ptx::mbarrier_wait(shared.q_empty[w], parities >> w & 1);
+    parities ^= 1u << w;
+    copy_tile(shared.sQ[w], q, global_row + w * 64, head, shared.q_full[w]);
+  }
+  return parities;
+}
+
 // Copies Q, K and V of the items, in the order of their use; one thread.
 template <typename Config>
 __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
@@ -116,14 +131,9 @@ __device__ __forceinline__ void copy_operands(const LongForwardParams& params,
       copy_tile(shared.sQ[tile], params.q, item.tile.global_row, item.head, shared.q_full[tile]);
     }
     copy(params.k, mask.first());
-    if constexpr (Config::kOwnQueries) {
-      for (int w = 0; w < Config::kWarpgroups && w * 64 < item.tile.rows; ++w) {
-        ptx::mbarrier_wait(shared.q_empty[w], q_parities >> w & 1);
-        q_parities ^= 1u << w;
-        copy_tile(shared.sQ[w], params.q, item.tile.global_row + w * 64, item.head,
-                  shared.q_full[w]);
-      }
-    }
+    if constexpr (Config::kOwnQueries)
+      q_parities = copy_own_queries<Config>(params.q, shared, item.tile.global_row, item.tile.rows,
+                                            item.head, q_parities);
     for (int key = mask.first(), next; key < mask.last(); key = next) {
       next = mask.next(key);
       if (next < mask.last()) copy(params.k, next);
