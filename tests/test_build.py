@@ -521,9 +521,38 @@ def test_no_gpu_is_visible_where_the_environment_hides_them(
     _load.find_driver.cache_clear()
 
 
-@pytest.mark.skipif(
+needs_nvcc = pytest.mark.skipif(
     _build.find_cuda_home(torch.version.cuda) is None, reason="no CUDA toolkit on this machine"
 )
+
+
+@needs_nvcc
+def test_both_libraries_compile_at_once(toy: Toy) -> None:
+    """And each is kept, and loaded, though the other cannot be compiled."""
+    home = _build.find_cuda_home("13.0")
+    assert home is not None
+    for name in ("c10_cuda", "torch_cuda"):
+        toy.link("/dev/null", toy.torch / "lib" / f"lib{name}.so")
+    folders = (toy.torch / "lib", home / "lib64", home / "lib")
+    toy.env["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, folders))
+    major = (_build.cuda_toolkit_version(home) or "13").split(".")[0]
+    with_gpu = WITH_GPU.replace("torch.version.cuda = '13.0'", f"torch.version.cuda = '{major}.0'")
+    (toy.csrc / "cuda" / "toy.cpp").write_text("this does not compile\n")
+    result, err = toy.load(with_gpu)
+    lines = [line for line in err.splitlines() if line.startswith("jagged_cuda: ")]
+    assert lines[0].startswith("jagged_cuda: compiling for the CPU and this GPU (9.0a) with nvcc ")
+    assert list(result["loaded"]) == ["_C_cpu"]
+    assert "compiling csrc/cuda/toy.cpp failed" in result["reason"]
+    (toy.csrc / "cuda" / "toy.cpp").write_text(SOURCES["cuda/toy.cpp"])
+    result, err = toy.load(with_gpu)
+    assert result["reason"] is None
+    assert {name: origin for name, (_, origin) in result["loaded"].items()} == dict.fromkeys(
+        _build.LIBRARIES, "compiled here"
+    )
+    assert toy.load(with_gpu)[1] == ""
+
+
+@needs_nvcc
 def test_the_cuda_library_compiles_for_several_architectures(toy: Toy) -> None:
     """As in a wheel, under a CPU build of torch too."""
     shutil.copy(PACKAGE.parent / "setup.py", toy.root)
