@@ -619,7 +619,7 @@ FAULTS = (
     Fault(
         name="a bias of the head before",
         device="cuda",
-        path="cuda/kernels/attention/ranged_backward.cuh",
+        path="cuda/kernels/attention/ranged_dkdv.cuh",
         text="bias.set_head(next_head, keys);",
         instead="",
         check="--op jagged_flash_attention_biased",
@@ -627,7 +627,7 @@ FAULTS = (
     Fault(
         name="hidden rows of a bias",
         device="cuda",
-        path="cuda/kernels/attention/ranged_backward.cuh",
+        path="cuda/kernels/attention/ranged_dkdv.cuh",
         text=" lse = Config::kBiased ? lse_in_log2(lse, kMostLse) : lse * kLog2E;",
         instead=" lse = lse * kLog2E;",
         check="tests/test_attention_bias.py -k everything_hidden",

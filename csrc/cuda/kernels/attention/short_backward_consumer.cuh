@@ -141,10 +141,7 @@ struct ShortBackwardConsumer {
                                                Accumulator<1, kBlocks>& dp, const Page& keys,
                                                const Rows& tile_q, const Rows& tile_grad_out) {
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, keys.rows[0], 0, tile_q);
-    ptx::wgmma_commit_group();
-    wgmma_rows_by_rows(dp, keys.rows[1], 0, tile_grad_out);
-    ptx::wgmma_commit_group();
+    start_scores_and_grad_probs(s, keys.rows[0], tile_q, dp, keys.rows[1], tile_grad_out);
   }
   // Scores of queries from `query` on that do not see their key become such that P is 0.
   template <int kBlocks>
