@@ -1,4 +1,4 @@
-// Operands and tiles of the backward kernels on wgmma and TMA, whatever the lengths of their sequences.
+// Operands and tiles of the backward kernels on wgmma and TMA.
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
@@ -43,32 +43,26 @@ inline cudaError_t count_sms(int& num_sms) {
   return cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
 }
 
-// The window of a sequence that has `diagonal` more keys than queries: rows are queries, columns keys.
+// The window of a sequence with `diagonal` more keys than queries: rows are queries, columns keys.
 __device__ __forceinline__ WindowOf<int> sequence_window(const AttentionParams& params,
                                                          int diagonal) {
   return {diagonal, window_rows32(params.window_left), window_rows32(params.window_right)};
 }
 
-// Copies the same rows of two operands, whose bytes `full` expects: Q and dO, or K and V; one thread.
-template <typename Tile>
-__device__ __forceinline__ void copy_expected_pair(Tile& a, const CUtensorMap& a_map, Tile& b,
-                                                   const CUtensorMap& b_map, int64_t row, int head,
-                                                   uint64_t& full) {
-  copy_expected_tile(a, a_map, row, head, full);
-  copy_expected_tile(b, b_map, row, head, full);
-}
-// The same; `more` bytes will be copied, too.
+// Copies the same rows of two operands, Q and dO or K and V, for whose bytes `full` waits, and for
+// `more` bytes that other copies bring; one thread.
 template <typename Tile>
 __device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Tile& b,
                                           const CUtensorMap& b_map, int64_t row, int head,
                                           uint64_t& full, int more = 0) {
   ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)) + more);
-  copy_expected_pair(a, a_map, b, b_map, row, head, full);
+  copy_expected_tile(a, a_map, row, head, full);
+  copy_expected_tile(b, b_map, row, head, full);
 }
 
-// Rows [first, last) of a tile become zeros, since 0 times NaN is NaN: a copy may have reached into the
-// next sequence. This is one of kThreads threads; a fence and a barrier of theirs must follow before a
-// product reads the tile.
+// Rows [first, last) of a tile become zeros, since 0 times NaN is NaN: a copy may have reached into
+// the next sequence. This is one of kThreads threads; a fence and a barrier of theirs must follow
+// before a product reads the tile.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ void zero_tile_rows(Tile& tile, int first, int last, int thread) {
 #pragma unroll 1
@@ -78,8 +72,8 @@ __device__ __forceinline__ void zero_tile_rows(Tile& tile, int first, int last, 
   }
 }
 
-// Starts s = a b^T and then dp = c d^T, each in a group of its own, for 64 rows, behind a wgmma_fence:
-// S = Q K^T and dP = dO V^T, or S^T = K Q^T and dP^T = V dO^T.
+// Starts s = a b^T and then dp = c d^T, each in a group of its own, for 64 rows, behind a
+// wgmma_fence: S = Q K^T and dP = dO V^T, or S^T = K Q^T and dP^T = V dO^T.
 template <int kBlocks, typename RowTile, typename ColumnTile>
 __device__ __forceinline__ void start_scores_and_grad_probs(Accumulator<1, kBlocks>& s,
                                                             const RowTile& a, const ColumnTile& b,
@@ -91,14 +85,14 @@ __device__ __forceinline__ void start_scores_and_grad_probs(Accumulator<1, kBloc
   ptx::wgmma_commit_group();
 }
 
-// Of one value per column, in shared memory, those of the two columns that a lane has in a block of an
-// accumulator.
+// Of one value per column, in shared memory, those of the two columns that a lane has in a block of
+// an accumulator.
 __device__ __forceinline__ float2 columns_of_lane(const float* values, int block, int lane) {
   return *reinterpret_cast<const float2*>(values + block * 8 + 2 * (lane % 4));
 }
 
-// o = a^T b over the rows of two tiles, for 64 columns of a and kBlocks * 8 of b from the places on that
-// the descriptors name. kAdds: o += a^T b.
+// o = a^T b over the rows of two tiles, for 64 columns of a and kBlocks * 8 of b from the places on
+// that the descriptors name. kAdds: o += a^T b.
 template <typename ATile, typename BTile, bool kAdds = false, int kBlocks>
 __device__ __forceinline__ void wgmma_columns_by_columns(Accumulator<1, kBlocks>& o,
                                                          const ptx::MatrixDescriptor& a,

@@ -1,6 +1,6 @@
-// Tiles of keys as items of a persistent backward kernel: the order in which they are taken, the queries
-// that see one, and how a scheduler hands it to the other warps of its CTA. `Item` has the lengths of its
-// sequence.
+// Tiles of keys as items of a persistent backward kernel: the order in which they are taken, the
+// queries that see one, and how a scheduler hands it to the other warps of its CTA. `Item` has the
+// lengths of its sequence.
 #pragma once
 
 #include "cuda/kernels/attention/backward_tiles.cuh"
@@ -8,8 +8,8 @@
 
 namespace jagged_cuda::attention {
 
-// Whether a sequence's tiles of keys are taken from the last to the first: where late keys are seen by
-// more queries, they come first.
+// Whether a sequence's tiles of keys are taken from the last to the first: where late keys are seen
+// by more queries, they come first.
 __device__ __forceinline__ bool keys_fall(const AttentionParams& params) {
   return params.window_left < AttentionParams::kUnbounded &&
          params.window_right >= AttentionParams::kUnbounded;

@@ -11,18 +11,18 @@
 // more. A CTA has a warpgroup of producers and two that compute 64 keys each. They work on S^T and
 // dP^T, so that P^T and dS^T are operands in registers:
 //
-//     scheduler (one warp)     copier (one thread)              each computing warpgroup
-//     for each item:           for each item:                   for each item:
-//       take it, publish it      K, V                             for each step:
-//                                for each step (head of             dS^T to shared memory
-//     in order: a sender         the group, kStep queries):         start dV += P^T dO, dK += dS^T Q
-//     (a thread) for each          Q, dO, lse, delta                start dQ = dS K of the step before
-//     warpgroup, each step:                                         start S^T = K Q^T of the next step
-//       wait for its turn                                           dQ to shared memory, add to sums
-//       add dQ to its sums                                          start dP^T = V dO^T of the next step
-//       let the next tile                                           P^T = exp2(...)
-//                                                                   dS^T = P^T * (dP^T - delta)
-//                                                                 store dK, dV
+//     scheduler (one warp)     copier (one thread)         each computing warpgroup
+//     for each item:           for each item:              for each item:
+//       take it, publish it      K, V                        for each step:
+//                                for each step (head of        dS^T to shared memory
+//     in order: a sender         the group, kStep queries):    start dV += P^T dO, dK += dS^T Q
+//     (a thread) for each          Q, dO, lse, delta           start dQ = dS K of the step before
+//     warpgroup, each step:                                    start S^T = K Q^T of the next step
+//       wait for its turn                                      dQ to shared memory, add to sums
+//       add dQ to its sums                                     start dP^T = V dO^T of the next step
+//       let the next tile                                      P^T = exp2(...)
+//                                                              dS^T = P^T * (dP^T - delta)
+//                                                            store dK, dV
 //
 // A step's dQ, over all keys of the tile, is shared between the warpgroups: at 128 dims each takes
 // half of the columns, at 64 half of the queries. That it comes one step late is why they need not
@@ -36,12 +36,13 @@
 // columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
 // arrival, so dQ may differ in its last bits from run to run; dK and dV do not.
 //
-// kOrdered: a sender adds a warpgroup's part of a step in one piece. Tiles of keys add in order: the
-// part's ticket counts those that have. The first tile stores in place of adding, so nothing is
-// cleared; for the last one what the others have added comes to shared memory, so that the warpgroup
-// adds its own in registers and writes dQ. The bits are the same at every run. A tile waits only for
-// those that were taken before it, so some tile can always go on. Tiles are taken in the order in which
-// they add, heads fastest, and walk over the queries the other way, so that the tile before is ahead.
+// kOrdered: a sender adds a warpgroup's part of a step in one piece. Tiles of keys add in order:
+// the part's ticket counts those that have. The first tile stores in place of adding, so nothing is
+// cleared; for the last one what the others have added comes to shared memory, so that the
+// warpgroup adds its own in registers and writes dQ. The bits are the same at every run. A tile
+// waits only for those that were taken before it, so some tile can always go on. Tiles are taken in
+// the order in which they add, heads fastest, and walk over the queries the other way, so that the
+// tile before is ahead.
 //
 // Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
 // stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves. 195, 226 KiB for
@@ -65,6 +66,12 @@
 //
 // A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0
 // times NaN is NaN. Queries past the end, or that see nothing, have lse inf, so that P is 0.
+// Queries that no key sees are in no step: the kernels beside give them zeros. Keys that no query
+// sees have no steps, and get zeros. Sequences of length 0 are not planned.
+//
+// Files: the workspaces, and the kernels before and behind: long_workspace.cuh; items, steps and
+// shared memory: long_backward_steps.cuh; the warpgroup of producers: long_backward_producer.cuh;
+// those that compute: long_backward_consumer.cuh; the kernel and its launch: here.
 #pragma once
 
 #include "cuda/kernels/attention/long_backward_consumer.cuh"
@@ -109,7 +116,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     if (threadIdx.x < 32) schedule_keys<Config>(params, shared);
     if (threadIdx.x == 32) copy_steps<Config>(params, shared);
     if (Config::kOrdered && (threadIdx.x == 64 || threadIdx.x == 96))
-      send_sums<Config>(params, shared, static_cast<int>(threadIdx.x) / 32 - 2);
+      LongSender<Config>(params.attention, shared, static_cast<int>(threadIdx.x) / 32 - 2).run();
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();

@@ -1,5 +1,6 @@
-// A computing warpgroup of the backward kernel for long sequences (long_backward.cuh): its verbs, from
-// the products to the steps of an item (run_steps).
+// A computing warpgroup of the backward kernel for long sequences (long_backward.cuh), which has
+// its pseudocode and the table of barriers. run_steps() is that pseudocode; before it come its
+// verbs, in the order of a step.
 #pragma once
 
 #include "cuda/kernels/attention/long_backward_steps.cuh"
@@ -161,7 +162,7 @@ struct LongBackwardConsumer {
       for (int i = 0; i < 4; ++i) s[0][block][i] *= dp[0][block][i] - delta.at(block, i);
     }
   }
-  // Zeros where a query does not see a key.
+  // Zeros where a query does not see a key, and for keys past the end.
   __device__ __forceinline__ void zero_unseen(Accumulator<1, kScoreBlocks>& values,
                                               const KeyItem& item, int query) const {
     const WindowOf<int> window = queries_window(attention, item);
@@ -209,10 +210,16 @@ struct LongBackwardConsumer {
     return late;
   }
 
-  // dQ of this warpgroup's part of a step.
+  // This warpgroup's part of a step's dQ: at 128 dims half of the columns, at 64 half of the
+  // queries.
+  static constexpr bool kSharesColumns = Config::kDim == 128;
+  __device__ __forceinline__ int own_query() const {
+    return (kSharesColumns ? 0 : warpgroup * 64) + warp * 16;
+  }
+  // dQ = dS K, that part.
   __device__ __forceinline__ void start_grad_q(Accumulator<1, 8>& dq, const LateStep& late) {
-    const int own_columns = Config::kDim == 128 ? warpgroup : 0,
-              own_queries = Config::kDim == 64 ? warpgroup : 0;
+    const int own_columns = kSharesColumns ? warpgroup : 0,
+              own_queries = kSharesColumns ? 0 : warpgroup;
     ptx::mbarrier_wait(shared.scores_full[late.score_stage], late.score_parity);
     const ptx::MatrixDescriptor grad_scores = shared.sGradScores[late.score_stage].descriptor() +
                                               own_queries * Storage::ScoreRows::kGroupBytes,
@@ -235,11 +242,10 @@ struct LongBackwardConsumer {
     } else {
       if (lane == 0) ptx::cp_async_bulk_wait_read();
       __syncwarp();
-      const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16;
-      sums = row < late.rows
-                 ? late.grad_q + row / 16 * LongWorkspace<Config>::kChunk +
-                       (Config::kDim == 128 ? warpgroup * LongWorkspace<Config>::kPart : 0)
-                 : nullptr;
+      const int row = own_query();
+      sums = row < late.rows ? late.grad_q + row / 16 * LongWorkspace<Config>::kChunk +
+                                   (kSharesColumns ? warpgroup * LongWorkspace<Config>::kPart : 0)
+                             : nullptr;
     }
 #pragma unroll
     for (int block = 0; block < 8; ++block) ptx::st_shared_16(staged + block * 128, dq[0][block]);
@@ -272,16 +278,15 @@ struct LongBackwardConsumer {
       }
     }
     const float scale = static_cast<float>(attention.scale), scales[2] = {scale, scale};
-    const int row = (Config::kDim == 64 ? warpgroup * 64 : 0) + warp * 16 + lane / 4,
-              column = Config::kDim == 128 ? warpgroup * 64 : 0;
+    const int row = own_query() + lane / 4, column = kSharesColumns ? warpgroup * 64 : 0;
     store_quads(
         dq, scales,
         row_of<Element>(attention.grad_q, int64_t{complete.query_row} + row, complete.head) +
             column,
         attention.grad_q.row_stride, complete.rows - row, attention.dim_qk - column, lane);
   }
-  // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the warp.
-  // The fence is that of the next dS, which saves waiting for another.
+  // What is in shared memory of dQ may be added to its sums; behind a fence and a barrier of the
+  // warp. The fence is that of the next dS, which saves waiting for another.
   __device__ __forceinline__ void send_grad_q() {
     if (Config::kOrdered && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
     if (!Config::kOrdered && lane == 0 && sums != nullptr) {
@@ -352,7 +357,7 @@ struct LongBackwardConsumer {
       ptx::wgmma_wait_group<0>();
       finish_sums();
       run_scores(p, ds, item);
-      while (!flags.is_last()) {
+      while (!flags.is_last()) {  // `late` is the step before; what follows the scores is the next
         const LateStep own = start_sums(p, ds);
         Accumulator<1, 8> dq;
         start_grad_q(dq, late);

@@ -1,6 +1,6 @@
-// The producers of the backward kernel for long sequences (long_backward.cuh): the scheduler takes items,
-// the copier brings operands, and where tiles of keys add to dQ in order a sender for each computing
-// warpgroup adds what that has computed.
+// The producers of the backward kernel for long sequences (long_backward.cuh): the scheduler takes
+// items, the copier brings operands, and where tiles of keys add to dQ in order a sender for each
+// computing warpgroup adds what that has computed.
 #pragma once
 
 #include "cuda/kernels/attention/long_backward_steps.cuh"
@@ -109,74 +109,91 @@ __device__ __forceinline__ void copy_steps(const BackwardOperands& params,
 }
 
 // Adds what a warpgroup computes of dQ to its sums, in the order of the tiles of keys; one thread.
+// Of the last tile it brings the sums to shared memory instead, and the warpgroup writes dQ.
 template <typename Config>
-__device__ __forceinline__ void send_sums(const BackwardOperands& params,
-                                          LongBackwardStorage<Config>& shared, int warpgroup) {
+struct LongSender {
   using Storage = LongBackwardStorage<Config>;
   using Workspace = LongWorkspace<Config>;
-  constexpr int kBytes = Workspace::kPart * 4;
-  const AttentionBackwardParams& attention = params.attention;
-  const int group = attention.heads / attention.kv_heads;
-  float* staged = shared.sGradQ[warpgroup * 4];
-  RingPosition<Storage::kItems> place;
+  static constexpr int kBytes = Workspace::kPart * 4;
+
+  const AttentionBackwardParams& attention;
+  Storage& shared;
+  const int warpgroup;
+  float* const staged;
   int parity = 0;
   int* sent = nullptr;  // the ticket of sums that are on their way
-  const auto finish = [&] {
+
+  __device__ __forceinline__ LongSender(const AttentionBackwardParams& params, Storage& storage,
+                                        int own_warpgroup)
+      : attention(params),
+        shared(storage),
+        warpgroup(own_warpgroup),
+        staged(storage.sGradQ[own_warpgroup * 4]) {}
+
+  // The tile behind this one may add to what has been sent, once that has arrived.
+  __device__ __forceinline__ void pass_turn() {
     if (sent == nullptr) return;
     ptx::cp_async_bulk_wait();
     ptx::fence_proxy_async();
     ptx::red_release_gpu_add(sent, 1);
     sent = nullptr;
-  };
-  for (;;) {
-    shared.items.wait(place);
-    const KeyItem item = shared.item[place.stage];
-    if (item.is_end) break;
-    const StepOrder<Config> order(attention, item);
-    const WindowOf<int> window = sequence_window(attention, item.num_keys - item.num_queries);
-    for (int member = 0; member < group; ++member) {
-      const int head = item.kv_head * group + member;
-      for (int i = 0; i < order.count(); ++i) {
-        const int query = order.query(i), tile = item.key / Config::kTileN;
-        const TileRange<Config::kTileN, Config::kStep> tiles(window, query, item.num_keys);
-        // How many tiles add to this step before this one.
-        const int before = keys_fall(attention) ? tiles.last - 1 - tile : tile - tiles.first;
-        const bool is_last = before == tiles.last - tiles.first - 1;
-        const int64_t step = Workspace::step(attention, item.query_begin, query, head);
-        float* sums = Workspace::grad_q(attention, step, warpgroup);
-        int* ticket = Workspace::ticket(attention, step, warpgroup);
-        shared.complete[warpgroup] = {item.query_begin + query,
-                                      is_last ? min(item.num_queries - query, Config::kStep) : 0,
-                                      head, before > 0};
-        if (!is_last) ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
-        finish();
-        if (before > 0) {
-          while (ptx::ld_acquire_gpu(ticket) < before) {
-          }
-          ptx::fence_proxy_async();
-        }
-        if (is_last && before > 0) {
-          ptx::mbarrier_arrive_expect_tx(shared.sums_ready[warpgroup], kBytes);
-          ptx::cp_async_bulk(staged, sums, kBytes, shared.sums_ready[warpgroup]);
-        } else if (is_last) {
-          ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
-        }
-        ptx::mbarrier_wait(shared.sums_full[warpgroup], parity);
-        parity ^= 1;
-        if (is_last) continue;
-        if (before > 0) {
-          ptx::cp_reduce_async_bulk_add(sums, staged, kBytes);
-        } else {
-          ptx::cp_async_bulk_store(sums, staged, kBytes);
-        }
-        ptx::cp_async_bulk_commit();
-        sent = ticket;
-        ptx::cp_async_bulk_wait_read();
-      }
-    }
-    finish();
-    shared.items.release(place.advance());
   }
-}
+  __device__ __forceinline__ static void wait_for_turn(const int* ticket, int before) {
+    while (ptx::ld_acquire_gpu(ticket) < before) {
+    }
+    ptx::fence_proxy_async();
+  }
+
+  __device__ __forceinline__ void run() {
+    const int group = attention.heads / attention.kv_heads;
+    RingPosition<Storage::kItems> place;
+    for (;;) {
+      shared.items.wait(place);
+      const KeyItem item = shared.item[place.stage];
+      if (item.is_end) break;
+      const StepOrder<Config> order(attention, item);
+      const WindowOf<int> window = sequence_window(attention, item.num_keys - item.num_queries);
+      for (int member = 0; member < group; ++member) {
+        const int head = item.kv_head * group + member;
+        for (int i = 0; i < order.count(); ++i) {
+          const int query = order.query(i), tile = item.key / Config::kTileN;
+          const TileRange<Config::kTileN, Config::kStep> tiles(window, query, item.num_keys);
+          // How many tiles add to this step before this one.
+          const int before = keys_fall(attention) ? tiles.last - 1 - tile : tile - tiles.first;
+          const bool is_last = before == tiles.last - tiles.first - 1;
+          const int64_t step = Workspace::step(attention, item.query_begin, query, head);
+          float* sums = Workspace::grad_q(attention, step, warpgroup);
+          int* ticket = Workspace::ticket(attention, step, warpgroup);
+          shared.complete[warpgroup] = {item.query_begin + query,
+                                        is_last ? min(item.num_queries - query, Config::kStep) : 0,
+                                        head, before > 0};
+          if (!is_last) ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
+          pass_turn();  // of the step before
+          if (before > 0) wait_for_turn(ticket, before);
+          if (is_last && before > 0) {
+            ptx::mbarrier_arrive_expect_tx(shared.sums_ready[warpgroup], kBytes);
+            ptx::cp_async_bulk(staged, sums, kBytes, shared.sums_ready[warpgroup]);
+          } else if (is_last) {
+            ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
+          }
+          ptx::mbarrier_wait(shared.sums_full[warpgroup], parity);
+          parity ^= 1;
+          if (is_last) continue;
+          // The first tile stores in place of adding.
+          if (before > 0) {
+            ptx::cp_reduce_async_bulk_add(sums, staged, kBytes);
+          } else {
+            ptx::cp_async_bulk_store(sums, staged, kBytes);
+          }
+          ptx::cp_async_bulk_commit();
+          sent = ticket;
+          ptx::cp_async_bulk_wait_read();
+        }
+      }
+      pass_turn();
+      shared.items.release(place.advance());
+    }
+  }
+};
 
 }  // namespace jagged_cuda::attention

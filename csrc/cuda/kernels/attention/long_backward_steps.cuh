@@ -1,5 +1,5 @@
-// Items and steps of the backward kernel for long sequences (long_backward.cuh): which queries a tile of
-// keys meets, in which order, and the shared memory that they pass through.
+// Items and steps of the backward kernel for long sequences (long_backward.cuh): which queries a
+// tile of keys meets, in which order, and the shared memory that they pass through.
 #pragma once
 
 #include "cuda/kernels/attention/key_items.cuh"
@@ -24,8 +24,8 @@ struct LongBackwardConfig {
   static constexpr int kStatisticsAhead = kDim == 128 ? 2 : 0;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there are
-  // registers for that only where others send.
+  // dQ is sent behind the fence of the next dS, which saves waiting for its own. At 64 dims there
+  // are registers for that only where others send.
   static constexpr bool kSendsLate = kOrdered || kDim == 128;
   static constexpr PathName kName = PathName(kOrdered ? "cuda.attention.backward.long_ordered.d"
                                                       : "cuda.attention.backward.long.d") +
@@ -54,8 +54,8 @@ struct alignas(16) LongStep {
   int next;  // flags of the next step: nothing waits for them when it begins
 };
 
-// Where a warpgroup leaves its part of a step's dQ that is complete. Rows are 0 where other tiles of
-// keys still add to it.
+// Where a warpgroup leaves its part of a step's dQ that is complete. Rows are 0 where other tiles
+// of keys still add to it.
 struct alignas(16) CompleteStep {
   int query_row;  // in q
   int rows;
@@ -73,8 +73,8 @@ struct StepFlags {
   __device__ __forceinline__ bool is_last() const { return bits >> 16 & 1; }  // of the item
 };
 
-// Steps of an item: for each head of the group all queries that see one of its keys. Without an order
-// from some of the first on, so that the CTAs at work do not all add to the same sums.
+// Steps of an item: for each head of the group all queries that see one of its keys. Without an
+// order from some of the first on, so that the CTAs at work do not all add to the same sums.
 template <int kStep>
 struct StepRange {
   int first;

@@ -1,9 +1,9 @@
-// The workspaces of the backward kernel for long sequences (long_backward.cuh), and the kernels before
-// and behind it, which fill and empty them:
-//     statistics   lse and delta, by steps: prepare_long writes them
-//     dQ's sums    in f32, by steps: prepare_long clears them, finish_long rounds them to dQ; or, where
-//                  tiles of keys add in order, neither, and
-//     tickets      how many tiles of keys have added to a part of the sums: prepare_long clears them
+// The workspaces of the backward kernel for long sequences (long_backward.cuh), and the kernels
+// before and behind it, which fill and empty them:
+//     statistics   lse and delta of a step's queries: prepare_long writes them
+//     sums         dQ of a step, in f32: prepare_long clears them, finish_long rounds them to dQ
+//     tickets      kOrdered: how many tiles of keys have added to a part of the sums: prepare_long
+//                  clears them; the sums need nothing
 // Grid of both kernels: x = CTAs that share the tiles of long sequences, y = heads.
 #pragma once
 
@@ -107,8 +107,8 @@ __device__ __forceinline__ void zero_unseen_queries(const AttentionBackwardParam
   }
 }
 
-// lse, in units of log2, and delta of a tile: a thread multiplies one chunk of O by that of dO for every
-// kRowStep-th row. All that it needs is asked for first.
+// lse, in units of log2, and delta of a tile: a thread multiplies one chunk of O by that of dO for
+// every kRowStep-th row. All that it needs is asked for first.
 template <typename Config>
 __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
                                              const JaggedTile& tile) {

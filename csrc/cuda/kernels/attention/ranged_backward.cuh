@@ -1,5 +1,5 @@
-// Backward of attention with ranges of keys, unused keys or biases, and of jagged_hstu_attention, on
-// wgmma and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
+// Backward of attention with ranges of keys, unused keys or biases, and of jagged_hstu_attention,
+// on wgmma and TMA (compute capability 9.0), 16-bit elements. Mathematics and sums are those of
 // backward_wgmma.cuh, seven products, no atomics, the same bits at every run. Silu needs neither O
 // nor LSE nor delta: with z = scale S, h = z / 2 and t = tanh(h),
 //     P = h + h t        dS = 1/2 (1 + x) dP        x = t + P (1 - t)
@@ -16,28 +16,36 @@
 // ranged_dq_tables takes the place of ranged_dq: each of a fixed number of CTAs takes its share of
 // the tiles, and adds up dS beside dQ (table_gradients.cuh).
 //
-// Biases (logit_bias.cuh) make z = scale S + bias. The gradient of a kv_bias is the sum of dS of a key
-// over the queries, which ranged_dkdv has in registers.
+// Biases (logit_bias.cuh) make z = scale S + bias. The gradient of a kv_bias is the sum of dS of a
+// key over the queries, which ranged_dkdv has in registers.
 //
 // Masks. Window and ranges are two intervals of keys for each query. ranged_dq walks over the steps
 // of keys that some query of its tile sees, and masks one only where a query of a warp does not see
-// all of it. ranged_dkdv finds the tiles of queries that see some of its keys by their bounds, 32 at
-// a time, and masks those that do not see all.
+// all of it. ranged_dkdv finds the tiles of queries that see some of its keys by their bounds, 32
+// at a time, and masks those that do not see all.
 //
 // Shared memory, in rows of 2 kDim bytes: dq: Q and dO kRows, K and V kStep in 2 stages each; dkdv:
 // K and V kRows, Q and dO kStep in 2 stages each, lse and delta, or factors; 48 KiB for 64 dims and
 // 96 for 128 (dkdv 1 more), and with times 7 more, so that four CTAs of dq with 64 dims fill an SM;
-// with the gradients of tables 8 more and the sums. Gradients leave through the rows of Q, or of K and V.
+// with the gradients of tables 8 more and the sums. Gradients leave through the rows of Q, or of K
+// and V.
 //
-// Barriers: `own`, for a table of times, too, and `full` of each stage: thread 0 arrives, with the bytes
-// that it lets copy; all threads wait. One __syncthreads per step: all have finished the step before, whose stage is filled
-// next, and zeros and 4-byte copies have been written. Where steps overlap in dq it stands behind
-// the start of S, and zeros have one of their own. One more before gradients leave.
+// Barriers:            arrives                                  waits
+//     own              thread 0, with the bytes of the CTA's    all threads
+//                      own rows, and of a table of times
+//     full[stage]      thread 0, with the bytes of a step       all threads
+//     __syncthreads    all, once per step: the step before, whose stage is filled next, is done, and
+//                      zeros and 4-byte copies have been written. Where steps overlap in dq it is
+//                      behind the start of S, and zeros have one of their own. One more before
+//                      gradients leave.
 //
 // A copy may reach into the next sequence. What is summed over its rows gets zeros there, since 0
 // times NaN is NaN: K in dq, Q and dO in dkdv. V in dq does not: dS is replaced behind it. A CTA's
 // own rows past the end make rows of gradients that are not stored. Rows outside all sequences get
 // zeros, and so do keys that are not used or that nobody sees.
+//
+// Files: what both kernels use: ranged_backward_tile.cuh; the kernels: ranged_bounds.cuh,
+// ranged_dq.cuh, ranged_dkdv.cuh; their launches: here.
 #pragma once
 
 #include "cuda/kernels/attention/ranged_bounds.cuh"

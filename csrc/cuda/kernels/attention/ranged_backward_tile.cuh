@@ -1,5 +1,5 @@
-// What ranged_dq and ranged_dkdv (ranged_backward.cuh) both use: their tiles, the barriers of copies, and
-// silu.
+// What ranged_dq and ranged_dkdv (ranged_backward.cuh) both use: their tiles, the barriers of
+// copies, and silu.
 #pragma once
 
 #include "cuda/kernels/attention/backward_tiles.cuh"
@@ -53,8 +53,8 @@ struct CopyBarriers {
   }
 };
 
-// `shared` by an address that is known to be one for all lanes of a warp: with times, where there is
-// much else, each lane would find the descriptors of products for itself.
+// `shared` by an address that is known to be one for all lanes of a warp: with times, where there
+// is much else, each lane would find the descriptors of products for itself.
 template <typename Config, typename T>
 __device__ __forceinline__ T& uniform(T& shared) {
   if constexpr (has_times(Config::kBias)) {
@@ -84,8 +84,8 @@ struct SiluOf {
 template <bool kSilu>
 constexpr float kLogitUnit = kSilu ? 0.5f : kLog2E;
 
-// dS of silu, to s: from the slopes x there and dP, (1 + x) dP; 1/2 is left to the sums, unless Element
-// lacks the range.
+// dS of silu, to s: from the slopes x there and dP, (1 + x) dP; 1/2 is left to the sums, unless
+// Element lacks the range.
 template <typename Config, int kBlocks>
 __device__ __forceinline__ void multiply_by_slopes(Accumulator<1, kBlocks>& s,
                                                    const Accumulator<1, kBlocks>& dp,

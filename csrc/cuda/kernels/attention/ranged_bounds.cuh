@@ -1,5 +1,5 @@
-// The kernel before ranged_dq and ranged_dkdv (ranged_backward.cuh): what each tile of queries sees, and
-// the tables of their biases.
+// The kernel before ranged_dq and ranged_dkdv (ranged_backward.cuh): what each tile of queries
+// sees, and the tables of their biases.
 #pragma once
 
 #include "cuda/kernels/attention/ranged_backward_tile.cuh"
@@ -40,9 +40,9 @@ __device__ __forceinline__ void find_bias_tables(const AttentionBackwardParams& 
   }
 }
 
-// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With position_bias some
-// rows write its tables; with time_bias two find the spans of times of queries and keys, and each
-// other one fills a table of cells.
+// Row y = 0 of the grid: a warp for each tile of kRows queries, what it sees. With position_bias
+// some rows write its tables; with time_bias two find the spans of times of queries and keys, and
+// each other one fills a table of cells.
 template <int kRows>
 __global__ __launch_bounds__(kBoundsThreads) void find_tile_bounds(
     const __grid_constant__ AttentionBackwardParams params) {

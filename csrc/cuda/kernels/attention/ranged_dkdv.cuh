@@ -1,5 +1,6 @@
-// dK and dV of the backward pass with ranges, biases or silu (ranged_backward.cuh), and the gradient of
-// kv_bias. For each head of the group and each step of queries that see some of the tile's keys:
+// dK and dV of the backward pass with ranges, biases or silu (ranged_backward.cuh), and the
+// gradient of kv_bias. For each head of the group and each step of queries that see some of the
+// tile's keys:
 //     start S^T = K Q^T, dP^T = V dO^T
 //     copy Q and dO, lse and delta or factors, and the biases, of the next step
 //     softmax: P^T = exp2(...)                             silu: P^T and slopes x
@@ -24,8 +25,8 @@ struct RangedDkdvStorage : DkdvWgmmaStorage<Config> {
 };
 // --- verbs: columns are queries; `factors`, `lse` and `delta` are those of a step, in shared memory
 
-// Asks for lse and delta, or for the factors of queries, of a step from row `first` of q on, of which
-// `valid` rows exist, and commits all that this thread has asked for of the step.
+// Asks for lse and delta, or for the factors of queries, of a step from row `first` of q on, of
+// which `valid` rows exist, and commits all that this thread has asked for of the step.
 template <typename Config>
 __device__ __forceinline__ void load_statistics(RangedDkdvStorage<Config>& shared,
                                                 const AttentionBackwardParams& params,
@@ -59,7 +60,8 @@ __device__ __forceinline__ void convert_lse(float* of_step, int valid) {
     if (Config::kBiased && static_cast<int>(threadIdx.x) >= valid) lse = INFINITY;
   }
 }
-// silu of scores, or logits, times the factors of their queries if kFactors, to p; s becomes the slopes.
+// silu of scores, or logits, times the factors of their queries if kFactors, to p; s becomes the
+// slopes.
 template <typename Config, bool kFactors, typename Packed, int kBlocks>
 __device__ __forceinline__ void activate(Accumulator<1, kBlocks>& s, Packed& p,
                                          float scale_of_logits, const float* factors, int lane) {
@@ -133,8 +135,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   auto& shared = *reinterpret_cast<RangedDkdvStorage<Config>*>(wgmma_shared_bytes);
 
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
-  // The tile: `rows` used keys from tile.row on, `stored` in all; `queries` are the rows of q in the
-  // same sequence.
+  // The tile: `rows` used keys from tile.row on, `stored` in all; `queries` are the rows of q in
+  // the same sequence.
   const JaggedTile tile = find_tile<kRows>(params.kv_offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int row = static_cast<int>(tile.row);

@@ -1,5 +1,5 @@
-// dQ of the backward pass with ranges, biases or silu (ranged_backward.cuh), delta for ranged_dkdv, and
-// the gradients of tables. For each step of keys that the tile of queries sees:
+// dQ of the backward pass with ranges, biases or silu (ranged_backward.cuh), delta for ranged_dkdv,
+// and the gradients of tables. For each step of keys that the tile of queries sees:
 //     copy K and V, and the biases, of the next step
 //     start S = Q K^T, dP = dO V^T
 //     softmax: P = exp2(...), dS = P * (dP - delta)        silu: slopes x, dS = (1 + x) dP

@@ -1,8 +1,9 @@
-// Backward of jagged_flash_attention for short sequences (short_items.cuh says which a CTA takes): head
-// dims up to 64, 16-bit elements, as many kv heads as heads, copies by TMA, products by wgmma (compute
-// capability 9.0).
+// Backward of jagged_flash_attention for short sequences (short_items.cuh says which a CTA takes):
+// head dims up to 64, 16-bit elements, as many kv heads as heads, copies by TMA, products by wgmma
+// (compute capability 9.0).
 //
-// With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and dS = P * (dP - delta):
+// With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and dS = P * (dP -
+// delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
 // An item is one head of a sequence. Two warpgroups compute. Of up to 128 queries one takes an item
 // alone, so that one's exponentials run beside the other's products; of more each takes half of the
@@ -17,12 +18,12 @@
 //     store dQ, which stayed in registers
 // No atomics: the same bits at every run, whichever warpgroup takes an item.
 //
-// Shared memory: a ring of pages of 16 KiB: 64 rows of K and V, or of Q and dO. Pages of keys are given
-// back as soon as they have been used, so that parts of the next item come in. A copy reaches into
-// the next sequence: rows past the end are overwritten with zeros, since 0 times NaN is NaN: of
-// queries up to a multiple of 32, which the last step may be. And 32 KiB for dS^T, twice for each
-// warpgroup, so that one product may read it while the next is written; sums of dK or dV, and the
-// gradients on their way out, pass through the same place.
+// Shared memory: a ring of pages of 16 KiB: 64 rows of K and V, or of Q and dO. Pages of keys are
+// given back as soon as they have been used, so that parts of the next item come in. A copy reaches
+// into the next sequence: rows past the end are overwritten with zeros, since 0 times NaN is NaN:
+// of queries up to a multiple of 32, which the last step may be. And 32 KiB for dS^T, twice for
+// each warpgroup, so that one product may read it while the next is written; sums of dK or dV, and
+// the gradients on their way out, pass through the same place.
 //
 // Barriers (every lane arrives for what it wrote or read):
 //                          arrives                                   waits
@@ -36,8 +37,11 @@
 //   kSums                  both: sums for the other are written
 //   kRead + w              the other warpgroup has read those of w   warpgroup w
 //
-// The ring, its items and why it has no deadlock: short_backward_pages.cuh. Who fills it:
-// short_backward_producer.cuh. Who computes: short_backward_consumer.cuh.
+// A sequence without keys gives dQ zeros, one without queries dK and dV.
+//
+// Files: items, the ring of pages, and why it has no deadlock: short_backward_pages.cuh; the warps
+// that fill it: short_backward_producer.cuh; those that compute: short_backward_consumer.cuh; the
+// kernel and its launch: here.
 #pragma once
 
 #include "cuda/kernels/attention/short_backward_consumer.cuh"

@@ -1,5 +1,5 @@
-// A computing warpgroup of the backward kernel for short sequences (short_backward.cuh). For its queries,
-// up to two pages of them, and each page of keys:
+// A computing warpgroup of the backward kernel for short sequences (short_backward.cuh). For its
+// queries, up to two pages of them, and each page of keys:
 //     start S^T = K Q^T, dP^T = V dO^T
 //     P^T = exp2(...)
 //     start dV += P^T dO
@@ -13,8 +13,8 @@
 
 namespace jagged_cuda::attention {
 
-// A pair of elements times two numbers, rounded to Element. bf16 rounds those first, for a third of the
-// instructions; f16 has not their range.
+// A pair of elements times two numbers, rounded to Element. bf16 rounds those first, for a third of
+// the instructions; f16 has not their range.
 template <typename Element>
 __device__ __forceinline__ uint32_t times(uint32_t pair, const float (&factors)[2]) {
   if constexpr (std::is_same_v<Element, __half>) {
@@ -77,8 +77,8 @@ struct ShortBackwardConsumer {
 
   // --- a warp's 16 rows on their way through shared memory
 
-  // This warp's rows of its place for the next dS, which no product reads any more: all warps waited for
-  // the last but one before they met for the last.
+  // This warp's rows of its place for the next dS, which no product reads any more: all warps
+  // waited for the last but one before they met for the last.
   __device__ __forceinline__ uint32_t own_rows() const {
     return ptx::shared_address(shared.grad_scores[warpgroup][next_scores].data) +
            warp * 16 * Storage::kRowBytes;
@@ -236,8 +236,8 @@ struct ShortBackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // The keys from `key` on, in `keys`, and kBlocks * 8 queries from `query` on, which are in a page's
-  // rows from `offset` on; adds to the dQ of that page.
+  // The keys from `key` on, in `keys`, and kBlocks * 8 queries from `query` on, which are in a
+  // page's rows from `offset` on; adds to the dQ of that page.
   template <int kBlocks>
   __device__ __forceinline__ void step(Accumulator<1, 8>& grad_q, const WindowOf<int>& seen,
                                        Page& keys, int key, int num_keys, int slot, int query,
@@ -283,8 +283,8 @@ struct ShortBackwardConsumer {
 
   // --- an item
 
-  // Adds the other warpgroup's `kept` to this one's, and gives it `given`, which is of no use here any
-  // more.
+  // Adds the other warpgroup's `kept` to this one's, and gives it `given`, which is of no use here
+  // any more.
   __device__ __forceinline__ void exchange(Accumulator<1, 8>& kept,
                                            const Accumulator<1, 8>& given) {
     const int other = warpgroup ^ 1, thread = warp * 32 + lane;
@@ -320,8 +320,8 @@ struct ShortBackwardConsumer {
     const bool alone = item.owner != ShortBackwardItem::kBoth;
     const int num_queries = item.queries.len, num_keys = item.keys.len,
               key_pages = item.key_pages();
-    // Its queries: of two pages from the first on the rows [first, last). Where both take the item each
-    // has half: of three pages they share the one between.
+    // Its queries: of two pages from the first on the rows [first, last). Where both take the item
+    // each has half: of three pages they share the one between.
     const bool shares_page = !alone && item.query_pages() == 3;
     const bool is_second = !alone && warpgroup == 1;
     const int first_page = is_second ? (shares_page ? 1 : 2) : 0;

@@ -1,10 +1,10 @@
-// The items of the backward kernel for short sequences (short_backward.cuh), the ring of pages through
-// which their operands pass, and which of the two warpgroups takes an item.
+// The items of the backward kernel for short sequences (short_backward.cuh), the ring of pages
+// through which their operands pass, and which of the two warpgroups takes an item.
 //
-// Without a deadlock: pages are filled in the order of items, an item has no more than there are, and
-// a warpgroup takes items in their order. kDescribed: an item described has a page or waits for one;
-// of the items before it the ring holds kPages at most, and a warpgroup that walks to its next passes
-// over no more than those that the other got in a row, at most five (ShortBackwardTurns).
+// Without a deadlock: pages are filled in the order of items, an item has no more than there are,
+// and a warpgroup takes items in their order. kDescribed: an item described has a page or waits for
+// one; of the items before it the ring holds kPages at most, and a warpgroup that walks to its next
+// passes over no more than those that the other got in a row, at most five (ShortBackwardTurns).
 #pragma once
 
 #include "cuda/kernels/attention/short_items.cuh"
@@ -49,8 +49,8 @@ struct alignas(16) ShortBackwardItem {
 
   __device__ __forceinline__ int key_pages() const { return (keys.len + 63) / 64; }
   __device__ __forceinline__ int query_pages() const { return (queries.len + 63) / 64; }
-  // The page that is copied as number `copy`: the first of keys and all of queries, then the others,
-  // each of which is wanted when the one before has been used.
+  // The page that is copied as number `copy`: the first of keys and all of queries, then the
+  // others, each of which is wanted when the one before has been used.
   __device__ __forceinline__ int page_of(int copy) const {
     const int num_keys = key_pages(), num_queries = query_pages();
     if (num_keys == 0 || copy == 0) return copy;

@@ -1,5 +1,5 @@
-// The producers of the backward kernel for short sequences (short_backward.cuh): one warp copies pages
-// of operands, kHelpers warps make them ready for the products.
+// The producers of the backward kernel for short sequences (short_backward.cuh): one warp copies
+// pages of operands, kHelpers warps make them ready for the products.
 //
 //     copying warp                               each helping warp
 //     for each item:                             for each item:

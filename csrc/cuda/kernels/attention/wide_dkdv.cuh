@@ -1,14 +1,31 @@
-// dK and dV of the backward pass for wide heads (wide_backward.cuh). Items are tiles of 64 keys of one kv
-// head; one warpgroup computes dV, the other dK.
+// dK and dV of the backward pass for wide heads (wide_backward.cuh says how). Items are tiles of 64
+// keys of one kv head; one warpgroup computes dV, the other dK.
 //
-//     copier (one thread)          statistics (one warp)   first warpgroup       second warpgroup
-//     for each item:               for each item:          for each item:        for each item:
-//       K, V                         for each step:          for each step:        for each step:
-//       for each step (head of         lse, delta              start S^T = K Q^T     start dP^T = V dO^T
-//       the group, 64 queries):                                P^T = exp2(...)  ->   dS^T = P^T *
-//         Q, dO                                                                           (dP^T - delta)
-//                                                              start dV += P^T dO    start dK += dS^T Q
-//                                                            store dV              store dK
+//     copier (one thread)        first warpgroup           second warpgroup
+//     for each item:             for each item:            for each item:
+//       K, V                       for each step:            for each step:
+//       for each step (head of       start S^T = K Q^T         start dP^T = V dO^T
+//       the group, 64 queries):      P^T = exp2(...)     ->    dS^T = P^T * (dP^T - delta)
+//         Q, dO                      start dV += P^T dO        start dK += dS^T Q
+//                                  store dV                  store dK
+//     statistics (one warp): lse and delta of each step
+//
+// P^T passes from thread to thread by way of shared memory, since both hold the same elements of a
+// product. S^T is started behind the last dV, dP^T behind the last dK.
+//
+// Shared memory, in tiles of 64 rows of 512 bytes: K, V; Q and dO in 2 stages (192 dims: 3); P^T in
+// f32, twice: 224 KiB, 1 more for lse and delta.
+//
+// Barriers:               arrives                                waits
+//     items.full          scheduler                              copier, statistics, computing warps
+//     items.empty         copier, statistics, computing warps    scheduler
+//     tile_full[w]        copier, with K (w = 0), V (w = 1)      warpgroup w
+//     tile_empty[w]       warpgroup w, after its last S or dP    copier
+//     ring.full           copier, with Q and dO; statistics      both warpgroups
+//     ring.empty          both warpgroups, after their products  copier, statistics
+//     probs.full          threads of the first, P is written     the second
+//     probs.empty         threads of the second, P is read       the first
+//     kZeroed + w         warpgroup w                            the same, after it wrote zeros
 #pragma once
 
 #include "cuda/kernels/attention/epilogue.cuh"
@@ -204,8 +221,8 @@ struct WideDkdvConsumer {
     __syncwarp();  // all lanes have read what the others may now overwrite
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
-  // A step's operands. Every lane that has read a delta arrives for itself, as racecheck follows it;
-  // what is read of lse is behind the barriers of P^T.
+  // A step's operands. Every lane that has read a delta arrives for itself, as racecheck follows
+  // it; what is read of lse is behind the barriers of P^T.
   __device__ __forceinline__ void release(int stage) {
     if constexpr (kOfValues) {
       arrive(shared.ring.empty[stage]);

@@ -1,5 +1,5 @@
-// dQ of the backward pass for wide heads (wide_backward.cuh), and delta for wide_dkdv. Items are tiles of
-// 128 queries of one head; each computing warpgroup has 64 of them.
+// dQ of the backward pass for wide heads (wide_backward.cuh says how), and delta for wide_dkdv.
+// Items are tiles of 128 queries of one head; each computing warpgroup has 64 of them.
 //
 //     copier (one thread)              each computing warpgroup
 //     for each item:                   for each item:
@@ -7,9 +7,23 @@
 //       for each tile of 64 keys:        for each tile of 64 keys:
 //         V, K of the next tile            start S = Q K^T, behind dQ of the tile before
 //                                          start dP = dO V^T
-//                                          P = exp2(...), dS = P * (dP - delta), rounded
+//                                          P = exp2(...), dS = P * (dP - delta), in registers
 //                                          start dQ += dS K
 //                                        store dQ
+//
+// Shared memory, in tiles of 64 rows of 512 bytes: Q and dO of each warpgroup, K in 2 stages, V in
+// one: 224 KiB (192 dims: a stage more of each, 216).
+//
+// Barriers:               arrives                                waits
+//     items.full          scheduler                              copier, computing warps
+//     items.empty         copier, computing warps                scheduler
+//     q_full[w]           copier, with Q and dO of a warpgroup   warpgroup w
+//     q_empty[w]          warpgroup w, after its last dP         copier
+//     keys.full           copier, with K                         computing warps
+//     keys.empty          computing warps, after their dQ        copier
+//     values.full         copier, with V                         computing warps
+//     values.empty        computing warps, after their dP        copier
+//     kZeroed + w         warpgroup w                            the same, after it wrote zeros
 #pragma once
 
 #include "cuda/kernels/attention/epilogue.cuh"
