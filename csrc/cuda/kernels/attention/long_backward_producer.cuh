@@ -167,6 +167,7 @@ struct LongSender {
           shared.complete[warpgroup] = {item.query_begin + query,
                                         is_last ? min(item.num_queries - query, Config::kStep) : 0,
                                         head, before > 0};
+          // There is room: what was sent before has been read.
           if (!is_last) ptx::mbarrier_arrive(shared.sums_ready[warpgroup]);
           pass_turn();  // of the step before
           if (before > 0) wait_for_turn(ticket, before);

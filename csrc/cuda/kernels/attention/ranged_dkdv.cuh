@@ -95,6 +95,7 @@ __device__ __forceinline__ void exponentiate_columns(Accumulator<1, kBlocks>& s,
     }
   }
 }
+// dP^T of silu times the factors of its queries.
 template <int kBlocks>
 __device__ __forceinline__ void multiply_by_factors(Accumulator<1, kBlocks>& dp,
                                                     const float* factors, int lane) {

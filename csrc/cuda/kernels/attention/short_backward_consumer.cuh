@@ -16,7 +16,7 @@ namespace jagged_cuda::attention {
 // A pair of elements times two numbers, rounded to Element. bf16 rounds those first, for a third of
 // the instructions; f16 has not their range.
 template <typename Element>
-__device__ __forceinline__ uint32_t times(uint32_t pair, const float (&factors)[2]) {
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, const float (&factors)[2]) {
   if constexpr (std::is_same_v<Element, __half>) {
     const float2 elements = unpack<Element>(pair);
     return pack<Element>(elements.x * factors[0], elements.y * factors[1]);
@@ -201,7 +201,7 @@ struct ShortBackwardConsumer {
       for (int half = 0; half < 2; ++half) {
         const uint32_t probs = p.fragments[block / 2][block % 2 * 2 + half];
         const float pair[2] = {dp[0][block][2 * half] - own.x, dp[0][block][2 * half + 1] - own.y};
-        ds.fragments[block / 2][block % 2 * 2 + half] = times<Element>(probs, pair);
+        ds.fragments[block / 2][block % 2 * 2 + half] = multiply_pair<Element>(probs, pair);
       }
     }
   }

@@ -46,8 +46,9 @@ __device__ __forceinline__ void zero_page_rows(Page& page, int first, int last, 
   }
 }
 
-// A page of queries: their statistics, and zeros behind them; one warp. A lane sums one chunk of 8
-// columns of every fourth row.
+// A page of queries: lse and delta = rowsum(dO * O) - dlse, and zeros behind them; one warp. A lane
+// multiplies one chunk of 8 columns of every fourth row, half a page at a time. What comes from
+// global memory is asked for before the wait for the page, which has dO.
 template <typename Config>
 __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& params,
                                                 ShortBackwardStorage<Config>& shared,
@@ -58,21 +59,21 @@ __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& p
   const int first = page * Config::kPageRows, rows = min(item.queries.len - first, 64),
             chunk = lane % 8;
   const unsigned begin = item.queries.begin + first;
-  const LaneRows out(params.out, begin + lane / 8, item.head, chunk * 8);
-  const bool column = chunk * 8 < params.dim_v;
-  uint4 a[kAtOnce];
-  const char* next = out.data;
-  const auto load = [&](int half) {
+  const LaneRows gOut(params.out, begin + lane / 8, item.head, chunk * 8);
+  const bool has_column = chunk * 8 < params.dim_v;
+  uint4 out[kAtOnce];
+  const char* next = gOut.data;
+  const auto load_out = [&](int half) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      a[i] = ptx::ld_global_nc_16(next, half * 32 + i * 4 + lane / 8 < rows && column);
-      next += out.row_bytes * uint64_t{4};
+      out[i] = ptx::ld_global_nc_16(next, half * 32 + i * 4 + lane / 8 < rows && has_column);
+      next += gOut.row_bytes * uint64_t{4};
     }
   };
-  load(0);
+  load_out(0);
   if (lane + 32 < rows)
     ptx::prefetch_l2(LaneRows(params.out, begin + lane + 32, item.head, 0).data);
-  float lse[2], grad[2];
+  float lse_log2[2], grad_lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = half * 32 + lane;
@@ -81,17 +82,17 @@ __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& p
     // A query past the end, or one that sees nothing, has P = 0.
     const float value =
         row < rows ? __ldg(static_cast<const float*>(params.lse) + statistic) : -INFINITY;
-    lse[half] = value == -INFINITY ? INFINITY : value * kLog2E;
-    grad[half] = row < rows && params.grad_lse != nullptr
-                     ? __ldg(static_cast<const float*>(params.grad_lse) + statistic)
-                     : 0.0f;
+    lse_log2[half] = value == -INFINITY ? INFINITY : value * kLog2E;
+    grad_lse[half] = row < rows && params.grad_lse != nullptr
+                         ? __ldg(static_cast<const float*>(params.grad_lse) + statistic)
+                         : 0.0f;
   }
   ptx::mbarrier_wait(shared.full[place.slot], place.parity);
   float* delta = shared.delta[place.slot];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    shared.lse[place.slot][half * 32 + lane] = lse[half];
-    delta[half * 32 + lane] = -grad[half];
+    shared.lse[place.slot][half * 32 + lane] = lse_log2[half];
+    delta[half * 32 + lane] = -grad_lse[half];
   }
   __syncwarp();
   const char* grad_out = reinterpret_cast<const char*>(shared.pages[place.slot].rows[1].data);
@@ -101,11 +102,11 @@ __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& p
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = half * 32 + i * 4 + lane / 8;
-      const uint4 b = *reinterpret_cast<const uint4*>(grad_out + row * ShortLayout::kRowBytes +
-                                                      (chunk ^ (row & 7)) * 16);
-      sum[i] = dot_chunks<Element>(a[i], b);
+      const uint4 own = *reinterpret_cast<const uint4*>(grad_out + row * ShortLayout::kRowBytes +
+                                                        (chunk ^ (row & 7)) * 16);
+      sum[i] = dot_chunks<Element>(out[i], own);
     }
-    if (half == 0) load(1);
+    if (half == 0) load_out(1);
 #pragma unroll
     for (int other = 1; other < 8; other *= 2) {
 #pragma unroll
@@ -155,6 +156,7 @@ __device__ __forceinline__ void help_short_backward(const AttentionBackwardParam
 
 // --- the copying warp
 
+// Takes items, and copies their pages in the order in which they are wanted; one warp.
 template <typename Config>
 struct ShortBackwardCopier {
   using Storage = ShortBackwardStorage<Config>;
@@ -163,7 +165,8 @@ struct ShortBackwardCopier {
   const ShortBackwardParams& params;
   Storage& shared;
   const int lane;
-  int described = 0, copied = 0;  // the next item's place among the described, pages so far
+  int described = 0;  // the next item's place among those that are
+  int copied = 0;     // pages
   ShortPlaces places = ShortPlaces::all<Storage::kPages>();
   ShortBackwardTurns turns;
 
