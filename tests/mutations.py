@@ -315,7 +315,7 @@ FAULTS = (
     Fault(
         "queries counted twice",
         "cuda",
-        "cuda/kernels/attention/short_backward.cuh",
+        "cuda/kernels/attention/short_backward_consumer.cuh",
         "    if (shares_page && !is_second) last[1] = 32;\n",
         "",
         "tests/test_cuda_short_tiny.py -k test_path_of_short_sequences",
@@ -323,7 +323,7 @@ FAULTS = (
     Fault(
         "sums of half the queries",
         "cuda",
-        "cuda/kernels/attention/short_backward.cuh",
+        "cuda/kernels/attention/short_backward_consumer.cuh",
         "      kept[0][i][3] += sum.w;\n",
         "",
         "tests/test_cuda_short_tiny.py -k test_path_of_short_sequences",
@@ -331,7 +331,7 @@ FAULTS = (
     Fault(
         "lost ticket",
         "cuda",
-        "cuda/kernels/attention/long_backward.cuh",
+        "cuda/kernels/attention/long_backward_producer.cuh",
         "while (ptx::ld_acquire_gpu(ticket) < before)",
         "while (ptx::ld_acquire_gpu(ticket) < 0)",
         "tests/test_cuda_long.py -k test_long_backward_gives_the_same_bits",
@@ -339,7 +339,7 @@ FAULTS = (
     Fault(
         "dS not waited for",
         "cuda",
-        "cuda/kernels/attention/long_backward.cuh",
+        "cuda/kernels/attention/long_backward_consumer.cuh",
         "    ptx::mbarrier_wait(shared.scores_full[late.score_stage], late.score_parity);\n",
         "",
         "tests/test_cuda_long.py -k test_long_among_shorter_sequences_backward",
@@ -619,7 +619,7 @@ FAULTS = (
     Fault(
         name="a bias of the head before",
         device="cuda",
-        path="cuda/kernels/attention/ranged_backward.cuh",
+        path="cuda/kernels/attention/ranged_dkdv.cuh",
         text="bias.set_head(next_head, keys);",
         instead="",
         check="--op jagged_flash_attention_biased",
@@ -627,7 +627,7 @@ FAULTS = (
     Fault(
         name="hidden rows of a bias",
         device="cuda",
-        path="cuda/kernels/attention/ranged_backward.cuh",
+        path="cuda/kernels/attention/ranged_dkdv.cuh",
         text=" lse = Config::kBiased ? lse_in_log2(lse, kMostLse) : lse * kLog2E;",
         instead=" lse = lse * kLog2E;",
         check="tests/test_attention_bias.py -k everything_hidden",
