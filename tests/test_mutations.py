@@ -1,4 +1,4 @@
-"""The faults of tests/mutations.py still fit the sources; `make mutate` plants and catches them."""
+"""The faults of tests/faults/ still fit the sources; `make mutate` plants and catches them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mutations import FAULTS, ROOT, Fault
+from faults import FAULTS
+from faults.fault import Fault
+from mutations import ROOT
 
 from jagged_cuda.testing.cases import EVERY
 
