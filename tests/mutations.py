@@ -4,10 +4,11 @@
     python tests/mutations.py --device cuda     # those of the GPU's
     python tests/mutations.py --only "lost barrier" --device cuda
     python tests/mutations.py --device cuda --jobs 6    # six copies, each compiled once
+    python tests/mutations.py --device cuda --list      # each fault, its file and its check
 
-A fault is one text that is replaced by another in a copy of the sources. The copy is built, and the
-fuzzer, or the test that the fault names, is run on it. The exit status is 1 if a fault is not
-caught, or if the sources as they are fail. docs/testing.md holds the table.
+A fault of tests/faults/ is one text that is replaced by another in a copy of the sources. The copy
+is built, and the fuzzer, or the test that the fault names, is run on it. The exit status is 1 if a
+fault is not caught, or if the sources as they are fail.
 """
 
 from __future__ import annotations
@@ -117,12 +118,17 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", choices=sorted({fault.name for fault in FAULTS}))
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in its copy")
+    parser.add_argument("--list", action="store_true", help="print the faults, plant none")
     options = parser.parse_args(given)
     chosen = [
         fault
         for fault in FAULTS
         if fault.device == options.device and options.only in (None, fault.name)
     ]
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name} (csrc/{fault.path}): {fault.check}")
+        return 0
     # One after another in one copy, since each is undone by compiling what the next compiles, too.
     of_file: dict[str, list[Fault | None]] = {"": [None]}
     for fault in chosen:
