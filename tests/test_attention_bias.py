@@ -261,6 +261,22 @@ def test_the_same_large_bias_for_all_keys(
         assert all((g == 0).all() for g in grads)
 
 
+def test_a_key_that_stands_out_far_below_without_a_bias(device: torch.device) -> None:
+    """Its probability is 1, its value gets the whole gradient, though the LSE is below -2^24."""
+    rows = torch.arange(70, device=device)
+    offsets = torch.tensor([0, 70], device=device)
+    far = torch.full((70, 1, 16), 4096.0, device=device)
+    leaves = [t.requires_grad_() for t in (far, -far, drawn(70, 1, 16, device=device))]
+    ranges = torch.stack((rows, rows + 1), -1).int()  # each row sees one key
+    grad = drawn(70, 1, 16, device=device, seed=1)
+    out, lse = jagged_flash_attention(
+        *leaves, offsets, key_ranges=ranges, scale=1.0, return_lse=True
+    )
+    assert (lse < -(2**24)).all()
+    torch.testing.assert_close(out, leaves[2], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves[2], grad)[0], grad)
+
+
 @pytest.mark.parametrize("size", FAR[:4])
 @pytest.mark.parametrize(("dim", "scale"), DIMS_AND_SCALES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -308,6 +308,16 @@ def test_a_large_bias_for_all_keys(bias: float) -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(out.square().sum(), leaves))
 
 
+def test_a_key_that_stands_out_far_below_without_a_bias() -> None:
+    """Its probability is 1, its value gets the whole gradient, though the LSE is below -2^24."""
+    far = torch.full((1, 2, 16), 4096.0, device=DEVICE)
+    leaves = [t.requires_grad_() for t in (far, -far, torch.randn(1, 2, 16, device=DEVICE))]
+    offsets = torch.tensor([0, 1], device=DEVICE)
+    out = triton_ref.jagged_flash_attention(*leaves, offsets, scale=1.0)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves[2], grad)[0], grad)
+
+
 def test_target_attention_with_a_bias() -> None:
     offsets, used = (torch.tensor(t, device=DEVICE) for t in ([0, 9, 12], [5, 3]))
     q, kv_bias = torch.randn(2, 3, 2, 16, device=DEVICE), torch.randn(12, device=DEVICE)

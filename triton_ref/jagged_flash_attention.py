@@ -64,13 +64,13 @@ def sees(o_row, o_col, len_q, len_k, left, right, p_ranges, num_ranges):
 
 
 @triton.jit
-def finite(b_lse):
+def finite(b_lse, BIASED: tl.constexpr):
     """Of rows all of whose keys a bias hides: their P is 0 then.
 
-    Likewise where an LSE in float32 is below -2^24, from where on its neighbours are 2 apart: P
-    would be up to 1 for each key.
+    Likewise with a bias where an LSE in float32 is below -2^24, from where on its neighbours are 2
+    apart: P would be up to 1 for each key.
     """
-    least = -3e38 if b_lse.dtype == tl.float64 else -16777216.0
+    least = -16777216.0 if BIASED and b_lse.dtype != tl.float64 else -3e38
     return tl.where(b_lse < least, 0.0, b_lse)
 
 
@@ -249,7 +249,8 @@ def jagged_flash_attention_backward_dq_kernel(
         # [TILE, BLOCK_DV]
         b_out = load_head(p_out, (DV, 0, 1), 0, o_out, m_m, DV, BLOCK_DV)
         # [TILE]
-        b_lse = finite(tl.load(p_lse + o_out, mask=m_m, other=0.0))
+        BIASED: tl.constexpr = key is not None or time is not None or position is not None
+        b_lse = finite(tl.load(p_lse + o_out, mask=m_m, other=0.0), BIASED)
         b_delta = tl.sum(b_out.to(ACCUMULATOR) * b_grad_out.to(ACCUMULATOR), 1)
         if p_grad_lse is not None:
             # [TILE]
@@ -366,7 +367,8 @@ def jagged_flash_attention_backward_dkdv_kernel(
                 b_lse = b_zeros
             else:
                 # [TILE]
-                b_lse = finite(tl.load(p_lse + o_out, mask=m_m, other=0.0))
+                BIASED: tl.constexpr = key is not None or time is not None or position is not None
+                b_lse = finite(tl.load(p_lse + o_out, mask=m_m, other=0.0), BIASED)
                 # [TILE]
                 b_delta = tl.load(p_delta + o_out, mask=m_m, other=0.0)
 

@@ -52,11 +52,13 @@ struct FmaForwardStorage {
   T sP[Config::kTile][Config::kTile + 1];
 };
 
-// Of a row all of whose keys a bias hides: their P is 0 then. Likewise below -kMostLse in f32.
+// Of a row all of whose keys a bias hides: their P is 0 then. Likewise below -kMostLse in f32, with a
+// bias: without one, a key that stands out at such a size still has its P of 1.
 template <typename T>
-__device__ __forceinline__ T finite_lse(T lse) {
-  constexpr T kLeast = sizeof(T) == 4 ? T(-kMostLse) : T(-DBL_MAX);
-  return lse < kLeast ? T(0) : lse;
+__device__ __forceinline__ T finite_lse(const AttentionParams& params, int64_t statistic) {
+  const T lse = static_cast<const T*>(params.lse)[statistic],
+          least = sizeof(T) == 4 ? (params.bias.any() ? T(-kMostLse) : T(-FLT_MAX)) : T(-DBL_MAX);
+  return lse < least ? T(0) : lse;
 }
 
 template <typename Config>
@@ -346,7 +348,7 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
         dot += shared.sGradOut[row][column] * gOut[column];
       delta[i] = row_sum(dot);
       if (!valid) continue;
-      lse[i] = finite_lse(static_cast<const T*>(params.lse)[statistic]);
+      lse[i] = finite_lse<T>(params, statistic);
       if (params.grad_lse != nullptr) delta[i] -= static_cast<const T*>(params.grad_lse)[statistic];
       if (!kTables && x == 0) static_cast<T*>(params.delta)[statistic] = delta[i];
     }
@@ -461,7 +463,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
         const int column = x + Config::kSide * j;
         const bool valid = query + column < queries.len;
         const int64_t statistic = (first + (valid ? column : 0)) * params.heads + head;
-        const T lse = params.silu ? T(0) : finite_lse(static_cast<const T*>(params.lse)[statistic]);
+        const T lse = params.silu ? T(0) : finite_lse<T>(params, statistic);
         delta[j] = static_cast<const T*>(params.delta)[statistic];
         const bool ranged = params.key_ranges != nullptr;
         const RowRanges ranges =

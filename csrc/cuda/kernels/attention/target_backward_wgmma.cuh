@@ -60,7 +60,7 @@ struct TargetBackwardWgmmaConfig {
   static constexpr int kDim = kDim_;    // columns of Q, K, V, dO in shared memory
   static constexpr int kRows = kRows_;  // of Q and dO
   static constexpr int kKeys = 64;      // of a tile
-  static constexpr int kChunk = kTargetChunk;
+  static constexpr int kChunk = kTargetWgmmaChunk;  // as forward
   static constexpr int kStages = kDim == 128 ? 4 : 8;
   static constexpr int kItems = 2;    // published ahead
   static constexpr int kScorers = 2;  // warpgroups that compute scores
