@@ -1,5 +1,5 @@
 // What a CTA of a persistent kernel for long sequences works on, where its rows are queries
-// (long_forward.cuh, wide_dq of wide_backward.cuh): items, each a tile of kTileM queries of one sequence
+// (long_forward.cuh, wide_dq.cuh): items, each a tile of kTileM queries of one sequence
 // and a head, or of kTileM >> packed_shift queries and 2^packed_shift heads.
 //
 // A warp of producers, the scheduler, takes items from the plan (long_plan.cuh) and publishes them in a

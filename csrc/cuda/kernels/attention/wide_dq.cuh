@@ -27,7 +27,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/epilogue.cuh"
-#include "cuda/kernels/attention/long_forward.cuh"
+#include "cuda/kernels/attention/long_items.cuh"
 #include "cuda/kernels/attention/mask.cuh"
 #include "cuda/kernels/attention/wide_tile.cuh"
 
