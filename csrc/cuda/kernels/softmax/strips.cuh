@@ -22,7 +22,8 @@
 //   exponentials once more, multiplied; store words
 //
 // Backward there is the sum of p dp alone. Forward sums are integers, so that they depend on nothing but
-// the column; sums of p dp are added in an order that follows from the matrix's shape.
+// the column; sums of p dp are added in an order that follows from the matrix's shape and, for an even
+// number of columns, from whether its begin is odd.
 //
 // Shared memory: `words` of each thread, 64 KiB; a number for each thread and element of its word; of each
 // column the CTA's number, twice, which the cluster reads, and the number of all.
