@@ -9,6 +9,7 @@ torch.utils.cpp_extension and ninja do the work: `load` for the import (`_load.p
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -22,7 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ LONGEST = (
     *("backward_", "ranged_backward_", "ranged_forward_", "jagged2_softmax", "long_", "few"),
     *("forward_", "target_", "tiny", "fma", "jagged_dense_bmm"),
 )
+BUILDING = "building"  # a file that lies in a folder while a library is compiled there
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")
 
 
@@ -283,8 +285,11 @@ class Build:
         return f"{nvcc} and {cxx}" if nvcc else cxx
 
     @contextlib.contextmanager
-    def cpp_extension(self, work: Path) -> Iterator[Any]:
-        """Gives torch.utils.cpp_extension, with the environment that this build needs."""
+    def cpp_extension(self, work: Path, *, at_once: int = 1) -> Iterator[Any]:
+        """Gives torch.utils.cpp_extension, with the environment that this build needs.
+
+        `at_once`: how many libraries are compiled in it at a time.
+        """
         assert self.cxx is not None
         cxx = self.cxx[0]
         if len(self.cxx) > 1:  # it takes CXX for one word
@@ -292,7 +297,7 @@ class Build:
             Path(cxx).write_text(f'#!/bin/sh\nexec {shlex.join(self.cxx)} "$@"\n')
             Path(cxx).chmod(0o755)
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        jobs = max(1, min(len(os.sched_getaffinity(0)), memory_bytes // 1_500_000_000))
+        jobs = max(1, min(len(os.sched_getaffinity(0)), memory_bytes // at_once // 1_500_000_000))
         before = dict(os.environ)
         os.environ |= {
             "PATH": path_with_ninja(),
@@ -371,54 +376,80 @@ class Build:
             subprocess.run([os.environ["CXX"], *stub, folder / "libtorch_cuda.so"], check=True)
         return folder
 
-    def load(self, work: Path, title: str) -> Path:
+    def load(self, cpp_extension: Any, work: Path) -> Path:
         """Compiles in `work`, where ninja keeps what has not changed, and loads the library.
 
-        The caller holds a lock on the folder. Raises BuildError if compiling fails, and OSError if
-        `work` cannot be written or loaded from.
+        Raises BuildError if compiling fails, and OSError if `work` cannot be written, or the
+        library not be loaded.
         """
-        for path in work.parent.glob("work-*"):  # unused for a month
-            if path.stat().st_mtime < time.time() - 30 * 86400:
-                shutil.rmtree(path, ignore_errors=True)
-        building = work / "building"
-        if building.exists():
+        sources, cxx, nvcc, link = self.recipe(work)
+        # A build that has failed in this process would count as done.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(self.library, None)
+        building = work / BUILDING
+        building.touch()
+        try:
+            path = cpp_extension.load(
+                name=self.library,
+                sources=sources,
+                extra_cflags=[*map(shlex.quote, cxx)],
+                extra_cuda_cflags=[*map(shlex.quote, nvcc)],
+                extra_ldflags=[*map(shlex.quote, link)],
+                extra_include_paths=[str(work / "csrc")],
+                build_directory=str(work),
+                is_python_module=False,
+            )
+        except RuntimeError as error:
+            building.unlink()
+            raise _explain(str(error), work) from None
+        building.unlink()
+        return Path(path)
+
+
+def load_all(
+    builds: Sequence[Build], folder: Path, title: str
+) -> list[Path | BuildError | OSError]:
+    """Compiles and loads libraries, all at once, each in its own folder below `folder`.
+
+    The caller holds a lock on the folder. Returns, for each library, its path, or a BuildError if
+    it could not be compiled, or an OSError if it could not be written or loaded.
+    """
+    for path in folder.glob("work-*"):  # unused for a month
+        if path.stat().st_mtime < time.time() - 30 * 86400:
+            shutil.rmtree(path, ignore_errors=True)
+    works = [folder / f"work-{build.key()}" for build in builds]
+    for work in works:
+        if (work / BUILDING).exists():
             # A killed build left it: its compilers may still run, and write into this folder.
             abandoned = work.rename(work.with_name(f"{work.name}-abandoned-{time.time_ns()}"))
             shutil.rmtree(abandoned, ignore_errors=True)
         work.mkdir(exist_ok=True)
-        with self.cpp_extension(work) as cpp_extension:
-            sources, cxx, nvcc, link = self.recipe(work)
-            # A build that has failed in this process would count as done.
-            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(self.library, None)
-            building.touch()
-            try:
-                with progress(title, work, len(sources)):
-                    path = cpp_extension.load(
-                        name=self.library,
-                        sources=sources,
-                        extra_cflags=[*map(shlex.quote, cxx)],
-                        extra_cuda_cflags=[*map(shlex.quote, nvcc)],
-                        extra_ldflags=[*map(shlex.quote, link)],
-                        extra_include_paths=[str(work / "csrc")],
-                        build_directory=str(work),
-                        is_python_module=False,
-                    )
-            except RuntimeError as error:
-                building.unlink()
-                raise _explain(str(error), work) from None
-            building.unlink()
-        return Path(path)
+
+    def load(build: Build, work: Path) -> Path | BuildError | OSError:
+        try:
+            return build.load(cpp_extension, work)
+        except (BuildError, OSError) as error:
+            return error
+
+    files = sum(len(library_sources(build.csrc, build.library)) for build in builds)
+    # That of the last one serves all: what CUDA needs beside the rest changes nothing for the CPU.
+    with (
+        builds[-1].cpp_extension(works[-1], at_once=len(builds)) as cpp_extension,
+        progress(title, works, files),
+        concurrent.futures.ThreadPoolExecutor(len(builds)) as pool,
+    ):
+        return [*pool.map(load, builds, works)]
 
 
 @contextlib.contextmanager
-def progress(title: str, work: Path, files: int) -> Iterator[None]:
-    """Says on stderr what is compiled, how many objects `work` has, and how long it took."""
+def progress(title: str, works: Sequence[Path], files: int) -> Iterator[None]:
+    """Says on stderr what is compiled, how many objects `works` have, and how long it took."""
     began, stopped = time.time(), threading.Event()
 
     def watch() -> None:
         while not stopped.wait(10):
             with contextlib.suppress(FileNotFoundError):  # of an object that is being rewritten
-                done = sum(path.stat().st_mtime >= began for path in work.glob("*.o"))
+                objects = [path for work in works for path in work.glob("*.o")]
+                done = sum(path.stat().st_mtime >= began for path in objects)
                 say(f"{min(done, files)}/{files} files")
 
     say(title)

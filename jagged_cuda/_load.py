@@ -190,26 +190,61 @@ def _load(name: str, path: Path, origin: str, archs: tuple[str, ...]) -> None:
     cpu_library, cuda_library = (loaded[n].path if n in loaded else None for n in _build.LIBRARIES)
 
 
-def _load_compiled(build: Build, sources: str, why: str) -> None:
-    """Loads a library of the cache, compiling it first if no cache holds it."""
-    key = build.key(sources)
-    path = _find(key)
+def _compile(builds: list[Build], sources: str, why: str) -> dict[str, BuildError | OSError]:
+    """Compiles, at once, the libraries that no cache holds; returns those that failed, and why."""
+    problems: dict[str, BuildError | OSError] = {}
+    missing, compilers = [], ""
+    for build in builds:
+        if _find(build.key(sources)) is None:
+            try:
+                compilers = build.check()  # the last one's, of CUDA, name those of the CPU, too
+                missing.append(build)
+            except BuildError as error:
+                problems[build.library] = error
+    if not missing:
+        return problems
     try:
-        if path is None:
-            compilers = build.check()
-            with _locked_cache() as folder:
-                path = _find(key)
-                if path is None:
-                    path = folder / f"{key}.so"
-                    what = f"this GPU ({';'.join(build.archs)})" if build.archs else "the CPU"
-                    title = f"{why}compiling for {what} with {compilers}, once; kept in {folder}"
-                    os.replace(build.load(folder / f"work-{build.key()}", title), path)
-        _load(build.library, path, "compiled here", build.archs)
-    except OSError as error:
-        raise BuildError(
-            f"{build.library} cannot be written or loaded ({error}): remove it, or set "
-            f"JAGGED_CUDA_CACHE to a folder with room, from which programs may run."
-        ) from error
+        with _locked_cache() as folder:
+            # But for those that another process has compiled meanwhile.
+            missing = [build for build in missing if _find(build.key(sources)) is None]
+            if missing:
+                whats = [
+                    f"this GPU ({';'.join(b.archs)})" if b.archs else "the CPU" for b in missing
+                ]
+                title = f"{why}compiling for {' and '.join(whats)} with {compilers}, once"
+                results = _build.load_all(missing, folder, f"{title}; kept in {folder}")
+                for build, result in zip(missing, results, strict=True):
+                    if isinstance(result, Path):
+                        os.replace(result, folder / f"{build.key(sources)}.so")
+                    else:
+                        problems[build.library] = result
+    except (BuildError, OSError) as error:  # of the cache
+        problems |= {build.library: error for build in missing}
+    return problems
+
+
+def _load_compiled(builds: list[Build], sources: str, why: str) -> dict[str, BuildError]:
+    """Loads libraries of the cache, compiled if need be; returns those that failed, and why."""
+    problems = _compile(builds, sources, why)
+    for build in builds:
+        path = _find(build.key(sources))
+        if path is not None and build.library not in problems:
+            try:
+                _load(build.library, path, "compiled here", build.archs)
+            except OSError as error:
+                problems[build.library] = error
+    return {name: _as_build_error(name, problem) for name, problem in problems.items()}
+
+
+def _as_build_error(library: str, problem: BuildError | OSError) -> BuildError:
+    if isinstance(problem, BuildError):
+        return problem
+    error = BuildError(
+        f"{library} cannot be written or loaded ({problem}): remove it, or set "
+        f"JAGGED_CUDA_CACHE to a folder with room, from which programs may run."
+    )
+    error.__cause__ = problem
+    return error
 
 
 def find_csrc() -> Path:
@@ -292,16 +327,13 @@ def load_libraries(package: Path = PACKAGE) -> None:
         if not unfit:
             _load("_C_cuda", prebuilt.paths["_C_cuda"], "prebuilt", prebuilt.archs)
 
-    for name in _build.LIBRARIES:
-        if name in loaded or (name == "_C_cuda" and reason is not None):
-            continue
-        archs = archs_of_gpus(gpus) if name == "_C_cuda" else ()
-        try:
-            _load_compiled(Build(name, csrc, archs, torch), sources, why)
-        except BuildError as error:
-            if name == "_C_cpu":
-                raise
-            reason = str(error)
+    archs = {"_C_cpu": ()} if reason else {"_C_cpu": (), "_C_cuda": archs_of_gpus(gpus)}
+    builds = [Build(name, csrc, archs[name], torch) for name in archs if name not in loaded]
+    problems = _load_compiled(builds, sources, why)
+    if "_C_cpu" in problems:
+        raise problems["_C_cpu"]
+    if "_C_cuda" in problems:
+        reason = str(problems["_C_cuda"])
 
     if reason is not None:
         cuda_unavailable_reason = f"jagged_cuda cannot use CUDA: {reason}"

@@ -11,10 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from toy_package import Toy
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -108,6 +112,14 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The kernels that the device takes by itself, "best", or those of all GPUs, "mma_sync"."""
     monkeypatch.setenv("JAGGED_CUDA_TENSOR_CORES", "" if request.param == "best" else request.param)
     return request.param
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    """A package that compiles soon, for the tests of building."""
+    from toy_package import Toy  # which imports jagged_cuda
+
+    return Toy(tmp_path / "toy")
 
 
 @pytest.fixture

@@ -36,18 +36,50 @@ def test_the_command_judges() -> None:
     assert done.stdout == "hstu_key_ranges: right for 20 settings on cpu\n"
 
 
+CAUSAL = room.Setting(
+    layout=Layout((9,)),
+    kv_layout=None,
+    targets=None,
+    contextual=(0,),
+    each=False,
+    max_attn_len=0,
+    min_full_attn_len=0,
+    target_group=1,
+    causal=True,
+    dtype=torch.int64,
+)
+
+
 def test_the_judge_finds_a_key_too_many() -> None:
     class Wrong:
         @staticmethod
         def hstu_key_ranges(*args: Any, **options: Any) -> torch.Tensor:
             return hstu_key_ranges(*args, **options | {"max_attn_len": 4})
 
-    setting = dataclasses.replace(room.draw(0), layout=Layout((9,)), kv_layout=None, targets=None)
-    setting = dataclasses.replace(setting, contextual=(0,), each=False, max_attn_len=3)
-    setting = dataclasses.replace(setting, min_full_attn_len=0)
+    setting = dataclasses.replace(CAUSAL, max_attn_len=3)
     room.judge(setting)
     with pytest.raises(AssertionError, match=r"sequence 0, row and key \[4, 0\]"):
         room.judge(setting, ops=Wrong)
+
+
+def test_the_judge_finds_ranges_in_the_wrong_order() -> None:
+    class Wrong:
+        @staticmethod
+        def hstu_key_ranges(*args: Any, **options: Any) -> torch.Tensor:
+            return hstu_key_ranges(*args, **options).flip(1)
+
+    for length, targets, contextual, text in (
+        (9, None, 0, "a second range"),
+        (2, None, 2, "a second range"),
+        (2, (2,), 0, "ranges of targets"),
+        (2, (2,), 2, "ranges of targets"),
+    ):
+        setting = dataclasses.replace(
+            CAUSAL, layout=Layout((length,)), targets=targets, contextual=(contextual,)
+        )
+        room.judge(setting)
+        with pytest.raises(AssertionError, match=f"sequence 0, {text}"):
+            room.judge(setting, ops=Wrong)
 
 
 def test_a_mask_that_can_be_read() -> None:

@@ -1,4 +1,4 @@
-"""The faults of tests/mutations.py still fit the sources; `make mutate` plants and catches them."""
+"""The faults of tests/faults/ still fit the sources; `make mutate` plants and catches them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mutations import FAULTS, ROOT, Fault
+from faults import FAULTS
+from faults.fault import Fault
+from mutations import ROOT, main
 
 from jagged_cuda.testing.cases import EVERY
 
 
-def test_the_table_names_the_faults() -> None:
-    text = (ROOT / "docs" / "testing.md").read_text().partition("## Mutations")[2]
-    rows = re.findall(r"^\| ([a-z].+?) \|", text.partition("\n## ")[0], re.MULTILINE)
-    assert set(rows) == {"fault"} | {fault.name for fault in FAULTS if fault.device == "cuda"}
-    assert {fault.name for fault in FAULTS} <= set(rows)
+def test_the_list_names_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ("cpu", "cuda"):
+        assert main(["--list", "--device", device]) == 0
+        chosen = [fault for fault in FAULTS if fault.device == device]
+        expected = [f"{fault.name} (csrc/{fault.path}): {fault.check}" for fault in chosen]
+        assert capsys.readouterr().out.splitlines() == expected != []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

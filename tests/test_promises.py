@@ -119,6 +119,27 @@ def repeated(case: Case, tensors: Tensors, times: int) -> Tensors:
     }
 
 
+# The definition pads: of attention and of matrices it would take a square of the length.
+LONG = {name: case for name, case in EVERY.items() if {"q", "a"}.isdisjoint(case.rows)}
+LONG.pop("jagged_jagged_bmm_jagged_out")
+
+
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_long_sequences_on_the_cpu(case: Case) -> None:
+    """Longer than the parts that threads share; the fuzzer draws none, since definitions pad."""
+    layout = Layout((3, 9_001, 0, 2), base=1, tail=2)
+    sizes = {"D": 3, "N": 2, "trailing": (2,), "padded_len": layout.max_len}
+    judge(case, spec_of(layout, **sizes), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_softmax_of_long_lines_on_the_cpu(dim: int) -> None:
+    """A line of more elements than are kept is read twice."""
+    short, long = Layout((2, 1, 0)), Layout((33_000, 5, 7))
+    spec = spec_of(short, kv_layout=long, cross=True, dim=dim)
+    judge(CASES["jagged2_softmax"], spec, torch.float32, torch.device("cpu"))
+
+
 # --- storages
 
 

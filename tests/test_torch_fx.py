@@ -86,6 +86,24 @@ def test_a_subclass_takes_the_call() -> None:
     assert jagged_cuda.jagged_dense_bmm(x, y, OFFSETS, bias=bias) == "jagged_dense_bmm"
 
 
+class _Given(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return len(args), kwargs or {}
+
+
+def test_a_subclass_gets_what_was_given() -> None:
+    """No default, and a keyword's value by its name."""
+    x = torch.randn(5, 1, 3).as_subclass(_Given)
+    softmax, attention = jagged_cuda.jagged_softmax, jagged_cuda.jagged_flash_attention
+    assert softmax(x, OFFSETS) == (2, {})
+    assert softmax(offsets=OFFSETS, scale=2.0, x=x) == (2, {"scale": 2.0})
+    count, kwargs = attention(x, x, x, OFFSETS, causal=True, window_size=(1, 0))
+    assert (count, kwargs) == (4, {"causal": True, "window_size": (1, 0)})
+    with pytest.raises(TypeError, match=r"^jagged_softmax\(\) missing 1 required"):
+        softmax(x)
+
+
 def test_nested_tensors_lend_their_parts() -> None:
     """As in docs/torchrec.md: nothing is copied, and gradients reach the nested tensor."""
     parts = [torch.randn(n, 8, requires_grad=True) for n in (2, 3)]

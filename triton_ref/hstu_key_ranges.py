@@ -71,14 +71,14 @@ def hstu_key_ranges_kernel(
     b_end = tl.where(b_high > last_step, len_k, tl.minimum(first_key_of(b_high, shared), history))
     m_context = (context > 0) & (b_step == 0)
     b_end = tl.where(m_context, tl.maximum(b_end, history), b_end)
-    # Itself, and as a target its group.
-    b_own = tl.where(m_target, o_p - (o_p - history) % target_group, o_p)
     if last_step == 0:
-        b_begin, b_end = b_own * 0, b_own * 0
-    m_one = (m_target == 0) & (last_step > 0)
-    b_end = tl.where(m_one, tl.maximum(b_end, o_p + 1), b_end)
+        b_begin = tl.where(m_target, 0, o_p)
+        b_end = b_begin
+    # Itself; as a target its group, in the second range.
+    b_end = tl.where(m_target, b_end, tl.maximum(b_end, o_p + 1))
+    b_own = o_p - (o_p - history) % target_group
     m_first = m_seq & (o_p >= 0)
-    m_own = m_first & (m_one == 0)
+    m_own = m_first & m_target
 
     p_row = p_ranges + o_t * 4
     m_t = o_t < end

@@ -17,6 +17,7 @@ to see the call takes the registered way: subclasses, modes, torch.func, autocas
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -40,10 +41,9 @@ _Result = TypeVar("_Result")
 def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Pass calls with arguments that implement __torch_function__ to them; check all others."""
     arguments = Arguments(function)
-    takes_sequences, by_position = arguments.takes_sequences, arguments.by_position
+    takes_sequences = arguments.takes_sequences
 
-    @functools.wraps(function)
-    def public(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def careful(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         relevant: tuple[Any, ...] = ()
         if takes_sequences:
             relevant = tuple(_flat((*args, *kwargs.values())))
@@ -58,17 +58,14 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
                 arguments.check(args, kwargs)
                 raise
             return result
-        for (_, types), value in zip(by_position, args, strict=False):
-            if type(value) not in types:
-                arguments.check(args, kwargs)
-                break
-        if kwargs:
-            arguments.check((), kwargs)
+        arguments.check(args, kwargs)
         try:
             return function(*args, **kwargs)
         except NotImplementedError:  # a strided nested tensor is a plain Tensor to Python
             arguments.look_at_all(args, kwargs)
             raise
+
+    public: Any = functools.update_wrapper(_past_the_gate(function, arguments, careful), function)
 
     def refuse_script() -> None:
         raise RuntimeError(
@@ -77,8 +74,69 @@ def overridable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
         )
 
     # What torch.jit.script calls first, also in a model that torch.fx has traced.
-    public.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
-    return public
+    public.__prepare_scriptable__ = refuse_script
+    gated: Callable[_Arguments, _Result] = public
+    return gated
+
+
+def _past_the_gate(
+    function: Callable[..., Any], arguments: Arguments, careful: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`careful` with the function's own parameters; values of the usual kinds go straight past it.
+
+    Written out for each function, as dataclasses write theirs: to pack arguments and to loop over
+    them takes a tenth of a call. Of jagged_softmax it makes
+
+        def jagged_softmax(x, offsets, *, scale=_default_scale):
+            if type(x) in _types_x and type(offsets) in _types_offsets and (
+                scale is _default_scale or type(scale) in _types_scale
+            ) and not _has_mode():
+                try:
+                    return _function(x, offsets, scale=scale)
+                except NotImplementedError:
+                    pass
+            return _careful(x, offsets, **({} if scale is _default_scale else {"scale": scale}))
+    """
+    scope: dict[str, Any] = {"_function": function, "_careful": careful}
+    scope["_has_mode"] = getattr(torch._C, "_is_torch_function_mode_enabled", lambda: True)
+    heads, tests, passed, given = [], [], [], []
+    keyword = ""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
+            heads.append("*")
+            keyword = "{0}="
+        types, default = f"_types_{name}", f"_default_{name}"
+        scope[types], scope[default] = arguments.by_name.get(name, ()), parameter.default
+        is_usual = f"type({name}) in {types}"
+        argument = keyword.format(name) + name
+        passed.append(argument)
+        if parameter.default is parameter.empty:
+            heads.append(name)
+            given.append(argument)
+        elif type(parameter.default) is tuple:  # two ints; torch.compile takes no `is` of tuples
+            heads.append(f"{name}={default}")
+            is_usual = (
+                f"type({name}) is tuple and len({name}) == 2"
+                f" and type({name}[0]) is type({name}[1]) is int"
+            )
+            given.append(f"{name}={name}")
+        else:
+            heads.append(f"{name}={default}")
+            is_usual = f"({name} is {default} or {is_usual})"
+            given.append(f"**({{}} if {name} is {default} else {{{name!r}: {name}}})")
+        tests.append(is_usual)
+    source = f"""
+def {function.__name__}({", ".join(heads)}):
+    if {" and ".join(tests)} and not _has_mode():
+        try:
+            return _function({", ".join(passed)})
+        except NotImplementedError:
+            pass
+    return _careful({", ".join(given)})
+"""
+    exec(source, scope)
+    found: Callable[..., Any] = scope[function.__name__]
+    return found
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -114,20 +172,23 @@ _PRIVATE = (
     "_dispatch_tls_is_dispatch_key_excluded",
     "_dispatch_tls_set_dispatch_key_excluded",
     "_functorch",
-    "_get_tracing_state",
     "_is_any_autocast_enabled",
+    "_is_torch_function_mode_enabled",
+    "_is_tracing",
     "_len_torch_dispatch_stack",
-    "_len_torch_function_stack",
 )
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
+_has_transforms: Any = getattr(_C, _PRIVATE[0], None)
 _is_excluded: Any = getattr(_C, _PRIVATE[1], None)
 _set_excluded: Any = getattr(_C, _PRIVATE[2], None)
 
 # For each operator, by its id (its hash is a function of Python's): its differentiable form, itself
-# without the Python function that torch.ops puts before it, and itself, which keeps the id.
-_Formula = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+# without the Python function that torch.ops puts before it, its arguments' defaults, and itself,
+# which keeps the id.
+_Formula = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], Callable[..., Any]]
 _formulas: dict[int, _Formula] = {}
+_REQUIRED = object()  # in the place of a default
 
 _CPU, _CUDA = torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA
 
@@ -137,7 +198,7 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
     if is_compiling():
         return op(*args)
     try:
-        if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
+        if _forward_ad._current_level >= 0 or _has_transforms():
             _refuse_transforms(getattr(op, "__name__", str(op)).partition(".")[0], args)
             return op(*args)
         found = _formulas.get(id(op))
@@ -152,7 +213,12 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
                     wants_gradient = True
             elif kind not in _SCALARS:
                 return op(*args)
-        return found[0](*args) if wants_gradient else _below_autograd(found[1], args)
+        apply, direct, defaults, _ = found
+        passed = len(args)  # but for defaults at the end: PyTorch looks at each that is passed
+        while args[passed - 1] is defaults[passed - 1]:
+            passed -= 1
+        args = args[:passed]
+        return apply(*args) if wants_gradient else _below_autograd(direct, args)
     except RuntimeError as error:
         match = _OUT_OF_MEMORY.match(str(error))
         if match is None:
@@ -168,7 +234,7 @@ def refuse_transforms(name: str, args: Sequence[Any]) -> None:
     """
     if is_compiling():
         return
-    if _forward_ad._current_level >= 0 or _C._are_functorch_transforms_active():
+    if _forward_ad._current_level >= 0 or _has_transforms():
         _refuse_transforms(name, args)
 
 
@@ -214,9 +280,9 @@ def _is_watched() -> bool:
     """Whether something beside autograd and transforms wants to see calls."""
     return (
         _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
+        or _C._is_torch_function_mode_enabled()
         or _C._is_any_autocast_enabled()
-        or _C._get_tracing_state() is not None
+        or _C._is_tracing()
     )
 
 
@@ -280,7 +346,8 @@ def _add_formula(
     backward: Callable[..., Any],
 ) -> None:
     direct = getattr(op, "_op", op)
-    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+    arguments = op._schema.arguments
+    defaults = tuple(a.default_value if a.has_default_value() else _REQUIRED for a in arguments)
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = _below_autograd(direct, args)
@@ -295,7 +362,7 @@ def _add_formula(
     if hasattr(function, "_backward_cls"):
         function._backward_cls.apply = backward
     # Function.apply, without what it does for torch.func.
-    _formulas[id(op)] = super(torch.autograd.Function, function).apply, direct, op
+    _formulas[id(op)] = super(torch.autograd.Function, function).apply, direct, defaults, op
 
 
 def _register_autocast(name: str, device_type: str, policy: str) -> None:

@@ -244,6 +244,9 @@ PRODUCT_KINDS = (
     Kind((1, 6), (20, 130), {"D": (1,), "N": (32, 72, 128)}),
     Kind((1, 6), (20, 130), {"D": (8, 16), "N": (64, 72, 128)}),
     Kind((1, 6), (20, 130), {"D": (64, 128, 256), "N": (8, 8, 1)}),
+    # Sums over rows that are cut: every 256 rows with few columns, every 1,024 with many.
+    Kind((1, 4), (300, 1200), {"D": (8, 64), "N": (1, 8, 64)}, dtypes=("float16", "bfloat16")),
+    Kind((1, 3), (1100, 2600), {"D": (512, 520), "N": (64, 128)}, dtypes=("float16", "bfloat16")),
 )
 
 

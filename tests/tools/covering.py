@@ -81,6 +81,10 @@ def rare_draws(backend: str, device: str) -> list[Draw]:
         spec = Spec(0, Layout(lengths, base=5, tail=7), choices, kv_layout)
         return Draw(op, spec, "bfloat16", backend, device, deterministic=deterministic)
 
+    def product(op: str, lengths: tuple[int, ...], **choices: int) -> Draw:
+        spec = Spec(0, Layout(lengths, base=5, tail=7), choices)
+        return Draw(op, spec, "bfloat16", backend, device)
+
     narrow, middle, wide = ({"dims": (dim, dim), "heads": (2, 2)} for dim in (64, 128, 256))
     grouped = {"dims": (64, 64), "heads": (2, 1)}
     return [
@@ -98,4 +102,12 @@ def rare_draws(backend: str, device: str) -> list[Draw]:
         *(attention((100, 70) * 40, max_len=is_known, **narrow) for is_known in (False, True)),
         *(attention((20, 9) * 150, max_len=True, **choices) for choices in (narrow, middle, wide)),
         attention((20, 9) * 150, max_len=True, dims=(32, 32), heads=(2, 2)),
+        # Sums over rows that are cut, whose parts another kernel adds: with few columns, so many
+        # parts that warps share them, and with many columns, of both forms of a tile.
+        product("jagged_jagged_bmm", (600, 0, 40, 257), D=64, N=8),
+        product("jagged_jagged_bmm", (9000, 3), D=8, N=40),
+        product("jagged_jagged_bmm", (2100, 30), D=64, N=264),
+        product("jagged_jagged_bmm", (1100, 0, 40), D=520, N=64),
+        # Tiles of each width, with y one way and, in the gradient, the other.
+        *(product("jagged_dense_bmm", (150, 0, 33), D=size, N=size) for size in (64, 128, 264)),
     ]

@@ -22,10 +22,11 @@
 //
 // Shared memory: kStages stages of x [kTileM, 64] and y [64, kTileN] (y with stride 1 along D:
 // [kTileN, 64]); a band [16, kTileN] for each warp that multiplies; what the fillers know of a tile,
-// beside its first stage.
+// beside its first stage. 89, 97 and 209 KiB for kTileN = 64, 128 and 256.
 //
-// Barriers: full[stage], on which the bytes of a stage complete; each filler arrives. empty[stage]:
-// each warp that multiplies arrives when it has read the stage.
+// Barriers: full[stage], on which the bytes of a stage complete; each filler arrives, all threads that
+// multiply wait. empty[stage]: each warp that multiplies arrives when it has read the stage, each filler
+// waits. __syncwarp before and after a band is read.
 //
 // Virtual tiles without rows are passed over; rows outside every sequence take one stage without
 // copies and become zeros. Copies bring rows by 32, so they may reach into the next sequence: such
@@ -416,7 +417,7 @@ cudaError_t launch_config(const JaggedDenseBmmParams& params, cudaStream_t strea
 
   DenseWgmmaLaunch launch_params;
   launch_params.product = params;
-  // Parts alike, of whole copies.
+  // Parts of N: at most kTileN columns each, and as equal as whole copies of kPart columns allow.
   const int64_t parts = (params.columns + Config::kTileN - 1) / Config::kTileN,
                 each = ((params.columns + parts - 1) / parts + kPart - 1) / kPart * kPart;
   launch_params.parts = static_cast<uint32_t>((params.columns + each - 1) / each);

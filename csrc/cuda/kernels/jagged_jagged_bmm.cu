@@ -1,6 +1,9 @@
 // jagged_jagged_bmm: z_b = x_b^T y_b for each sequence b. On tensor cores, f32 sums; f64 below.
 //
 // A = x_b^T [D, L], with stride 1 along M; B = y_b [L, N], with stride 1 along N; K = L is jagged.
+// 16 bits with up to 8 columns of one operand go to gemm/weighted_sums.cuh, and Hopper takes those with
+// many columns to jagged_jagged_bmm_wgmma.cu. Both cut long sequences (gemm/row_parts.cuh), whose parts
+// gemm/add_row_parts.cuh adds. What follows is of the kernel for all others.
 //
 // Grid: x, one CTA for each sequence and kTileM columns of x (neighbours share a sequence); y,
 // parts of N, more than one only where there are few such CTAs. A CTA streams its columns of all
@@ -130,9 +133,12 @@ bool takes_wgmma(const JaggedJaggedBmmParams& params) {
          copyable(params.columns, params.y_stride, params.y_vectors) && has_wgmma();
 }
 
-// Partial sums are at most half as large as the rows that they come from.
+// As few cuts as make partial sums half as large as the rows that they come from. A part has at most
+// kSumDepth rows (attention/wgmma_tile.cuh), so of matrices with D N / (D + N) > 512 partial sums are
+// larger: as large as the rows if D = N = 2,048, twice as large if D = N = 4,096.
 RowCuts wgmma_cuts(const JaggedJaggedBmmParams& params) {
   constexpr int64_t kRows = 1024, kMostRows = 4096;
+  // Two slots of 4 bytes for each element of a matrix and each slab, half of 2 (D + N) bytes for a row.
   const int64_t enough = 8 * params.rows * params.columns / (params.rows + params.columns);
   return RowCuts(params.offsets,
                  static_cast<int>(std::min((enough + kRows - 1) / kRows * kRows, kMostRows)),

@@ -2,25 +2,27 @@
 // each sequence b, f32 sums. Both operands are summed over their rows, so both come as they lie and
 // are read transposed.
 //
-// Sequences are cut into parts (gemm/row_parts.cuh). Grid: x, one CTA for each unit of parts (of units
-// of sequences for seqs_each, one after another) and each tile of its matrix, tiles first, so that
-// neighbours read the same rows. One or two warpgroups, side
-// by side or below each other, share a tile; each owns kBlocksM blocks of 64 columns of x and kTileN
-// columns of y. A CTA walks the part's rows, kStepK at a time: deterministic, and alike in any batch.
-// Tensor cores truncate as they add; a part has no more rows than kSumDepth, and parts are added
-// rounded to nearest.
+// Sequences are cut into parts (gemm/row_parts.cuh). Grid: x, one CTA for each unit and each tile of a
+// matrix, tiles first, so that neighbours read the same rows. A unit is a slab, whose later part the
+// CTA takes, or seqs_each sequences, whose first parts it takes one after another. One or two
+// warpgroups, side by side or below each other, share a tile; each owns kBlocksM blocks of 64 columns
+// of x and kTileN columns of y. A CTA walks a part's rows, kStepK at a time: deterministic, and alike
+// in any batch. Tensor cores truncate as they add; a part has no more rows than kSumDepth, and parts
+// are added rounded to nearest.
 //
 //     for each step i:   wait for the copies of x_i and y_i; the rows past the end become zeros
 //                        wait for the product of step i - 1
 //                        __syncthreads
-//                        start the copies of step i + kSlots - 1
+//                        start the copies of step i + kStages - 1
 //                        start the product of step i
 //
-// Shared memory: kSlots slots of blocks [kStepK, 64], first those of x, then those of y.
+// Shared memory: the barriers, then kStages stages of blocks [kStepK, 64] of 4 KiB, first those of x,
+// then those of y. A stage has 3 to 5 blocks: 52 to 84 KiB.
 //
-// Barriers: full[slot], on which the bytes of a slot complete; a thread of each warp arrives with
-// what it copies. One __syncthreads a step: the zeros have been written by all, and all have seen the
-// product end whose slot is filled next.
+// Barriers: full[stage], on which the bytes of a stage complete; a thread of each warp arrives, whether
+// it copies a block or not, and all threads wait. One __syncthreads a step: the zeros have been written
+// by all, and all have seen the product end whose stage is filled next; so no stage needs a barrier that
+// says it is empty.
 //
 // Units without a part return at once. An empty sequence takes no step: zeros. Copies may reach into
 // the next sequence: its rows become zeros in both operands, since 0 times NaN is NaN. Blocks of
@@ -44,20 +46,20 @@ struct GramConfig {
   static constexpr int kBlocksN = kTileN / 64;
   static constexpr int kMaxGroups = 2, kMaxThreads = kMaxGroups * 128;
   static constexpr int kStepK = 32;
-  static constexpr int kSlots = 4;
+  static constexpr int kStages = 4;
   static constexpr int kMinCtas = 2;
 };
 
 template <typename Config>
 struct GramStorage {
   using Block = WarpgroupTile<typename Config::Element, Config::kStepK, 64>;
-  uint64_t full[Config::kSlots];
-  // Of a slot at most those of two warpgroups that share a block of x or y.
-  Block blocks[Config::kSlots *
+  uint64_t full[Config::kStages];
+  // Room for two warpgroups both ways; a launch has them one way, and asks for bytes().
+  Block blocks[Config::kStages *
                (Config::kMaxGroups * Config::kBlocksM + Config::kMaxGroups * Config::kBlocksN)];
 
   static constexpr int bytes(int blocks) {
-    return static_cast<int>(sizeof(Block)) * (Config::kSlots * blocks + 1);
+    return static_cast<int>(sizeof(Block)) * (Config::kStages * blocks + 1);
   }
 };
 
@@ -72,12 +74,11 @@ struct GramParams {
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_jagged_bmm_wgmma(
-
     const __grid_constant__ GramParams launch) {
   using Element = typename Config::Element;
   using Storage = GramStorage<Config>;
   using Block = typename Storage::Block;
-  constexpr int kStepK = Config::kStepK, kSlots = Config::kSlots;
+  constexpr int kStepK = Config::kStepK, kStages = Config::kStages;
   constexpr int kBlocksM = Config::kBlocksM, kBlocksN = Config::kBlocksN;
   extern __shared__ __align__(1024) char gram_shared_bytes[];
   if (!ptx::kIsSm90a) return;
@@ -89,7 +90,7 @@ __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(launch.x);
     ptx::prefetch_tensormap(launch.y);
-    for (int slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(shared.full[slot], warps);
+    for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared.full[stage], warps);
     ptx::fence_mbarrier_init();
   }
   const uint32_t tiles = launch.tiles_m * launch.tiles_n, index = blockIdx.x / tiles,
@@ -108,20 +109,21 @@ __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_
     if (lane < num_parts) parts = first_part(params.offsets, launch.cuts, first + lane);
   }
   const int tile_m = tile / launch.tiles_n, tile_n = tile - tile_m * launch.tiles_n;
-  const int slot_x = launch.groups_m * kBlocksM, slot_y = launch.groups_n * kBlocksN;  // blocks
-  const int first_m = tile_m * slot_x * 64, first_n = tile_n * slot_y * 64;
+  // Blocks that a stage has room for.
+  const int stage_x = launch.groups_m * kBlocksM, stage_y = launch.groups_n * kBlocksN;
+  const int first_m = tile_m * stage_x * 64, first_n = tile_n * stage_y * 64;
   const int rows = static_cast<int>(params.rows) - first_m,
             columns = static_cast<int>(params.columns) - first_n;
-  const int blocks_x = min((rows + 63) / 64, slot_x), blocks_y = min((columns + 63) / 64, slot_y);
-  const auto slot_blocks = [&](int slot) { return shared.blocks + slot * (slot_x + slot_y); };
+  const int blocks_x = min((rows + 63) / 64, stage_x), blocks_y = min((columns + 63) / 64, stage_y);
+  const auto stage_blocks = [&](int stage) { return shared.blocks + stage * (stage_x + stage_y); };
 
   // To start a copy takes a thread some hundred cycles: one of each warp starts at most one.
   const bool copies = warp < blocks_x + blocks_y, copies_x = warp < blocks_x;
-  const int own_block = copies_x ? warp : slot_x + warp - blocks_x;
+  const int own_block = copies_x ? warp : stage_x + warp - blocks_x;
   const int own_column = copies_x ? first_m + warp * 64 : first_n + (warp - blocks_x) * 64;
   int copied_part = -1, copied_row = 0, copied_rows = 0, copied_begin = 0;
   // The next step's, of this part or one that follows.
-  const auto start_copies = [&](int slot) {
+  const auto start_copies = [&](int stage) {
     while (copied_row >= copied_rows) {
       if (copied_part + 1 >= num_parts) return;
       ++copied_part;
@@ -130,10 +132,10 @@ __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_
       copied_begin = __shfl_sync(0xffffffffu, parts.begin, copied_part);
     }
     if (lane == 0) {
-      uint64_t& full = shared.full[slot];
+      uint64_t& full = shared.full[stage];
       if (copies) {
         ptx::mbarrier_arrive_expect_tx(full, sizeof(Block));
-        ptx::cp_async_bulk_tensor_3d(slot_blocks(slot)[own_block].data,
+        ptx::cp_async_bulk_tensor_3d(stage_blocks(stage)[own_block].data,
                                      copies_x ? launch.x : launch.y, own_column, 0,
                                      copied_begin + copied_row, full);
       } else {
@@ -146,10 +148,10 @@ __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_
 
   __syncthreads();  // the barriers are initialised
 #pragma unroll 1
-  for (int slot = 0; slot < kSlots - 1; ++slot) start_copies(slot);
+  for (int stage = 0; stage < kStages - 1; ++stage) start_copies(stage);
   const int group = warp / 4, group_m = group / launch.groups_n,
             group_n = group - group_m * launch.groups_n;
-  int slot = 0, parity = 0;
+  int stage = 0, parity = 0;
 #pragma unroll 1
   for (int i = 0; i < num_parts; ++i) {
     const int part_rows = __shfl_sync(0xffffffffu, parts.rows, i);
@@ -157,24 +159,24 @@ __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_
 #pragma unroll 1
     for (int row = 0; row < part_rows; row += kStepK) {
       const int exist = min(part_rows - row, kStepK);
-      Block* sX = slot_blocks(slot);
-      ptx::mbarrier_wait(shared.full[slot], parity);
+      Block* sX = stage_blocks(stage);
+      ptx::mbarrier_wait(shared.full[stage], parity);
       if (exist % 16 != 0) {  // of the last 16 rows that a product reads
         const int zeros = (16 - exist % 16) * Block::kChunks;
-        for (int block = warp; block < slot_x + slot_y; block += warps) {
+        for (int block = warp; block < stage_x + stage_y; block += warps) {
           for (int z = lane; z < zeros; z += 32) {
             *reinterpret_cast<uint4*>(sX[block].chunk(exist + z / Block::kChunks,
                                                       z % Block::kChunks)) = make_uint4(0, 0, 0, 0);
           }
         }
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async();  // the products and the copies that follow find them
       }
       ptx::wgmma_wait_group<0>();
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) ptx::fence_operands(sum[m]);
       __syncthreads();
-      start_copies(slot == 0 ? kSlots - 1 : slot - 1);
-      const Block *own_x = sX + group_m * kBlocksM, *own_y = sX + slot_x + group_n * kBlocksN;
+      start_copies(stage == 0 ? kStages - 1 : stage - 1);
+      const Block *own_x = sX + group_m * kBlocksM, *own_y = sX + stage_x + group_n * kBlocksN;
       const ptx::MatrixDescriptor y_rows = own_y->descriptor();
       ptx::wgmma_fence();
 #pragma unroll
@@ -188,7 +190,7 @@ __global__ __launch_bounds__(Config::kMaxThreads, Config::kMinCtas) void jagged_
         }
       }
       ptx::wgmma_commit_group();
-      if (++slot == kSlots) slot = 0, parity ^= 1;
+      if (++stage == kStages) stage = 0, parity ^= 1;
     }
     ptx::wgmma_wait_group<0>();
 #pragma unroll

@@ -46,6 +46,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == 1024, "as the header says");
 
 using softmax::kAllLanes;
+using softmax::kLog2E;
 using softmax::Scale;
 using softmax::shift_of;
 
@@ -53,7 +54,6 @@ __device__ __forceinline__ float minus_infinity(float) { return __int_as_float(0
 __device__ __forceinline__ double minus_infinity(double) {
   return __longlong_as_double(0xfff0000000000000LL);
 }
-constexpr double kLog2E = 1.4426950408889634;
 __device__ __forceinline__ double shift_of(double maximum) { return maximum + (maximum - maximum); }
 // NaN if either is.
 __device__ __forceinline__ float largest(float a, float b) { return ptx::max_nan(a, b); }

@@ -19,6 +19,7 @@ from jagged_cuda.testing.lengths import Layout
 
 # No values and no gradient: it has no CASE, and a judge of its own.
 NAME = "hstu_key_ranges"
+HUGE = 2**40  # beyond any length, and beyond 32 bits
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Setting:
 
 
 def draw(seed: int) -> Setting:
-    """A random setting: lengths up to 40, everything else up to what fills a sequence."""
+    """A random setting: lengths up to 40, everything else up to what fills one, or beyond all."""
     rng = random.Random(f"hstu_key_ranges {seed}")
     num_seqs, longest = rng.randint(0, 5), rng.choice((1, 6, 40))
 
@@ -81,7 +82,7 @@ def draw(seed: int) -> Setting:
     queries = layout()
     keys = layout() if rng.random() < 0.3 else None
     each = rng.random() < 0.4
-    same = rng.choice((0, 0, 1, 2, 5))
+    same = rng.choice((0, 0, 1, 2, 5)) if each or rng.random() < 0.95 else HUGE
     targets = tuple(rng.choice((0, 1, rng.randint(0, n + 2))) for n in (keys or queries).lengths)
     return Setting(
         layout=queries,
@@ -89,9 +90,9 @@ def draw(seed: int) -> Setting:
         targets=targets if rng.random() < 0.7 else None,
         contextual=tuple(rng.randint(0, 4) if each else same for _ in range(num_seqs)),
         each=each,
-        max_attn_len=rng.choice((0, 0, 1, 3, rng.randint(1, 50))),
-        min_full_attn_len=rng.choice((0, 0, 1, 4, rng.randint(1, 50))),
-        target_group=rng.choice((1, 1, 2, 3, 7)),
+        max_attn_len=rng.choice((0, 0, 1, 3, rng.randint(1, 50), HUGE)),
+        min_full_attn_len=rng.choice((0, 0, 1, 4, rng.randint(1, 50), HUGE)),
+        target_group=rng.choice((1, 1, 2, 3, 7, HUGE)),
         causal=rng.random() < 0.7,
         dtype=rng.choice((torch.int32, torch.int64)),
     )
@@ -140,6 +141,13 @@ def judge(setting: Setting, device: torch.device | str = "cpu", ops: Any = jagge
         assert not within.all(1).any(), f"ranges overlap: {setting}"
         wrong = (within.any(1) != definition(setting, seq)).nonzero()
         assert len(wrong) == 0, f"sequence {seq}, row and key {wrong[0].tolist()}: {setting}"
+        # The second range is of targets alone, and holds none but targets; the first holds none.
+        targets = 0 if setting.targets is None else min(setting.targets[seq], num_keys)
+        is_target = key >= num_keys - targets
+        in_order = ~(within[:, 0] & is_target) & ~(within[:, 1] & ~is_target)
+        first_row = max(0, len(ranges) - targets)
+        assert not within[:first_row, 1].any(), f"sequence {seq}, a second range: {setting}"
+        assert in_order[first_row:].all(), f"sequence {seq}, ranges of targets: {setting}"
     outside = torch.cat([found[: offsets[0]], found[offsets[-1] :]])
     assert not outside.any(), f"rows outside: {setting}"
 

@@ -57,10 +57,10 @@ namespace jagged_cuda::attention {
 template <typename Element_, int kDim_, int kRows_>
 struct TargetBackwardWgmmaConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;    // columns of Q, K, V, dO in shared memory
-  static constexpr int kRows = kRows_;  // of Q and dO
-  static constexpr int kKeys = 64;      // of a tile
-  static constexpr int kChunk = kTargetChunk;
+  static constexpr int kDim = kDim_;                // columns of Q, K, V, dO in shared memory
+  static constexpr int kRows = kRows_;              // of Q and dO
+  static constexpr int kKeys = 64;                  // of a tile
+  static constexpr int kChunk = kTargetWgmmaChunk;  // as forward
   static constexpr int kStages = kDim == 128 ? 4 : 8;
   static constexpr int kItems = 2;    // published ahead
   static constexpr int kScorers = 2;  // warpgroups that compute scores

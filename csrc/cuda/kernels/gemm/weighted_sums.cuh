@@ -263,6 +263,8 @@ inline cudaError_t launch_weighted_sums(const JaggedJaggedBmmParams& params, con
                                   static_cast<int>(of_x ? params.columns : params.rows),
                                   !of_x};
     const int64_t warps = (cuts.slabs + params.offsets.num_seqs) * groups;
+    constexpr int64_t kMostWarps = 0xffffffff - Config::kWarps;  // they are numbered in 32 bits
+    if (warps > kMostWarps) return cudaErrorInvalidConfiguration;
     return launch<weighted_sums_kernel<Config>>(sums,
                                                 {(warps + Config::kWarps - 1) / Config::kWarps},
                                                 Config::kThreads, 0, stream, Config::kPath);

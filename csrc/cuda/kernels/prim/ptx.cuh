@@ -285,6 +285,14 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
+// %tid.x, read anew at each call, so that the compiler keeps neither it nor what follows from it in
+// registers ("Special Registers: %tid").
+__device__ __forceinline__ int tid_x() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // bar.sync ("Parallel Synchronization and Communication Instructions: bar"): `threads` threads of
 // the CTA meet at barrier `id`; 0 is that of __syncthreads.
 __device__ __forceinline__ void bar_sync(int id, int threads) {

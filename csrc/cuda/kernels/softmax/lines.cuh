@@ -24,6 +24,7 @@ __device__ __forceinline__ float reciprocal(float x) { return ptx::rcp_approx(x)
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr double kLog2E = 1.4426950408889634;
 
 template <typename S>
 __device__ __forceinline__ S minus_infinity() {

@@ -212,8 +212,7 @@ __device__ __noinline__ void softmax_long_lines(Place place, bool over_rows,
         all = sCounts[own_line];
 #pragma unroll 1
         for (int w = 1; w < kWarps; ++w) all += sCounts[w * 32 + own_line];
-        finish_part<false, Element>(place, part, maximum,
-                                    reciprocal(static_cast<float>(all) * 0x1p-22f), scale);
+        finish_part<false, Element>(place, part, maximum, reciprocal_of_count(all), scale);
         __syncthreads();  // the results are there, and all have read the sums
         continue;
       }

@@ -403,12 +403,7 @@ __device__ __forceinline__ void softmax_matrix_backward(const MatrixPlan& plan,
 #pragma unroll
   for (int e = 0; e < kPer; ++e) sum[e] = sum_of(own.column[e]);
   own.store(gOut + plan.head, [&](int i) {
-    float rOut[kPer];
-#pragma unroll
-    for (int e = 0; e < kPer; ++e) {
-      rOut[e] = scale * element_of<Element>(rP[i], e) * (element_of<Element>(rGrad[i], e) - sum[e]);
-    }
-    return word_of<Element>(rOut);
+    return gradient_word<Element>(rP[i], rGrad[i], scale, [&](int e) { return sum[e]; });
   });
   if (lone.exists) {
     gOut[lone.place] = from_sum<Element>(scale * lone_p * (lone_grad - sum_of(lone.column)));
@@ -432,7 +427,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void matrix_wor
   if (!ptx::kIsSm90a) return;
   using Operand = Operands<Params>;
   using Element = typename Config::Element;
-  constexpr double kLog2E = 1.4426950408889634;
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   __shared__ MatrixPlan plan;
   __shared__ Way way;
@@ -448,7 +442,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void matrix_wor
       way = found_way;
       if (found_way == Way::kWords) {
         plan = found;
-        factor = static_cast<float>(params.scale * (Config::kBackward ? 1 : kLog2E));
+        factor = factor_of(params);
         if (found.ctas > 1) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) ptx::mbarrier_init(arrived[i], 1);

@@ -22,7 +22,8 @@
 //   exponentials once more, multiplied; store words
 //
 // Backward there is the sum of p dp alone. Forward sums are integers, so that they depend on nothing but
-// the column; sums of p dp are added in an order that follows from the matrix's shape.
+// the column; sums of p dp are added in an order that follows from the matrix's shape and, for an even
+// number of columns, from whether its begin is odd.
 //
 // Shared memory: `words` of each thread, 64 KiB; a number for each thread and element of its word; of each
 // column the CTA's number, twice, which the cluster reads, and the number of all.
@@ -35,8 +36,9 @@
 #pragma once
 
 #include "cuda/kernels/prim/cluster.cuh"
+#include "cuda/kernels/prim/sm90a.cuh"
 #include "cuda/kernels/softmax/long_lines.cuh"
-#include "cuda/kernels/softmax/row_words.cuh"
+#include "cuda/kernels/softmax/shares.cuh"
 #include "cuda/kernels/softmax/words.cuh"
 
 namespace jagged_cuda::softmax {
@@ -148,6 +150,32 @@ __device__ __forceinline__ Strips find_strips(const MatricesView& matrices, int6
   strips.end = until > 0 ? divide_up(until, elems) : 0;
   if (strips.end > count) strips.end = count;
   return strips;
+}
+
+// Plans what 32 matrices from `first_seq` on have in [low, high) of a CTA and in [all_low,
+// all_high) of its cluster; a warp.
+template <typename Config>
+__device__ __forceinline__ void plan_strips(const MatricesView& matrices, int64_t first_seq,
+                                            int64_t low, int64_t high, int64_t all_low,
+                                            int64_t all_high, StripsOf32& batch) {
+  const int lane = threadIdx.x % 32;
+  bool is_last;
+  const Strips own =
+      find_strips<Config>(matrices, first_seq + lane, low, high, all_low, all_high, is_last);
+  batch.strips[lane] = own;
+  const bool any = own.first < own.end;
+  const unsigned of_cta = __ballot_sync(kAllLanes, any && own.kind == StripsOf::kCta),
+                 of_cluster = __ballot_sync(kAllLanes, any && own.kind == StripsOf::kCluster),
+                 are_long = __ballot_sync(kAllLanes, any && own.kind == StripsOf::kLong),
+                 are_zeros = __ballot_sync(kAllLanes, own.zeros_begin < own.zeros_end);
+  is_last = __any_sync(kAllLanes, is_last);
+  if (lane == 0) {
+    batch.of_cta = of_cta;
+    batch.of_cluster = of_cluster;
+    batch.are_long = are_long;
+    batch.are_zeros = are_zeros;
+    batch.is_last = is_last;
+  }
 }
 
 // A thread's words of a strip.
@@ -365,19 +393,16 @@ __device__ __forceinline__ void softmax_strip(StripShared<Config>& shared,
   columns.reduce(
       1, 0ull, [](uint32_t sum) { return static_cast<unsigned long long>(sum); },
       [](unsigned long long a, unsigned long long b) { return a + b; },
-      [](unsigned long long all) { return reciprocal(static_cast<float>(all) * 0x1p-22f); });
+      [](unsigned long long all) { return reciprocal_of_count(all); });
   float inverse[kPer];
 #pragma unroll
   for (int e = 0; e < kPer; ++e) inverse[e] = __uint_as_float(shared.of_all[own.column_of(e)]);
 
   auto stores = own.stores(gOut);
   own.for_each(shared.words[0], [&](int i, uint32_t word) {
-    float result[kPer];
-#pragma unroll
-    for (int e = 0; e < kPer; ++e) {
-      result[e] = scale.exponential(element_of<Element>(word, e), maximum[e]) * inverse[e];
-    }
-    stores.store(i, word_of<Element>(result));
+    stores.store(
+        i, probability_word<Element>(
+               word, scale, [&](int e) { return maximum[e]; }, [&](int e) { return inverse[e]; }));
   });
 }
 
@@ -397,13 +422,8 @@ __device__ __forceinline__ void softmax_strip_backward(
   };
 
   float sum[kPer] = {};
-  own.for_each(shared.words[0], [&](int i, uint32_t word) {
-    const uint32_t grad = grad_of(i);
-#pragma unroll
-    for (int e = 0; e < kPer; ++e) {
-      sum[e] = fmaf(element_of<Element>(word, e), element_of<Element>(grad, e), sum[e]);
-    }
-  });
+  own.for_each(shared.words[0],
+               [&](int i, uint32_t word) { add_products<Element>(sum, word, grad_of(i)); });
   uint32_t partial[kPer];
 #pragma unroll
   for (int e = 0; e < kPer; ++e) partial[e] = __float_as_uint(sum[e]);
@@ -416,14 +436,63 @@ __device__ __forceinline__ void softmax_strip_backward(
 
   auto stores = own.stores(gOut);
   own.for_each(shared.words[0], [&](int i, uint32_t word) {
-    const uint32_t grad = grad_of(i);
-    float result[kPer];
-#pragma unroll
-    for (int e = 0; e < kPer; ++e) {
-      result[e] = scale * element_of<Element>(word, e) * (element_of<Element>(grad, e) - sum[e]);
-    }
-    stores.store(i, word_of<Element>(result));
+    stores.store(i, gradient_word<Element>(word, grad_of(i), scale, [&](int e) { return sum[e]; }));
   });
+}
+
+// All strips of one matrix that a CTA takes, or, shared, those of which it takes a block of rows. Returns the
+// buffer of its next shared strip.
+template <typename Config>
+__device__ __forceinline__ int take_strips(StripShared<Config>& shared, const Strips& strips,
+                                           bool is_shared, int rank, int buffer, unsigned head,
+                                           const typename Config::Element* gX,
+                                           const typename Config::Element* gGrad,
+                                           typename Config::Element* gOut, int64_t capacity,
+                                           float factor) {
+  constexpr int kCluster = Config::kCluster, kPer = Config::kPer;
+  const int64_t columns = strips.columns;
+  int rows = static_cast<int>(strips.rows);
+  int64_t first_row = 0;
+  if (is_shared) {
+    const int block = (rows + kCluster * kPer - 1) / (kCluster * kPer) * kPer;
+    first_row = rank * block;
+    rows = max(min(rows - rank * block, block), 0);
+  }
+#pragma unroll 1
+  for (int64_t strip = strips.first; strip < strips.end; ++strip) {
+    const int64_t column = strip * strips.width;
+    const int width =
+        columns - column < strips.width ? static_cast<int>(columns - column) : strips.width;
+    const OwnOfStrip<Config> own(width, rows, strips.begin + first_row * columns + column, columns,
+                                 head);
+    if constexpr (Config::kBackward) {
+      softmax_strip_backward<Config>(shared, own, is_shared, buffer, gX, gGrad, gOut, capacity,
+                                     factor);
+      if (is_shared) buffer ^= 1;
+    } else {
+      softmax_strip<Config>(shared, own, is_shared, gX, gOut, capacity, factor);
+    }
+  }
+  return buffer;
+}
+
+// All strips of a matrix that are computed from global memory.
+template <typename Config>
+__device__ __forceinline__ void take_long_strips(const Strips& strips,
+                                                 const typename Config::Element* gX,
+                                                 const typename Config::Element* gGrad,
+                                                 typename Config::Element* gOut, float factor) {
+  using Element = typename Config::Element;
+  const int64_t begin = strips.begin, rows = strips.rows, columns = strips.columns;
+#pragma unroll 1
+  for (int64_t strip = strips.first; strip < strips.end; ++strip) {
+    const int64_t column = strip * strips.width, place = begin + column;
+    const int width =
+        columns - column < strips.width ? static_cast<int>(columns - column) : strips.width;
+    softmax_long_lines<typename Config::Long>(
+        Place<Element, int64_t>{gX + place, gGrad + place, gOut + place, 1.0f}, true, 0, width,
+        rows, 1, columns, lanes_of_long_lines(columns, true), Scale<float>{factor});
+  }
 }
 
 template <typename Params>
@@ -438,7 +507,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
   if (!ptx::kIsSm90a) return;
   using Operand = Operands<Params>;
   using Element = typename Config::Element;
-  constexpr double kLog2E = 1.4426950408889634;
   constexpr int kCluster = Config::kCluster, kPer = Config::kPer;
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   auto& shared = *reinterpret_cast<StripShared<Config>*>(dynamic_shared);
@@ -448,7 +516,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
   const Element* gX = static_cast<const Element*>(Operand::x(params));
   const Element* gGrad = static_cast<const Element*>(Operand::grad(params));
   Element* gOut = static_cast<Element*>(Operand::result(params));
-  const auto factor = static_cast<float>(params.scale * (Config::kBackward ? 1 : kLog2E));
+  const float factor = factor_of(params);
   const auto head = static_cast<unsigned>(reinterpret_cast<uintptr_t>(gX) / sizeof(Element) % kPer);
   const auto clamped = [&](int64_t element) { return element < capacity ? element : capacity; };
   const int64_t low = clamped(blockIdx.x * launch.window), high = clamped(low + launch.window);
@@ -460,24 +528,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
   int64_t first_seq = 0;  // of warp 0
   if (threadIdx.x < 32) first_seq = last_matrix_before(matrices, all_low);
   const auto plan = [&](int64_t index) {
-    const int lane = threadIdx.x % 32;
-    bool is_last;
-    const Strips own = find_strips<Config>(matrices, first_seq + 32 * index + lane, low, high,
-                                           all_low, all_high, is_last);
-    batch.strips[lane] = own;
-    const bool any = own.first < own.end;
-    const unsigned of_cta = __ballot_sync(kAllLanes, any && own.kind == StripsOf::kCta),
-                   of_cluster = __ballot_sync(kAllLanes, any && own.kind == StripsOf::kCluster),
-                   are_long = __ballot_sync(kAllLanes, any && own.kind == StripsOf::kLong),
-                   are_zeros = __ballot_sync(kAllLanes, own.zeros_begin < own.zeros_end);
-    is_last = __any_sync(kAllLanes, is_last);
-    if (lane == 0) {
-      batch.of_cta = of_cta;
-      batch.of_cluster = of_cluster;
-      batch.are_long = are_long;
-      batch.are_zeros = are_zeros;
-      batch.is_last = is_last;
-    }
+    plan_strips<Config>(matrices, first_seq + 32 * index, low, high, all_low, all_high, batch);
   };
 
   bool any_long = false, any_shared = false, is_last;
@@ -508,29 +559,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
       } else {
         of_cta = left & (left - 1);
       }
-      const int64_t columns = strips.columns;
-      int rows = static_cast<int>(strips.rows);
-      int64_t first_row = 0;
-      if (is_shared) {
-        const int block = (rows + kCluster * kPer - 1) / (kCluster * kPer) * kPer;
-        first_row = rank * block;
-        rows = max(min(rows - rank * block, block), 0);
-      }
-#pragma unroll 1
-      for (int64_t strip = strips.first; strip < strips.end; ++strip) {
-        const int64_t column = strip * strips.width;
-        const int width =
-            columns - column < strips.width ? static_cast<int>(columns - column) : strips.width;
-        const OwnOfStrip<Config> own(width, rows, strips.begin + first_row * columns + column,
-                                     columns, head);
-        if constexpr (Config::kBackward) {
-          softmax_strip_backward<Config>(shared, own, is_shared, buffer, gX, gGrad, gOut, capacity,
-                                         factor);
-          if (is_shared) buffer ^= 1;
-        } else {
-          softmax_strip<Config>(shared, own, is_shared, gX, gOut, capacity, factor);
-        }
-      }
+      buffer = take_strips<Config>(shared, strips, is_shared, rank, buffer, head, gX, gGrad, gOut,
+                                   capacity, factor);
     }
     is_last = batch.is_last;
     ++index;
@@ -548,16 +578,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void strips_kernel
 #pragma unroll 1
     for (; left != 0; left &= left - 1) {
       const Strips& strips = batch.strips[__ffs(static_cast<int>(left)) - 1];
-      const int64_t begin = strips.begin, rows = strips.rows, columns = strips.columns;
-#pragma unroll 1
-      for (int64_t strip = strips.first; strip < strips.end; ++strip) {
-        const int64_t column = strip * strips.width, place = begin + column;
-        const int width =
-            columns - column < strips.width ? static_cast<int>(columns - column) : strips.width;
-        softmax_long_lines<typename Config::Long>(
-            Place<Element, int64_t>{gX + place, gGrad + place, gOut + place, 1.0f}, true, 0, width,
-            rows, 1, columns, lanes_of_long_lines(columns, true), Scale<float>{factor});
-      }
+      take_long_strips<Config>(strips, gX, gGrad, gOut, factor);
     }
     is_last = batch.is_last;
     ++index;

@@ -1,0 +1,240 @@
+// The workspaces of the backward kernel for long sequences (long_backward.cuh), and the kernels
+// before and behind it, which fill and empty them:
+//     statistics   lse and delta of a step's queries: prepare_long writes them
+//     sums         dQ of a step, in f32: prepare_long clears them, finish_long rounds them to dQ
+//     tickets      kOrdered: how many tiles of keys have added to a part of the sums: prepare_long
+//                  clears them; the sums need nothing
+// Grid of both kernels: x = CTAs that share the tiles of long sequences, y = heads.
+#pragma once
+
+#include "cuda/kernels/attention/backward_tiles.cuh"
+#include "cuda/kernels/attention/epilogue.cuh"
+#include "cuda/kernels/attention/long_plan.cuh"
+
+#include <cmath>
+
+namespace jagged_cuda::attention {
+
+template <typename Config>
+struct LongWorkspace {
+  static constexpr int kChunk = 16 * 64;                     // floats that a warp holds of dQ,
+  static constexpr int kPart = 4 * kChunk;                   // a warpgroup,
+  static constexpr int kSums = Config::kWarpgroups * kPart;  // and all of one step and head
+  static_assert(kSums == Config::kStep * Config::kDim);
+
+  // The step, in the workspaces, that holds row `row` of a sequence that begins at row `begin`, and
+  // head.
+  __device__ __forceinline__ static int64_t step(const AttentionBackwardParams& params,
+                                                 int64_t begin, int row, int head) {
+    return (long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep) * params.heads +
+           head;
+  }
+
+  // lse and delta of its queries, one after the other, in the order of statistics_place().
+  __device__ __forceinline__ static float* statistics(const AttentionBackwardParams& params,
+                                                      int64_t step) {
+    return params.long_statistics + step * (2 * Config::kStep);
+  }
+  // The pairs of queries that a lane has as columns of two blocks of scores, side by side.
+  __device__ __forceinline__ static int statistics_place(int row) {
+    return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+  }
+  // A warpgroup's part of its dQ.
+  __device__ __forceinline__ static float* grad_q(const AttentionBackwardParams& params,
+                                                  int64_t step, int warpgroup) {
+    return params.long_grad_q + step * kSums + warpgroup * kPart;
+  }
+  __device__ __forceinline__ static int* ticket(const AttentionBackwardParams& params, int64_t step,
+                                                int warpgroup) {
+    return params.long_tickets + step * Config::kWarpgroups + warpgroup;
+  }
+};
+
+// Which tiles of keys see some of the queries of the step at row `row`: exactly those in whose
+// StepRange it is.
+template <int kTileN, int kStep>
+struct TileRange {
+  int first;
+  int last;  // first if there are none
+
+  __device__ __forceinline__ TileRange(const WindowOf<int>& window, int row, int num_keys) {
+    const int first_key = window.first_column(row),
+              last_key = window.last_column(row, kStep, num_keys);
+    first = first_key / kTileN;
+    last = last_key > first_key ? (last_key + kTileN - 1) / kTileN : first;
+  }
+};
+
+// --- the kernels before and behind: tiles of kPreparedRows queries of one head
+
+constexpr int kPreparedRows = 128, kPrepareThreads = 256;
+
+// Zeros for the sums of a tile of kPreparedRows queries.
+template <typename Config>
+__device__ __forceinline__ void clear_sums(const AttentionBackwardParams& params,
+                                           const JaggedTile& tile, int rows, int head) {
+  using Workspace = LongWorkspace<Config>;
+  const int steps = (rows + Config::kStep - 1) / Config::kStep;
+  for (int index = threadIdx.x; index < steps * (Workspace::kSums / 4); index += kPrepareThreads) {
+    const int row = static_cast<int>(tile.row) + index / (Workspace::kSums / 4) * Config::kStep;
+    float* sums = Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, row, head),
+                                    /*warpgroup=*/0);
+    ptx::st_global_16(sums + index % (Workspace::kSums / 4) * 4, make_uint4(0, 0, 0, 0));
+  }
+}
+
+// Zeros for dQ of the queries of a tile that no key sees: they are in no step.
+template <typename Config>
+__device__ __forceinline__ void zero_unseen_queries(const AttentionBackwardParams& params,
+                                                    const JaggedTile& tile, int rows, int head) {
+  using Element = typename Config::Element;
+  constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int chunk = threadIdx.x % kChunks, own_row = static_cast<int>(threadIdx.x) / kChunks;
+  const int num_keys = keys_of(params, tile.seq, num_queries);
+  const WindowOf<int> window = sequence_window(params, num_keys - num_queries);
+#pragma unroll 1
+  for (int first = 0; first < rows; first += Config::kStep) {
+    const TileRange<Config::kTileN, Config::kStep> tiles(window, first_row + first, num_keys);
+    if (tiles.first < tiles.last) continue;
+    const int last = min(rows, first + Config::kStep);
+    for (int row = first + own_row; row < last; row += kRowStep) {
+      if (chunk * 8 < params.dim_qk)
+        ptx::st_global_16(
+            row_of<Element>(params.grad_q, tile.rows.begin + first_row + row, head) + chunk * 8,
+            make_uint4(0, 0, 0, 0));
+    }
+  }
+}
+
+// lse, in units of log2, and delta of a tile: a thread multiplies one chunk of O by that of dO for
+// every kRowStep-th row. All that it needs is asked for first.
+template <typename Config>
+__device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
+                                             const JaggedTile& tile) {
+  using Element = typename Config::Element;
+  using Workspace = LongWorkspace<Config>;
+  constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks,
+                kRows = kPreparedRows / kRowStep;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int chunk = threadIdx.x % kChunks, own_row = static_cast<int>(threadIdx.x) / kChunks;
+  const bool has_chunk = chunk * 8 < params.dim_v;
+  uint4 out[kRows], grad_out[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = own_row + i * kRowStep;
+    const bool valid = has_chunk && row < rows;
+    const int64_t global_row = tile.rows.begin + first_row + (valid ? row : 0);
+    out[i] = ptx::ld_global_nc_16(row_of<Element>(params.out, global_row, head) + chunk * 8, valid);
+    grad_out[i] =
+        ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
+  }
+  if constexpr (!Config::kOrdered) clear_sums<Config>(params, tile, rows, head);
+  if constexpr (Config::kOrdered) zero_unseen_queries<Config>(params, tile, rows, head);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = own_row + i * kRowStep;
+    float delta = 0.0f;
+    const Element* a = reinterpret_cast<const Element*>(&out[i]);
+    const Element* b = reinterpret_cast<const Element*>(&grad_out[i]);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) delta += to_sum(a[e]) * to_sum(b[e]);
+#pragma unroll
+    for (int lanes = 1; lanes < kChunks; lanes *= 2)
+      delta += __shfl_xor_sync(0xffffffffu, delta, lanes);
+    const int tile_rows = (rows + Config::kStep - 1) / Config::kStep * Config::kStep;
+    if (chunk != 0 || row >= tile_rows) continue;
+    float lse_log2 = INFINITY;
+    if (row < rows) {
+      const int64_t statistic = (tile.rows.begin + first_row + row) * params.heads + head;
+      const float lse = static_cast<const float*>(params.lse)[statistic];
+      if (lse != -INFINITY) lse_log2 = lse * kLog2E;
+      if (params.grad_lse != nullptr)
+        delta -= static_cast<const float*>(params.grad_lse)[statistic];
+    }
+    float* statistics = Workspace::statistics(params, Workspace::step(params, tile.rows.begin,
+                                                                      first_row + row, head)) +
+                        Workspace::statistics_place(row % Config::kStep);
+    statistics[0] = lse_log2;
+    statistics[Config::kStep] = delta;
+  }
+}
+
+// The sums, rounded, to dQ.
+template <typename Config>
+__device__ __forceinline__ void finish_tile(const AttentionBackwardParams& params,
+                                            const JaggedTile& tile) {
+  using Element = typename Config::Element;
+  using Workspace = LongWorkspace<Config>;
+  constexpr int kChunks = Config::kDim / 64, kUnits = kPreparedRows / 16 * kChunks;
+  const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
+#pragma unroll
+  for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
+    const int row = unit / kChunks * 16, column = unit % kChunks;
+    if (row >= rows) continue;
+    // At 128 dims a warpgroup has half of the columns, at 64 half of the queries.
+    const int chunk = column * 4 + row % Config::kStep / 16;
+    const float* source =
+        Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, first_row + row, head),
+                          0) +
+        chunk * Workspace::kChunk + lane * 4;
+    Accumulator<1, 8> dq;
+#pragma unroll
+    for (int block = 0; block < 8; ++block) {
+      const float4 sums = __ldcs(reinterpret_cast<const float4*>(source + block * 128));
+      dq[0][block][0] = sums.x;
+      dq[0][block][1] = sums.y;
+      dq[0][block][2] = sums.z;
+      dq[0][block][3] = sums.w;
+    }
+    store_quads(dq, scales,
+                row_of<Element>(params.grad_q, tile.rows.begin + first_row + row + lane / 4, head) +
+                    column * 64,
+                params.grad_q.row_stride, rows - row - lane / 4, params.dim_qk - column * 64, lane);
+  }
+}
+
+// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th.
+template <typename Visit>
+__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
+  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
+    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
+      visit(tile);
+  }
+}
+__device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params) {
+  return __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) > 0;
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void prepare_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_wait();
+  if (!plans_any(params)) return;
+  if constexpr (Config::kOrdered) {
+    // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
+    const int64_t tickets =
+        num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
+    for (int64_t index =
+             (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
+         index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
+      params.long_tickets[index] = 0;
+  }
+  for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kPrepareThreads) void finish_long(
+    const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_wait();
+  if (!plans_any(params)) return;
+  for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
+}
+
+}  // namespace jagged_cuda::attention
