@@ -52,7 +52,7 @@ FAULTS = (
     Fault(
         "one buffer for a cluster's partial results",
         "strips",
-        "          if (is_shared) buffer ^= 1;\n",
+        "      if (is_shared) buffer ^= 1;\n",
         "",
         range(1, 15),
         "write after read: shared memory",

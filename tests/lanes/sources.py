@@ -46,6 +46,7 @@ BODIES = {
     "lg2_approx": "return log2f(x);",
     "griddepcontrol_launch_dependents": _NOTHING,  # launches follow each other
     "griddepcontrol_wait": _NOTHING,
+    "tid_x": "return static_cast<int>(threadIdx.x);",
     "bar_sync": "lanes::bar(id, threads, false, false);",
     "bar_red_or": "return lanes::bar(id, threads, false, value);",
     "bar_arrive": "lanes::bar(id, threads, true, false);",
