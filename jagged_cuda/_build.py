@@ -57,6 +57,10 @@ LONGEST = (
     *("backward_", "ranged_backward_", "ranged_forward_", "jagged2_softmax", "long_", "few"),
     *("forward_", "target_", "tiny", "fma", "jagged_dense_bmm"),
 )
+# So many files of a folder are compiled as one that includes them: reading headers of torch takes
+# more of each one's time than the rest. Never those of ALONE, which take long by themselves.
+JOINED = {".cpp": 16}
+ALONE = ("isa_", *LONGEST)
 BUILDING = "building"  # a file that lies in a folder while a library is compiled there
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")
 
@@ -93,6 +97,33 @@ def library_sources(csrc: Path, library: str) -> list[Path]:
         return not is_kernel, min(long, default=len(LONGEST)), path.stat().st_size, path
 
     return sorted(files, key=turn)
+
+
+def joined(sources: Sequence[Path]) -> list[list[Path]]:
+    """Returns what is compiled together of these sources: those of ALONE first, each by itself."""
+    alone, groups = [], {}
+    for path in sources:
+        if path.suffix not in JOINED or path.name.startswith(ALONE):
+            alone.append([path])
+        else:
+            groups.setdefault((path.parent, path.suffix), []).append(path)
+    for (_, suffix), paths in groups.items():
+        number = -(-len(paths) // JOINED[suffix])
+        alone += [sorted(paths)[i::number] for i in range(number)]
+    return alone
+
+
+def join(group: Sequence[Path], csrc: Path, folder: Path) -> Path:
+    """Returns the file to compile for those of a group: the only one, or one that includes them."""
+    if len(group) == 1:
+        return group[0]
+    names = [path.relative_to(csrc).as_posix() for path in group]
+    path = folder / f"{group[0].parent.name}_{group[0].stem}{group[0].suffix}"
+    text = "".join(f'#include "{name}"\n' for name in names)
+    if not path.is_file() or path.read_text() != text:  # ninja goes by time
+        folder.mkdir(exist_ok=True)
+        path.write_text(text)
+    return path
 
 
 def source_hash(csrc: Path) -> str:
@@ -353,7 +384,9 @@ class Build:
         if self.library == "_C_cuda":
             folder = self._link_folder(work / "link", torch_folder / "lib")
             link += [f"-L{folder}", f"-L{torch_folder / 'lib'}", *LINK_CUDA]
-        return [*map(str, library_sources(sources, self.library))], cxx, nvcc, link
+        groups = joined(library_sources(sources, self.library))
+        files = [str(join(group, sources, work / "joined")) for group in groups]
+        return files, cxx, nvcc, link
 
     def _link_folder(self, folder: Path, torch_libraries: Path) -> Path:
         """Makes a folder with libcudart.so, which CUDA's wheels do not call so.
@@ -430,7 +463,7 @@ def load_all(
         except (BuildError, OSError) as error:
             return error
 
-    files = sum(len(library_sources(build.csrc, build.library)) for build in builds)
+    files = sum(len(joined(library_sources(b.csrc, b.library))) for b in builds)
     # That of the last one serves all: what CUDA needs beside the rest changes nothing for the CPU.
     with (
         builds[-1].cpp_extension(works[-1], at_once=len(builds)) as cpp_extension,
@@ -465,10 +498,22 @@ def say(text: str) -> None:
     print(f"jagged_cuda: {text}", file=sys.stderr, flush=True)
 
 
+def _source_at_fault(compiled: str, output: str, work: Path) -> str:
+    """Returns the file of csrc that failed: of those joined, the last that the compiler named."""
+    said = re.split(r"\berror\b", output, maxsplit=1)[0]
+    named = re.findall(rf"{re.escape(str(work / 'csrc'))}/(\S+?\.(?:cpp|cu))\b", said)
+    is_joined = Path(compiled).parent == work / "joined"
+    return named[-1] if is_joined and named else os.path.relpath(compiled, work / "csrc")
+
+
 def _explain(output: str, work: Path) -> BuildError:
     """Turns ninja's output into one sentence, with the end of what the compiler said."""
     failed = re.search(r"^FAILED: .*\n.* -c (\S+) -o ", output, re.MULTILINE)
-    what = f"csrc/{os.path.relpath(failed[1], work / 'csrc')}" if failed else "the library"
+    what = (
+        f"csrc/{_source_at_fault(failed[1], output[failed.end() :], work)}"
+        if failed
+        else "the library"
+    )
     if "No space left on device" in output:
         raise OSError("No space left on device")
     log = work / "build.log"

@@ -193,6 +193,21 @@ def test_a_failed_compilation_names_its_log_and_shows_its_end(toy: Toy) -> None:
     assert "undeclared" in log.read_text()
 
 
+def test_files_of_a_folder_are_compiled_as_one(toy: Toy) -> None:
+    """And what is wrong with one of them is said of that one."""
+    other = toy.csrc / "cpu" / "other.cpp"
+    other.write_text(f"{VISIBLE} int toy_third() {{ return 8; }}\n")
+    assert toy.load()[0]["answer"] == 42
+    calls = (toy.root / "calls").read_text().splitlines()
+    assert sum(" -c " in line for line in calls) == 2  # library.cpp, and these two
+    (joined,) = toy.cache.glob("work-*/joined/*.cpp")
+    assert joined.read_text() == '#include "cpu/other.cpp"\n#include "cpu/toy.cpp"\n'
+    (toy.csrc / "cpu" / "toy.cpp").write_text("int f() { return undeclared; }\n")
+    message = toy.fails()
+    assert message.startswith("compiling csrc/cpu/toy.cpp failed; ")
+    assert "undeclared" in message
+
+
 def test_what_failed_can_be_tried_again_in_the_same_process(toy: Toy) -> None:
     (toy.root / "fail").write_text("out of luck\n")
     script = """

@@ -283,6 +283,17 @@ def test_the_sources_of_both_libraries_are_found() -> None:
         assert [n for n, times in Counter(p.name for p in sources).items() if times > 1] == []
 
 
+def test_each_source_is_compiled_once_and_the_long_ones_alone() -> None:
+    for library in _build.LIBRARIES:
+        sources = _build.library_sources(CSRC, library)
+        groups = _build.joined(sources)
+        assert sorted(path for group in groups for path in group) == sorted(sources)
+        assert len(groups) < len(sources)
+        for group in groups:
+            assert len({(path.parent, path.suffix) for path in group}) == 1
+            assert len(group) == 1 or not any(p.name.startswith(_build.ALONE) for p in group)
+
+
 def test_the_longest_to_compile_are_first() -> None:
     names = [path.name for path in _build.library_sources(CSRC, "_C_cuda")]
     turns = [

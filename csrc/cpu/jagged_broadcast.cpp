@@ -13,13 +13,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kItemRows = 4096;
-
-struct Item {
-  int64_t seq;
-  int64_t begin, rows;  // of the whole tensor
-};
-
 // Copies one row of `row_bytes` to `rows` rows: copies what is already there, twice as much each
 // time.
 void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
@@ -33,6 +26,11 @@ void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
 
 Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
+  constexpr int64_t kItemRows = 4096;
+  struct Item {
+    int64_t seq;
+    int64_t begin, rows;  // of the whole tensor
+  };
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, offsets, total});
   const auto sequences =

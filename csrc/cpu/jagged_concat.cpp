@@ -14,11 +14,11 @@ namespace {
 
 constexpr size_t kParts = 4;
 using Given = std::array<std::optional<Tensor>, kParts>;
-using Rows = std::array<int64_t, kParts>;
+using PartRows = std::array<int64_t, kParts>;
 
 // The sequences of each part: those of its offsets, or as many rows each.
 std::array<std::vector<Sequence>, kParts> read_parts(const char* op, const Given& offsets,
-                                                     const Rows& rows, int64_t num_seqs) {
+                                                     const PartRows& rows, int64_t num_seqs) {
   std::array<std::vector<Sequence>, kParts> parts;
   for (size_t p = 0; p < kParts; ++p) {
     if (offsets[p]) {
@@ -73,7 +73,7 @@ Plan jagged_concat(Tensor x, std::optional<Tensor> x_offsets, Tensor offsets, in
   const Sizes sizes =
       contract.check({x, x_offsets, offsets, total, y, y_offsets, z, z_offsets, w, w_offsets});
   Given given{x, y, z, w};
-  Rows rows{};
+  PartRows rows{};
   for (size_t p = 0; p < kParts; ++p) {
     if (!given[p]) continue;
     given[p] = as_contiguous(op, *given[p], 1);
@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_concat_backward(
   static const Contract contract(op);
   const Sizes sizes = contract.check({grad_out, offsets, x_rows, x_offsets, y_rows, y_offsets,
                                       z_rows, z_offsets, w_rows, w_offsets});
-  const Rows rows{x_rows, y_rows, z_rows, w_rows};
+  const PartRows rows{x_rows, y_rows, z_rows, w_rows};
   const auto parts = read_parts(op, {x_offsets, y_offsets, z_offsets, w_offsets}, rows, sizes.B);
   const auto ends = joined_ends(parts, sizes.B);
   const int64_t capacity = plan_capacity(offsets.scalar_type(), sizes.N);

@@ -14,9 +14,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kPartRows = 4096;
-constexpr int64_t kItemCost = 1 << 22;  // a larger item is split over columns of the wider operand
-
 // A long sequence: its result, and its partial sums [parts, D * N].
 struct LongSequence {
   void* out;
@@ -27,6 +24,9 @@ struct LongSequence {
 }  // namespace
 
 Tensor times_jagged(const char* op, Tensor x, Tensor y, const std::vector<Sequence>& sequences) {
+  constexpr int64_t kPartRows = 4096;
+  // A larger item is split over columns of the wider operand.
+  constexpr int64_t kItemCost = 1 << 22;
   const int64_t x_columns = x.size(1), y_columns = y.size(1);
   x = as_contiguous(op, x, -1);
   y = as_contiguous(op, y, -1);

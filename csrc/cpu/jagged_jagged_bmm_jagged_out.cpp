@@ -12,16 +12,15 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-struct Item {
-  size_t seq;
-  int64_t row, rows;  // of the matrix
-};
-
 // allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
 Tensor jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets,
                                     std::optional<Tensor> y_offsets, Tensor matrix_offsets,
                                     int64_t total_out, bool allow_tf32) {
   constexpr const char* op = "jagged_jagged_bmm_jagged_out";
+  struct Item {
+    size_t seq;
+    int64_t row, rows;  // of the matrix
+  };
   static const Contract contract(op);
   const Sizes sizes =
       contract.check({x, y, offsets, y_offsets, matrix_offsets, total_out, allow_tf32});

@@ -13,9 +13,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kPartRows = 8192;
-constexpr int64_t kElementCost = 8;  // an exponential and the passes over memory, in multiply-adds
-
 struct Part {
   SoftmaxItem item;
   int64_t statistics;        // index of this part's first statistic
@@ -28,6 +25,9 @@ struct PartedColumns {
 
 void run_softmax(const SoftmaxParams& params, const std::vector<Sequence>& sequences,
                  const KernelTable& table) {
+  constexpr int64_t kPartRows = 8192;
+  // An exponential and the passes over memory, in multiply-adds.
+  constexpr int64_t kElementCost = 8;
   WorkList<SoftmaxItem> items;
   WorkList<Part> parts;
   WorkList<PartedColumns> parted;

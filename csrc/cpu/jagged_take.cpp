@@ -14,11 +14,10 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-constexpr int64_t kItemRows = 1024;
-
 Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> chosen,
                    std::optional<Tensor> source, std::optional<Tensor> taken) {
   constexpr const char* op = "jagged_take";
+  constexpr int64_t kItemRows = 1024;
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, index, unique, chosen, source, taken});
   const Tensor dense = as_contiguous(op, index);

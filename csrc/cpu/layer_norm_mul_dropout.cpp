@@ -15,9 +15,6 @@
 namespace jagged_cuda::cpu {
 namespace {
 
-// Time to read and write an element, and to draw for it, in multiply-adds.
-constexpr int64_t kElementCost = 16;
-
 LayerNormParams layer_norm_params(const Tensor& x, const Tensor& u, const Tensor& weight,
                                   const Tensor& bias, const std::optional<Tensor>& seed, double eps,
                                   double p) {
@@ -38,6 +35,8 @@ LayerNormParams layer_norm_params(const Tensor& x, const Tensor& u, const Tensor
 }
 
 WorkList<LayerNormItem> items_of(const LayerNormParams& params, int64_t total) {
+  // Time to read and write an element, and to draw for it, in multiply-adds.
+  constexpr int64_t kElementCost = 16;
   WorkList<LayerNormItem> items;
   for (int64_t row = 0; row < total; row += kLayerNormRows) {
     const int64_t rows = std::min(kLayerNormRows, total - row);

@@ -13,8 +13,8 @@ namespace {
 using Given = std::array<std::optional<Tensor>, kConcatParts>;
 
 // The offsets of each part, contiguous and checked; `rows` are those of its tensor.
-Given contiguous_offsets(const char* op, const Given& offsets,
-                         const std::array<int64_t, kConcatParts>& rows) {
+Given offsets_of_parts(const char* op, const Given& offsets,
+                       const std::array<int64_t, kConcatParts>& rows) {
   Given bounds;
   bool is_first = true;
   for (size_t p = 0; p < kConcatParts; ++p) {
@@ -55,7 +55,7 @@ Plan jagged_concat(const Tensor& x, const std::optional<Tensor>& x_offsets, cons
   const Given given{x, y, z, w};
   std::array<int64_t, kConcatParts> rows{};
   for (size_t p = 0; p < kConcatParts; ++p) rows[p] = given[p] ? given[p]->size(0) : 0;
-  const Given bounds = contiguous_offsets(op, {x_offsets, y_offsets, z_offsets, w_offsets}, rows);
+  const Given bounds = offsets_of_parts(op, {x_offsets, y_offsets, z_offsets, w_offsets}, rows);
   const Tensor out = allocate(op, x, with_rows_of(x, 1, {total}));
   const Tensor planned = allocate(op, offsets, {sizes.B + 1});
   std::optional<Tensor> uncut;
@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_concat_backward(
   const std::array<Tensor, kConcatParts> parts{part(0), part(1), part(2), part(3)};
   const int64_t all = x_rows + y_rows + z_rows + w_rows;
   if (all > 0 && sizes.rest > 0) {
-    const Given bounds = contiguous_offsets(op, {x_offsets, y_offsets, z_offsets, w_offsets}, rows);
+    const Given bounds = offsets_of_parts(op, {x_offsets, y_offsets, z_offsets, w_offsets}, rows);
     const Tensor joined = as_contiguous(op, grad_out, 1);
     const int64_t elem_bytes = static_cast<int64_t>(grad_out.element_size());
 
