@@ -51,16 +51,29 @@ NVCC_FLAGS = ("-O1", *COMMON_FLAGS, *SHOWN, "-Xcompiler=-fvisibility=hidden")
 # needed, so that neither libc10 nor libtorch_python, which `load` names, becomes a dependency.
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-lstdc++")
 LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
-# What the names of the files begin with that take longest to compile, longest first: 55 to 20 s of
+# What the names of the files begin with that take longest to compile, longest first: 33 to 12 s of
 # one core. Started late, one of them would keep all others waiting.
 LONGEST = (
-    *("backward_", "ranged_backward_", "ranged_forward_", "jagged2_softmax", "long_", "few"),
-    *("forward_", "target_", "tiny", "fma", "jagged_dense_bmm"),
+    *("jagged2_softmax", "ranged_forward_", "backward_", "target_", "long_", "ranged_backward_"),
+    *("forward_", "few", "jagged_dense_bmm", "tiny", "fma", "wide", "tf32_"),
 )
-# So many files of a folder are compiled as one that includes them: reading headers of torch takes
-# more of each one's time than the rest. Never those of ALONE, which take long by themselves.
-JOINED = {".cpp": 16}
-ALONE = ("isa_", *LONGEST)
+# Reading headers, of torch or of CUDA, takes most of the time of a short file: several are compiled
+# as one that includes them. Of C++, so many of a folder, but for those of instruction sets; of
+# kernels the groups here, 1 to 9 s of one core each. No file with dynamic shared memory is beside
+# one with kernels that have none: its alignment would round up their static shared memory.
+JOINED_CPP = 16
+JOINED_KERNELS = (
+    ("array_jagged_bmm_jagged_out", "jagged_mean"),
+    ("bias_sums", "check_offsets", "hopper", "hstu_key_ranges"),
+    ("jagged_broadcast", "jagged_take", "jagged_to_padded", "padded_to_jagged"),
+    ("jagged_concat", "jagged_sum"),
+    ("jagged_dense_add", "jagged_dense_mul", "matrix_offsets"),
+    ("jagged_flash_attention", "jagged_jagged_bmm"),
+    ("jagged_hstu_attention", "jagged_jagged_bmm_jagged_out"),
+    ("jagged_index_select", "jagged_sessionize", "jagged_slice", "padded_heads"),
+    ("jagged_positions", "jagged_target_attention"),
+    ("jagged_select", "jagged_topk"),
+)
 BUILDING = "building"  # a file that lies in a folder while a library is compiled there
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")
 
@@ -100,21 +113,28 @@ def library_sources(csrc: Path, library: str) -> list[Path]:
 
 
 def joined(sources: Sequence[Path]) -> list[list[Path]]:
-    """Returns what is compiled together of these sources: those of ALONE first, each by itself."""
-    alone, groups = [], {}
+    """Returns what is compiled together of these sources, in their order."""
+    names = {name: group for group in JOINED_KERNELS for name in group}
+    groups: dict[object, list[Path]] = {}
     for path in sources:
-        if path.suffix not in JOINED or path.name.startswith(ALONE):
-            alone.append([path])
-        else:
-            groups.setdefault((path.parent, path.suffix), []).append(path)
-    for (_, suffix), paths in groups.items():
-        number = -(-len(paths) // JOINED[suffix])
-        alone += [sorted(paths)[i::number] for i in range(number)]
-    return alone
+        key: object = path
+        if path.suffix == ".cu":
+            key = names.get(path.stem, path)
+        elif not path.name.startswith("isa_"):
+            key = path.parent
+        groups.setdefault(key, []).append(path)
+    together = []
+    for paths in groups.values():
+        number = -(-len(paths) // JOINED_CPP)
+        together += [sorted(paths)[i::number] for i in range(number)]
+    return together
 
 
 def join(group: Sequence[Path], csrc: Path, folder: Path) -> Path:
-    """Returns the file to compile for those of a group: the only one, or one that includes them."""
+    """Returns the file to compile for those of a group: the only one, or one that includes them.
+
+    Their names must differ, in unnamed namespaces too.
+    """
     if len(group) == 1:
         return group[0]
     names = [path.relative_to(csrc).as_posix() for path in group]

@@ -290,8 +290,10 @@ def test_each_source_is_compiled_once_and_the_long_ones_alone() -> None:
         assert sorted(path for group in groups for path in group) == sorted(sources)
         assert len(groups) < len(sources)
         for group in groups:
-            assert len({(path.parent, path.suffix) for path in group}) == 1
-            assert len(group) == 1 or not any(p.name.startswith(_build.ALONE) for p in group)
+            assert len({path.suffix for path in group}) == 1
+            assert len(group) == 1 or not any(p.name.startswith(_build.LONGEST) for p in group)
+    names = [path.stem for path in _build.library_sources(CSRC, "_C_cuda") if path.suffix == ".cu"]
+    assert {name for group in _build.JOINED_KERNELS for name in group} <= set(names)
 
 
 def test_the_longest_to_compile_are_first() -> None:

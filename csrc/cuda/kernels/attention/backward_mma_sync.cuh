@@ -559,17 +559,16 @@ cudaError_t launch_dq_tables(const AttentionBackwardParams& params, cudaStream_t
                          kBytes + buckets * kBytesEach, stream, path);
 }
 
-template <typename Element>
-cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
+template <typename Element, int kDim>
+cudaError_t launch_backward_mma_sync_dim(const AttentionBackwardParams& params,
+                                         cudaStream_t stream) {
+  return for_mma_sync(params, [&](auto row_blocks, auto ranges, auto silu) {
     constexpr bool kGeneral = ranges.value != 0, kSilu = silu.value != 0;
-    using Dq =
-        DqConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1), kGeneral, kSilu>;
-    using Dkdv =
-        DkdvConfig<Element, dim.value, (dim.value <= 64 ? row_blocks.value : 1), kGeneral, kSilu>;
+    using Dq = DqConfig<Element, kDim, (kDim <= 128 ? row_blocks.value : 1), kGeneral, kSilu>;
+    using Dkdv = DkdvConfig<Element, kDim, (kDim <= 64 ? row_blocks.value : 1), kGeneral, kSilu>;
     const cudaError_t error =
         params.table_ctas > 0
-            ? launch_dq_tables<Element, dim.value>(params, stream, Dq::kName)
+            ? launch_dq_tables<Element, kDim>(params, stream, Dq::kName)
             : launch_longer<backward_dq_mma_sync<Dq>>(
                   params, params, tile_grid(params, params.q_offsets, Dq::kRows, params.heads),
                   Dq::kThreads, sizeof(DqStorage<Dq>), stream, Dq::kName);

@@ -229,10 +229,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_mm
              params.dim_v, params.aligned, lane);
 }
 
-template <typename Element>
-cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream) {
-  return for_mma_sync(params, [&](auto dim, auto row_blocks, auto ranges, auto silu) {
-    using Config = ForwardConfig<Element, dim.value, (dim.value <= 128 ? row_blocks.value : 1),
+template <typename Element, int kDim>
+cudaError_t launch_forward_mma_sync_dim(const AttentionParams& params, cudaStream_t stream) {
+  return for_mma_sync(params, [&](auto row_blocks, auto ranges, auto silu) {
+    using Config = ForwardConfig<Element, kDim, (kDim <= 128 ? row_blocks.value : 1),
                                  ranges.value != 0, silu.value != 0>;
     constexpr auto kKernel = forward_mma_sync<Config>;
     constexpr int kSharedBytes = sizeof(ForwardStorage<Config>);

@@ -6,41 +6,15 @@
 
 namespace jagged_cuda::attention {
 
-template <int kValue>
-struct Constant {
-  static constexpr int value = kValue;
-};
-
-// Calls launch(Constant<bucket>) for the smallest compiled head dim, at most kMaxDim, that holds D
-// and Dv.
-template <int kMaxDim = 256, typename Params, typename Launch>
-cudaError_t for_dim(const Params& params, Launch launch) {
-  switch (dim_bucket(params)) {
-    case 32:
-      return launch(Constant<32>{});
-    case 64:
-      return launch(Constant<64>{});
-    case 128:
-      if constexpr (kMaxDim >= 128) return launch(Constant<128>{});
-      return cudaErrorInvalidValue;
-    case 256:
-      if constexpr (kMaxDim >= 256) return launch(Constant<256>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-// for_dim with Constant<16-row blocks of a warp>, Constant<whether it is_general()>, for which smaller
-// tiles leave out more steps, and Constant<whether silu takes softmax's place>.
+// Calls launch with Constant<16-row blocks of a warp>, Constant<whether it is_general()>, for which
+// smaller tiles leave out more steps, and Constant<whether silu takes softmax's place>.
 template <typename Launch>
 cudaError_t for_mma_sync(const AttentionParams& params, Launch launch) {
-  return for_dim(params, [&](auto dim) {
-    const Constant<0> no;
-    const Constant<1> yes;
-    if (params.silu) return launch(dim, Constant<1>{}, yes, yes);
-    if (is_general(params)) return launch(dim, Constant<1>{}, yes, no);
-    return has_long_sequences(params) ? launch(dim, Constant<2>{}, no, no)
-                                      : launch(dim, Constant<1>{}, no, no);
-  });
+  const Constant<0> no;
+  const Constant<1> yes;
+  if (params.silu) return launch(Constant<1>{}, yes, yes);
+  if (is_general(params)) return launch(Constant<1>{}, yes, no);
+  return has_long_sequences(params) ? launch(Constant<2>{}, no, no) : launch(Constant<1>{}, no, no);
 }
 
 inline Grid tile_grid(const AttentionParams& params, const OffsetsView& offsets, int tile_rows,

@@ -44,20 +44,69 @@ inline bool has_long_sequences(const AttentionParams& params) {
   return params.q_offsets.total >= long_rows * params.q_offsets.num_seqs;
 }
 
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Calls launch(Constant<bucket>) for the smallest compiled head dim, at most kMaxDim, that holds D
+// and Dv.
+template <int kMaxDim = 256, typename Params, typename Launch>
+cudaError_t for_dim(const Params& params, Launch launch) {
+  switch (dim_bucket(params)) {
+    case 32:
+      return launch(Constant<32>{});
+    case 64:
+      return launch(Constant<64>{});
+    case 128:
+      if constexpr (kMaxDim >= 128) return launch(Constant<128>{});
+      return cudaErrorInvalidValue;
+    case 256:
+      if constexpr (kMaxDim >= 256) return launch(Constant<256>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
 // 16-bit elements. cudaErrorNotSupported where an operand has no tensor map.
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& params, cudaStream_t stream);
 template <typename Element>
 cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream);
 
+// The kernels of a head dim. They are compiled in files of their own (backward_128_f16.cu), so that none
+// takes so long that all others would be done before it.
+template <typename Element, int kDim>
+cudaError_t launch_forward_mma_sync_dim(const AttentionParams& params, cudaStream_t stream);
+template <typename Element, int kDim>
+cudaError_t launch_backward_mma_sync_dim(const AttentionBackwardParams& params,
+                                         cudaStream_t stream);
+
 template <typename Element>
-cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream);
+cudaError_t launch_forward_mma_sync(const AttentionParams& params, cudaStream_t stream) {
+  return for_dim(params, [&](auto dim) {
+    return launch_forward_mma_sync_dim<Element, dim.value>(params, stream);
+  });
+}
 template <typename Element>
-cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream);
+cudaError_t launch_backward_mma_sync(const AttentionBackwardParams& params, cudaStream_t stream) {
+  return for_dim(params, [&](auto dim) {
+    return launch_backward_mma_sync_dim<Element, dim.value>(params, stream);
+  });
+}
 
 // 16-bit elements, head dims up to 128, with ranges of keys, unused keys, kv_bias or silu, without other biases.
+template <typename Element, int kDim>
+cudaError_t launch_backward_ranged_dim(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// Where an operand has no tensor map, on mma.sync.
 template <typename Element>
-cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream);
+cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
+  const cudaError_t error = dim_bucket(params) <= 64
+                                ? launch_backward_ranged_dim<Element, 64>(params, stream)
+                                : launch_backward_ranged_dim<Element, 128>(params, stream);
+  if (error != cudaErrorNotSupported) return error;
+  return launch_backward_mma_sync<Element>(params, stream);
+}
 
 // 16-bit elements, head dims of 33 on, sequences of more than long_rows(): first the plan in
 // params.long_plan, or params.plans_itself where none is needed; then, behind it or another kernel

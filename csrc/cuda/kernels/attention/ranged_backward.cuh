@@ -120,31 +120,25 @@ cudaError_t launch_ranged_backward(const AttentionBackwardParams& attention, cud
   return launch_dkdv(Constant<has_key_bias(kBias) ? 1 : 0>{});
 }
 
-template <typename Element>
-cudaError_t launch_backward_ranged(const AttentionBackwardParams& params, cudaStream_t stream) {
-  const auto launch = [&](auto dim, auto bias) {
+template <typename Element, int kDim>
+cudaError_t launch_backward_ranged_dim(const AttentionBackwardParams& params, cudaStream_t stream) {
+  const auto launch = [&](auto bias) {
     constexpr auto kBias = static_cast<BiasKind>(bias.value);
-    return params.silu ? launch_ranged_backward<Element, dim.value, true, kBias>(params, stream)
-                       : launch_ranged_backward<Element, dim.value, false, kBias>(params, stream);
+    return params.silu ? launch_ranged_backward<Element, kDim, true, kBias>(params, stream)
+                       : launch_ranged_backward<Element, kDim, false, kBias>(params, stream);
   };
-  const auto launch_dim = [&](auto dim) {
-    switch (bias_kind(params.bias)) {
-      case BiasKind::kNone:
-        return launch(dim, Constant<int(BiasKind::kNone)>{});
-      case BiasKind::kKeys:
-        return launch(dim, Constant<int(BiasKind::kKeys)>{});
-      case BiasKind::kPositions:
-        return launch(dim, Constant<int(BiasKind::kPositions)>{});
-      case BiasKind::kTimes:
-        return launch(dim, Constant<int(BiasKind::kTimes)>{});
-      default:
-        return launch(dim, Constant<int(BiasKind::kAny)>{});
-    }
-  };
-  const cudaError_t error =
-      dim_bucket(params) <= 64 ? launch_dim(Constant<64>{}) : launch_dim(Constant<128>{});
-  if (error != cudaErrorNotSupported) return error;
-  return launch_backward_mma_sync<Element>(params, stream);
+  switch (bias_kind(params.bias)) {
+    case BiasKind::kNone:
+      return launch(Constant<int(BiasKind::kNone)>{});
+    case BiasKind::kKeys:
+      return launch(Constant<int(BiasKind::kKeys)>{});
+    case BiasKind::kPositions:
+      return launch(Constant<int(BiasKind::kPositions)>{});
+    case BiasKind::kTimes:
+      return launch(Constant<int(BiasKind::kTimes)>{});
+    default:
+      return launch(Constant<int(BiasKind::kAny)>{});
+  }
 }
 
 }  // namespace jagged_cuda::attention

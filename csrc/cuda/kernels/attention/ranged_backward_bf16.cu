@@ -2,10 +2,7 @@
 
 namespace jagged_cuda::attention {
 
-// Compiled beside its kernels.
-extern template cudaError_t launch_backward_mma_sync<__nv_bfloat16>(const AttentionBackwardParams&,
-                                                                    cudaStream_t);
-template cudaError_t launch_backward_ranged<__nv_bfloat16>(const AttentionBackwardParams&,
-                                                           cudaStream_t);
+template cudaError_t launch_backward_ranged_dim<__nv_bfloat16, 64>(const AttentionBackwardParams&,
+                                                                   cudaStream_t);
 
 }  // namespace jagged_cuda::attention
