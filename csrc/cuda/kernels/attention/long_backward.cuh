@@ -138,8 +138,7 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
                 slots = 8 * num_sms / attention.heads + 1;
   const Grid rows{tiles < slots ? tiles : slots, attention.heads};
-  error = launch_dependent<plan_long<Config::kTileN, AttentionBackwardParams>>(
-      attention, Grid{1}, kPlanThreads, 0, stream);
+  error = launch_plan<Config::kTileN, AttentionBackwardParams>(true, attention, stream);
   if (error != cudaSuccess) return error;
   error = launch_dependent<prepare_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
   if (error != cudaSuccess) return error;

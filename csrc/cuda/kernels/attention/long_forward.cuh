@@ -290,8 +290,7 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
       params.long_first = !is_wide(params) &&
                           params.q_offsets.total >= params.q_offsets.num_seqs * few_shorter &&
                           params.q_offsets.total * params.heads >= kManyRows;
-      return launch<plan_long<kTileM, AttentionParams>>(params, Grid{1}, kPlanThreads, 0, stream,
-                                                        nullptr);
+      return launch_plan<kTileM, AttentionParams>(false, params, stream);
     }
     const int64_t shorter = long_rows(params) > 0 ? long_rows(params) : 2 * tiny_limit(params);
     params.long_first = params.q_offsets.total >= params.q_offsets.num_seqs * shorter;

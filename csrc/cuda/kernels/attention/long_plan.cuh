@@ -191,11 +191,9 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
   ptx::griddepcontrol_wait();
 }
 
+// Compiled once for all kernels with a plan, in long_plan.cu.
 template <int kTile, typename Params>
-cudaError_t launch_plan(const Params& params, cudaStream_t stream) {
-  return launch_longer<plan_long<kTile, Params>>(params, params, Grid{1}, kPlanThreads, 0, stream,
-                                                 nullptr);
-}
+cudaError_t launch_plan(bool is_behind, const Params& params, cudaStream_t stream);
 
 // Whether a kernel of `num_sms` CTAs, one per SM, whose items are tiles of tile_rows rows, plans for
 // itself: a lane holds a sequence, two the rows outside, and without a counter that CTAs share items

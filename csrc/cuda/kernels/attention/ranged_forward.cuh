@@ -133,7 +133,8 @@ template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream) {
   const auto launch = [&](auto config) {
     using Config = decltype(config);
-    const cudaError_t error = launch_plan<Config::kTileM, AttentionParams>(params, stream);
+    const cudaError_t error =
+        launch_plan<Config::kTileM, AttentionParams>(params.split_by_length, params, stream);
     return error == cudaSuccess ? launch_long_forward<Config>(params, stream) : error;
   };
   const auto launch_silu = [&](auto dim, auto silu) {

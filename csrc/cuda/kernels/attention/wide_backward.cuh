@@ -45,10 +45,10 @@ cudaError_t launch_wide_backward(const AttentionBackwardParams& attention, cudaS
   } else {
     AttentionBackwardParams of_keys = attention;
     of_keys.long_plan = static_cast<char*>(attention.long_plan) + long_plan_bytes(num_seqs);
-    error = launch_plan<Config::kTileM, AttentionParams>(attention, stream);
+    error =
+        launch_plan<Config::kTileM, AttentionParams>(attention.split_by_length, attention, stream);
     if (error != cudaSuccess) return error;
-    error = launch_dependent<plan_long<Config::kRows, AttentionBackwardParams>>(
-        of_keys, Grid{1}, kPlanThreads, 0, stream);
+    error = launch_plan<Config::kRows, AttentionBackwardParams>(true, of_keys, stream);
     if (error != cudaSuccess) return error;
     error =
         launch_dependent<kDq>(params, dq_grid, Config::kThreads, kDqBytes, stream, Config::kName);
