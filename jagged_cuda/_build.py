@@ -64,7 +64,7 @@ LONGEST = (
 JOINED_CPP = 16
 JOINED_KERNELS = (
     ("array_jagged_bmm_jagged_out", "jagged_mean"),
-    ("bias_sums", "check_offsets", "hopper", "hstu_key_ranges"),
+    ("bias_sums", "check_offsets", "hopper", "hstu_key_ranges", "launch"),
     ("jagged_broadcast", "jagged_take", "jagged_to_padded", "padded_to_jagged"),
     ("jagged_concat", "jagged_sum"),
     ("jagged_dense_add", "jagged_dense_mul", "matrix_offsets"),
@@ -243,15 +243,15 @@ def cuda_toolkit_version(cuda_home: Path) -> str | None:
 def toolkit_flags(toolkit: str | None, *, cores: int, small: bool) -> tuple[str, ...]:
     """Returns nvcc's flags for compressed binaries and threads, of which CUDA 12 knows less.
 
-    `small` ones, of a wheel, are a fifth smaller, and take 3 % of all core-seconds. On many cores
-    the longest file would keep the rest waiting: there ptxas compiles its kernels in four threads,
-    to the same machine code, and in 5 to 25 % more core-seconds. (nvcc's own --split-compile shares
-    out the optimizer's work, too, and with it machine code changes.)
+    `small` ones, of a wheel, are a fifth smaller, and take 3 % of all core-seconds. More than 20
+    cores would wait for the longest file: there ptxas compiles its kernels in four threads, to the
+    same machine code, and in 5 to 25 % more core-seconds. (nvcc's own --split-compile shares out
+    the optimizer's work, too, and with it machine code changes.)
     """
     if toolkit is None or int(toolkit.split(".")[0]) < 13:
         return ("-Xfatbin=-compress-all",)
     compress = "--compress-mode=size" if small else "-Xfatbin=-compress-all"
-    return (compress, "-Xptxas=-split-compile=4") if cores >= 8 else (compress,)
+    return (compress, "-Xptxas=-split-compile=4") if cores > 20 else (compress,)
 
 
 def find_cuda_home(cuda: str | None) -> Path | None:

@@ -271,6 +271,7 @@ def test_binaries_are_made_small_or_soon() -> None:
     fast = "-Xfatbin=-compress-all"
     assert _build.toolkit_flags("13.0", cores=2, small=True) == ("--compress-mode=size",)
     assert _build.toolkit_flags("13.0", cores=2, small=False) == (fast,)
-    assert _build.toolkit_flags("13.0", cores=16, small=False) == (fast, "-Xptxas=-split-compile=4")
+    assert _build.toolkit_flags("13.0", cores=16, small=False) == (fast,)
+    assert _build.toolkit_flags("13.0", cores=32, small=False) == (fast, "-Xptxas=-split-compile=4")
     for toolkit in ("12.8", None):
-        assert _build.toolkit_flags(toolkit, cores=16, small=True) == (fast,)
+        assert _build.toolkit_flags(toolkit, cores=32, small=True) == (fast,)

@@ -3,6 +3,7 @@
 // host launches no cluster there (prim/hopper.h, has_wgmma).
 #pragma once
 
+#include "contract/last_kernel.h"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 

@@ -1,13 +1,13 @@
 // Launching a kernel with as much shared memory as it asks for, and recording its path.
 #pragma once
 
-#include "contract/last_kernel.h"
 #include "cuda/kernels/prim/hopper.h"
 
 #include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace jagged_cuda {
 
@@ -56,23 +56,33 @@ struct Grid {
   dim3 narrowed() const { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); }
 };
 
+// The devices, a bit each, on which a kernel has been given the shared memory that it needs.
+using PreparedDevices = std::atomic<uint64_t>;
+
+// launch() or launch_dependent() of a kernel with one argument, `params`.
+struct Launch {
+  const void* kernel;
+  const void* params;
+  const Grid& grid;
+  int threads;
+  int shared_bytes;
+  cudaStream_t stream;
+  const char* path;
+};
+
+// Functions in launch.cu, and what calls them is short: it is compiled for each of a thousand kernels.
+cudaError_t allow_shared_memory(const void* kernel, PreparedDevices& prepared, int shared_bytes);
+cudaError_t launch_kernel(const Launch& launch, PreparedDevices& prepared);
+cudaError_t launch_dependent_kernel(const Launch& launch, PreparedDevices& prepared);
+
+template <auto kKernel>
+inline PreparedDevices prepared_devices{0};
+
 // More than 48 KiB of shared memory must be asked for once per device.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int shared_bytes) {
-  constexpr int kDefaultSharedBytes = 48 * 1024;
-  if (shared_bytes > kDefaultSharedBytes) {
-    static std::atomic<uint64_t> prepared{0};  // one bit per device
-    int device = 0;
-    if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    const uint64_t bit = uint64_t{1} << (device % 64);
-    if (device >= 64 || (prepared.load(std::memory_order_relaxed) & bit) == 0) {
-      const cudaError_t error =
-          cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      if (error != cudaSuccess) return error;
-      prepared.fetch_or(bit, std::memory_order_relaxed);
-    }
-  }
-  return cudaSuccess;
+  return allow_shared_memory(reinterpret_cast<const void*>(kKernel), prepared_devices<kKernel>,
+                             shared_bytes);
 }
 
 // Launches kernel(params) on `stream` of the current device. `path` is the name of the path that an
@@ -80,13 +90,10 @@ cudaError_t allow_shared_memory(int shared_bytes) {
 template <auto kKernel, typename Params>
 cudaError_t launch(const Params& params, const Grid& grid, int threads, int shared_bytes,
                    cudaStream_t stream, const char* path) {
-  if (!grid.is_possible()) return cudaErrorInvalidConfiguration;
-  cudaError_t error = allow_shared_memory<kKernel>(shared_bytes);
-  if (error != cudaSuccess) return error;
-  kKernel<<<grid.narrowed(), threads, shared_bytes, stream>>>(params);
-  error = cudaGetLastError();
-  if (error == cudaSuccess && path != nullptr) record_kernel(path);
-  return error;
+  static_assert(std::is_same_v<decltype(kKernel), void (*)(Params)>);
+  const void* kernel = reinterpret_cast<const void*>(kKernel);
+  return launch_kernel({kernel, &params, grid, threads, shared_bytes, stream, path},
+                       prepared_devices<kKernel>);
 }
 
 // The same for a kernel that calls griddepcontrol_wait before it reads what the kernel before it on
@@ -95,23 +102,10 @@ cudaError_t launch(const Params& params, const Grid& grid, int threads, int shar
 template <auto kKernel, typename Params>
 cudaError_t launch_dependent(const Params& params, const Grid& grid, int threads, int shared_bytes,
                              cudaStream_t stream, const char* path = nullptr) {
-  if (!has_wgmma()) return launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
-  if (!grid.is_possible()) return cudaErrorInvalidConfiguration;
-  cudaError_t error = allow_shared_memory<kKernel>(shared_bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid.narrowed();
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  error = cudaLaunchKernelEx(&config, kKernel, params);
-  if (error == cudaSuccess && path != nullptr) record_kernel(path);
-  return error;
+  static_assert(std::is_same_v<decltype(kKernel), void (*)(Params)>);
+  const void* kernel = reinterpret_cast<const void*>(kKernel);
+  return launch_dependent_kernel({kernel, &params, grid, threads, shared_bytes, stream, path},
+                                 prepared_devices<kKernel>);
 }
 
 }  // namespace jagged_cuda
