@@ -133,7 +133,9 @@ _NO_RUN = (
     '{ lanes::fail("wgmma of TF32"); }\n'
 )
 _SHARED = re.compile(r"extern __shared__ __align__\(\d+\) ([\w ]+?) (\w+)\[\];")
-_IS_FOR_A_GPU = re.compile(r"\basm\b|\bJAGGED_CUDA_[A-Z]+\(|<<<|cudaLaunchKernelEx")
+_IS_FOR_A_GPU = re.compile(
+    r"\basm\b|\bJAGGED_CUDA_[A-Z]+\(|<<<|\blaunch_\w*kernel\(|cudaLaunchKernelEx"
+)
 
 
 def _for_cpu(path: Path, text: str, unknown: list[str]) -> str:

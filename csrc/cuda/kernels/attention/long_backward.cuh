@@ -147,8 +147,11 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
                                                   Config::kThreads, sizeof(Storage), stream,
                                                   Config::kName);
-  if (error != cudaSuccess || Config::kOrdered) return error;
-  return launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+  if constexpr (!Config::kOrdered) {
+    if (error == cudaSuccess)
+      error = launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
+  }
+  return error;
 }
 
 template <typename Element, int kDim>
