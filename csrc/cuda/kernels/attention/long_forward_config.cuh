@@ -98,7 +98,8 @@ struct LongForwardStorage {
 
   // One thread, before all others are let go on.
   __device__ __forceinline__ void init() {
-    items.init((kConsumerWarps + Config::Bias::kWarps + Config::Values::kWarps) * 32 + 1);
+    items.init((kConsumerWarps + Config::Bias::kWarps + Config::Values::kWarps) * 32 + 1,
+               Config::Mask::kPrepared ? 32 : 1);
     if constexpr (Config::Values::kWarps > 0) values.init();
     ring.init(kConsumerWarps, 1 + Config::Bias::kFillers);
     bias.init();
