@@ -21,7 +21,7 @@
 //     warps[w].ring.empty  computing warp w         writer w
 //     window_ring.full     bringer                  writers
 //     window_ring.empty    writers                  bringer
-// At `empty` every lane arrives for what it has read, as racecheck follows it. Items as in long_forward.cuh,
+// Every lane arrives for what it has written or read, as racecheck follows it. Items as in long_forward.cuh,
 // where bringer and writers wait for items.full and arrive at items.empty.
 //
 // Shared memory: for each writer kSteps units of 4 KiB, the values of an item's head and what is known of
@@ -98,8 +98,8 @@ struct StartingTimes {
 
     // One thread.
     __device__ __forceinline__ void init() {
-      for (Warp& warp : warps) warp.ring.init(32);
-      window_ring.init(kWriters * 32);
+      for (Warp& warp : warps) warp.ring.init(32, 32);
+      window_ring.init(kWriters * 32, 32);
     }
     // The units of a step, of which a computing warp has the rows from `row` in the tile on.
     __device__ __forceinline__ void wait(RingPosition<kSteps> unit, int row) {
@@ -356,8 +356,8 @@ struct StartingTimes {
           for (int first = key; first < key + kTileN; first += kUnit) {
             shared.warps[warp].ring.acquire(unit);
             writer.write(first - first_key, first, unit.stage);
+            shared.warps[warp].ring.publish(unit.stage);
             __syncwarp();
-            if (lane == 0) shared.warps[warp].ring.publish(unit.stage);
             unit.advance();
           }
         });
@@ -402,8 +402,7 @@ struct StartingTimes {
                          static_cast<uint32_t>(time(i + 2)) - soonest,
                          static_cast<uint32_t>(time(i + 3)) - soonest);
         }
-        __syncwarp();
-        if (lane == 0) shared.window_ring.publish(position.stage);
+        shared.window_ring.publish(position.stage);
         position.advance();
       });
       storage.items.release(stage);
