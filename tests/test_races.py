@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing.dummy
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from plain import run_python
 import jagged_cuda
 from jagged_cuda.testing import kernel_paths
 from jagged_cuda.testing.cases import EVERY
-from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw, judge_draw
+from jagged_cuda.testing.draws import DTYPES, Draw, Wanted, draw, judge_draw, run_draw
+from jagged_cuda.testing.lengths import Layout
 from tests.tools import races, sanitize
 from tests.tools.covering import covering_draws, rare_draws
 from tests.tools.races import hunt
@@ -118,3 +120,32 @@ def test_what_a_tool_says_is_reported(
     assert ("Invalid read" in printed) == (status != 0)
     tool.write_text("#!/bin/sh\n")
     assert run_check(str(tool), check, 60.0).status == 1  # a silent one has watched nothing
+
+
+@pytest.mark.parametrize(("dim", "is_seen"), [(64, True), (52, False)])
+def test_what_leaves_by_bulk_stores_is_written_again(
+    dim: int, is_seen: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rare_draws(device.type, str(device))[0]
+    choices = found.spec.choices | {"dims": (dim, dim)}
+    layout = Layout((300, 40), base=5, tail=7)
+    spec = dataclasses.replace(found.spec, choices=choices, layout=layout)
+    given = dataclasses.replace(found, spec=spec)
+    plain, copies = run_draw(given), []
+    path = "cuda.attention.forward.long.d64"
+    monkeypatch.setattr(sanitize, "last_kernel", lambda _: path)
+    xor = torch.bitwise_xor
+    monkeypatch.setattr(torch, "bitwise_xor", lambda *a, **b: copies.append(xor(*a, **b)))
+    rewritten = run_draw(given, sanitize._Rewriting())
+    assert len(copies) == 1
+    assert all(torch.equal(plain.found[n], rewritten.found[n]) for n in plain.found)
+    assert sanitize.initcheck_sees(given) == is_seen
+    path = "cuda.attention.forward.long.d64.general"  # whose output leaves by plain stores
+    run_draw(given, sanitize._Rewriting())
+    assert len(copies) == 2
+
+
+def test_initcheck_sees_all_kernels_but_one() -> None:
+    for tool, expected in (("initcheck", "--kernel-name-exclude"), ("memcheck", "--kernel-name")):
+        given = sanitize.command("compute-sanitizer", Check(tool, "", ()))
+        assert [option for option in given if "kernel-name" in option] == [expected]

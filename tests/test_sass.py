@@ -172,7 +172,7 @@ def test_ranges_cost_nothing_where_all_rows_see_a_step(
 @pytest.mark.parametrize("silu", [False, True], ids=["softmax", "silu"])
 def test_times_cost_loads_alone(ranged_library: Path, dim: int, silu: bool) -> None:
     """What computes has no comparison of times: a step's scores start from as many loads as they
-    have blocks of 8 keys, which run behind the exponentials of the step before, or beside silu."""
+    have blocks of 8 keys, which run behind the exponentials, or the silu, of the step before."""
     name = _name(
         "long_forward", "TimedForwardConfig", "LongForwardParams", f"{BF16}Li{dim}ELb{int(silu)}"
     )
@@ -183,7 +183,7 @@ def test_times_cost_loads_alone(ranged_library: Path, dim: int, silu: bool) -> N
     waits, special = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "MUFU")
     assert not [i for i in (*waits, *special) if products[0] < i < passed]
     loads = [i for i in _places(loop, "LDS.128") if i > special[keys // 8]]
-    assert len(loads) == keys // 8 and (loads[0] < special[-1] or not silu)
+    assert len(loads) == keys // 8
     # Two warpgroups write biases, which leaves 160 registers.
     assert _spills(loop) <= 4
 

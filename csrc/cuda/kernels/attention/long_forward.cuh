@@ -65,7 +65,7 @@
 //     q_empty[w]      warpgroup w, after its last S        copier (kOwnQueries)
 //     q_empty[stage]  computing warps, after their last S  copier (kQueryRing)
 //     ring.full       copier, with the bytes of a tile     computing warps
-//                     and what brings biases
+//                     and lanes of what brings biases
 //     ring.empty      computing warps, after its product   copier
 //     turn[w]         warpgroup w - 1, modulo their number warpgroup w, before it starts products
 //     zeroed[w]       warpgroup w                          the same, after it has written zeros

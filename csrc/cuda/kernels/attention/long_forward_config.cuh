@@ -98,9 +98,10 @@ struct LongForwardStorage {
 
   // One thread, before all others are let go on.
   __device__ __forceinline__ void init() {
-    items.init((kConsumerWarps + Config::Bias::kWarps + Config::Values::kWarps) * 32 + 1);
+    items.init((kConsumerWarps + Config::Bias::kWarps + Config::Values::kWarps) * 32 + 1,
+               Config::Mask::kPrepared ? 32 : 1);
     if constexpr (Config::Values::kWarps > 0) values.init();
-    ring.init(kConsumerWarps, 1 + Config::Bias::kFillers);
+    ring.init(kConsumerWarps, 1 + Config::Bias::kFillers * 32);
     bias.init();
     if constexpr (Config::Mask::kPrepared) planned.init(32);
     for (uint64_t& barrier : q_full) ptx::mbarrier_init(barrier, 1);

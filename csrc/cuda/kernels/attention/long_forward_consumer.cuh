@@ -344,15 +344,16 @@ struct LongForwardConsumer {
   __device__ __forceinline__ void pass_bias() {
     shared.bias.pass(bias_step, row_of_thread(), lane);
   }
-  // The same for the step behind this one, if there is one, while this one's scores are used: where
-  // they are loaded, at any rate, so that both stand side by side.
+  // The same for the step behind this one, if there is one, when this one's scores have been used.
   template <typename UseScores>
   __device__ __forceinline__ void begin_next_scores(bool exists, UseScores use_scores) {
     if constexpr (kLoadsAhead) {
       if (exists) wait_for_bias();
       use_scores();
-      load_bias();
-      if (exists) pass_bias();
+      if (exists) {
+        load_bias();
+        pass_bias();
+      }
     } else {
       use_scores();
     }

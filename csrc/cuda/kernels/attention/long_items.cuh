@@ -10,7 +10,8 @@
 // Barriers:           arrives                       waits
 //     planned.full    scheduler                     prepare_masks
 //     planned.empty   prepare_masks                 scheduler
-//     items.full      scheduler, or prepare_masks   all others
+//     items.full      scheduler, or every lane      all others
+//                     of prepare_masks
 //     items.empty     all others                    scheduler, or prepare_masks
 #pragma once
 
@@ -121,12 +122,8 @@ __device__ __forceinline__ void prepare_masks(const AttentionParams& attention, 
     shared.planned.release(from.advance());
     shared.items.acquire(to);
     if (!item.is_end) Config::Mask::prepare(shared.keys[to.stage], attention, item.tile);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      shared.item[to.stage] = item;
-      ptx::mbarrier_arrive(shared.items.full[to.stage]);
-    }
-    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.item[to.stage] = item;
+    shared.items.publish(to.stage);  // every lane, for what it has written
     to.advance();
     if (item.is_end) return;
   }

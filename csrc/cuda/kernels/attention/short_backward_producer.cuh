@@ -120,6 +120,7 @@ __device__ __forceinline__ void prepare_queries(const AttentionBackwardParams& p
       }
     }
   }
+  __syncwarp();  // other lanes have read rows behind the end, too, with half a page
   zero_page_rows(shared.pages[place.slot], rows, round_up(rows, 32), lane);
 }
 

@@ -187,13 +187,11 @@ struct StartingBias {
   // Follows the copies of copy_operands; one warp.
   template <typename Config, typename Storage>
   __device__ __forceinline__ static void copy(const AttentionParams& params, Storage& shared) {
-    const int lane = threadIdx.x % 32;
     RingPosition<Storage::kItems> place;
     RingPosition<kSlots> slot;
     RingPosition<kSteps> step;
     const auto arrive = [&] {
-      __syncwarp();
-      if (lane == 0) shared.ring.publish(slot.stage);
+      shared.ring.publish(slot.stage);  // every lane, for what it has written
       slot.advance();
     };
     for (;;) {

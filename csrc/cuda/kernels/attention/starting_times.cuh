@@ -21,7 +21,8 @@
 //     warps[w].ring.empty  computing warp w         writer w
 //     window_ring.full     bringer                  writers
 //     window_ring.empty    writers                  bringer
-// Items as in long_forward.cuh, where bringer and writers wait for items.full and arrive at items.empty.
+// Every lane arrives for what it has written or read, as racecheck follows it. Items as in long_forward.cuh,
+// where bringer and writers wait for items.full and arrive at items.empty.
 //
 // Shared memory: for each writer kSteps units of 4 KiB, the values of an item's head and what is known of
 // 32 groups; two windows of times; 256 cells. For kTileM 128, kTileN 128: 117 KiB.
@@ -97,8 +98,8 @@ struct StartingTimes {
 
     // One thread.
     __device__ __forceinline__ void init() {
-      for (Warp& warp : warps) warp.ring.init(1);
-      window_ring.init(kWriters);
+      for (Warp& warp : warps) warp.ring.init(32, 32);
+      window_ring.init(kWriters * 32, 32);
     }
     // The units of a step, of which a computing warp has the rows from `row` in the tile on.
     __device__ __forceinline__ void wait(RingPosition<kSteps> unit, int row) {
@@ -126,11 +127,10 @@ struct StartingTimes {
         unit.advance();
       }
     }
-    __device__ __forceinline__ void pass(RingPosition<kSteps>& unit, int row, int lane) {
-      __syncwarp();
+    __device__ __forceinline__ void pass(RingPosition<kSteps>& unit, int row, int) {
 #pragma unroll
       for (int i = 0; i < kTileN / kUnit; ++i) {
-        if (lane == 0) warps[row / 16].ring.release(unit.stage);
+        warps[row / 16].ring.release(unit.stage);
         unit.advance();
       }
     }
@@ -356,13 +356,12 @@ struct StartingTimes {
           for (int first = key; first < key + kTileN; first += kUnit) {
             shared.warps[warp].ring.acquire(unit);
             writer.write(first - first_key, first, unit.stage);
+            shared.warps[warp].ring.publish(unit.stage);
             __syncwarp();
-            if (lane == 0) shared.warps[warp].ring.publish(unit.stage);
             unit.advance();
           }
         });
-        __syncwarp();
-        if (lane == 0) shared.window_ring.release(window.stage);
+        shared.window_ring.release(window.stage);
         window.advance();
       });
       storage.items.release(stage);
@@ -403,8 +402,7 @@ struct StartingTimes {
                          static_cast<uint32_t>(time(i + 2)) - soonest,
                          static_cast<uint32_t>(time(i + 3)) - soonest);
         }
-        __syncwarp();
-        if (lane == 0) shared.window_ring.publish(position.stage);
+        shared.window_ring.publish(position.stage);
         position.advance();
       });
       storage.items.release(stage);
