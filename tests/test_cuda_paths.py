@@ -89,11 +89,12 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
             dtype,
             tf32,
             {"D": 64, "N": 64},
-            *(paths if name == "jagged_dense_bmm" else paths[::-1]),
+            dense if name == "jagged_dense_bmm" else f"{JAGGED}.{path}",
+            dense,
         )
         for name in ("jagged_dense_bmm", "jagged_jagged_bmm")
         for dtype, tf32, path in _PRODUCT_PATHS
-        for paths in ((best_path(DENSE, path), f"{JAGGED}.{path}"),)
+        for dense in (best_path(DENSE, path),)
     ),
     # Many columns.
     *(
@@ -101,17 +102,17 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         for element, dtype in HALF_DTYPES.items()
         for kernel in ("wgmma" if HOPPER else "mma_sync",)
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.{kernel}", f"{JAGGED}.{kernel}"),
+            ("jagged_dense_bmm", f"{DENSE}.{kernel}", f"{DENSE}.mma_sync"),
             ("jagged_jagged_bmm", f"{JAGGED}.{kernel}", f"{DENSE}.{kernel}"),
         )
     ),
-    # Few terms per sum, y with stride 1 along N, and along D in gradients.
+    # Few terms per sum.
     *(
         (name, dtype, False, {"D": dim, "N": 72}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
         for dim, product in ((8, f"{JAGGED}.weighted_sums"), (16, f"{JAGGED}.mma_sync"))
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.thin", product),
+            ("jagged_dense_bmm", f"{DENSE}.thin", f"{DENSE}.mma_sync"),
             ("jagged_jagged_bmm", product, f"{DENSE}.thin"),
         )
     ),
@@ -120,23 +121,23 @@ PATHS: list[tuple[str, torch.dtype, bool, dict[str, Any], str, str]] = [
         (name, dtype, False, {"D": 1, "N": 72}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.outer", f"{JAGGED}.weighted_sums"),
+            ("jagged_dense_bmm", f"{DENSE}.outer", f"{DENSE}.mma_sync"),
             ("jagged_jagged_bmm", f"{JAGGED}.weighted_sums", f"{DENSE}.outer"),
         )
     ),
-    # Few columns, of y with stride 1 along N, and along D in gradients, or with one column.
+    # Few columns; the gradient of x, which comes last, has few terms.
     *(
         (name, dtype, False, {"D": dim, "N": columns}, f"{first}.{element}", f"{last}.{element}")
         for element, dtype in HALF_DTYPES.items()
-        for dim, columns, product in (
-            (64, 8, f"{JAGGED}.weighted_sums"),
-            (128, 8, f"{JAGGED}.mma_sync"),
-            (256, 8, f"{JAGGED}.mma_sync"),
-            (256, 1, f"{JAGGED}.weighted_sums"),
+        for dim, columns, product, gradient in (
+            (64, 8, f"{JAGGED}.weighted_sums", f"{DENSE}.thin"),
+            (128, 8, f"{JAGGED}.mma_sync", f"{DENSE}.thin"),
+            (256, 8, f"{JAGGED}.mma_sync", f"{DENSE}.thin"),
+            (256, 1, f"{JAGGED}.weighted_sums", f"{DENSE}.outer"),
         )
         for name, first, last in (
-            ("jagged_dense_bmm", f"{DENSE}.few_columns", product),
-            ("jagged_jagged_bmm", product, f"{DENSE}.few_columns"),
+            ("jagged_dense_bmm", f"{DENSE}.few_columns", gradient),
+            ("jagged_jagged_bmm", product, gradient),
         )
     ),
     *(

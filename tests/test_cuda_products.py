@@ -94,6 +94,51 @@ def test_few_columns(
     judge(case, spec, dtype, CUDA)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jagged_dense_bmm",
+        "jagged_jagged_bmm",
+        "jagged_jagged_bmm_jagged_out",
+        "array_jagged_bmm_jagged_out",
+    ],
+)
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+def test_both_gradients_beside_each_other(name: str, copied: bool) -> None:
+    """One product starts while the other one runs: neither may write where the other one reads, be
+    it the copy of an operand, and what follows on the stream sees both."""
+    lengths = torch.arange(700, device=CUDA) % 201
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    total, sizes = int(offsets[-1]), (lengths * lengths).sum().item()
+    shapes = {
+        "jagged_dense_bmm": ((total, 256), (700, 256, 8)),
+        "jagged_jagged_bmm": ((total, 256), (total, 8)),
+        "jagged_jagged_bmm_jagged_out": ((total, 256), (total, 256)),
+        "array_jagged_bmm_jagged_out": ((int(sizes),), (total, 256)),
+    }[name]
+
+    def apart(operand: torch.Tensor) -> torch.Tensor:
+        """With strides that no kernel takes."""
+        wide = operand.new_empty(*operand.shape, 2)
+        wide[..., 0] = operand
+        return wide[..., 0]
+
+    x, y = (torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes)
+    leaves = [operand.requires_grad_() for operand in (x, y)]
+    out = getattr(jagged_cuda, name)(*leaves, offsets)
+    grad_out = torch.randn_like(out)
+    alone = [torch.autograd.grad(out, leaf, grad_out, retain_graph=True)[0] for leaf in leaves]
+    if copied:
+        leaves = [apart(operand.detach()).requires_grad_() for operand in (x, y)]
+        out = getattr(jagged_cuda, name)(*leaves, offsets)
+        grad_out = apart(grad_out)
+    for _ in range(20):
+        both = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        seen = [gradient.clone() for gradient in both]
+        del both  # the next pass takes this memory, whatever it holds
+        assert all(torch.equal(a, b) for a, b in zip(seen, alone, strict=True))
+
+
 @pytest.mark.parametrize("columns", [32, 72, 200, 264])
 @pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
 def test_one_term(dtype: torch.dtype, columns: int) -> None:

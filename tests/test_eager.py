@@ -109,13 +109,38 @@ def test_a_trace_has_the_operator() -> None:
     assert "jagged_cuda::jagged_softmax" in str(traced.graph)
 
 
-@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
-def test_one_operator_gives_the_bits_of_two(name: str, device: torch.device) -> None:
-    """Both gradients of a product at once, each alone, and those with derivatives of their own."""
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jagged_dense_bmm",
+        "jagged_jagged_bmm",
+        "jagged_jagged_bmm_jagged_out",
+        "array_jagged_bmm_jagged_out",
+    ],
+)
+def test_one_operator_gives_the_bits_of_two(
+    name: str, transpose: bool, device: torch.device
+) -> None:
+    """Both gradients of a product at once, each alone, and those with derivatives of their own;
+    operands as they are and transposed, or matrices that are."""
     offsets = torch.tensor([1, 3, 3, 6], device=device)
-    shapes = [(7, 4), (3, 4, 5) if name == "jagged_dense_bmm" else (7, 5)]
-    x, y = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
-    out = getattr(jagged_cuda, name)(x, y, offsets)
+    shapes = {
+        "jagged_dense_bmm": ((7, 4), (3, 4, 5)),
+        "jagged_jagged_bmm": ((7, 4), (7, 5)),
+        "jagged_jagged_bmm_jagged_out": ((7, 4), (9, 4)),
+        "array_jagged_bmm_jagged_out": ((4 + 0 + 12,), (7, 5) if transpose else (9, 5)),
+    }[name]
+    options: dict[str, Any] = {}
+    if name.endswith("jagged_out"):
+        options["y_offsets"] = torch.tensor([0, 2, 5, 9], device=device)
+    if name.startswith("array"):
+        options |= {"transpose": transpose, "total": 9 if transpose else 7}
+    x, y = (torch.randn(shape, device=device) for shape in shapes)
+    if transpose and x.dim() == 2:
+        x, y = (operand.mT.contiguous().mT for operand in (x, y))
+    x, y = (operand.requires_grad_() for operand in (x, y))
+    out = getattr(jagged_cuda, name)(x, y, offsets, **options)
     grad_out = torch.randn_like(out)
 
     def gradients(*inputs: Tensor, create_graph: bool = False) -> tuple[Tensor, ...]:

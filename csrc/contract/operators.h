@@ -79,11 +79,20 @@ constexpr Operator kOperators[] = {
   {"jagged_jagged_bmm_jagged_out(Tensor x, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
    " SymInt total_out, bool allow_tf32=False) -> Tensor",
    "x: float [Tx, D], y: x [Ty, D], " MATRICES "; Ty == Tx unless y_offsets; total_out >= 0 -> x [total_out]"},
+  // -> the gradients of x and y
+  {"jagged_jagged_bmm_jagged_out_backward(Tensor grad_out, Tensor x, Tensor y, Tensor offsets, Tensor? y_offsets,"
+   " Tensor matrix_offsets, bool allow_tf32=False) -> (Tensor, Tensor)",
+   "x: float [Tx, D], y: x [Ty, D], grad_out: x [sum Lx*Ly], " MATRICES "; Ty == Tx unless y_offsets"
+   " -> x [Tx, D], x [Ty, D]"},
 
   // transpose: the rows of y are those of the matrices, total of their columns
   {"array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets, Tensor? y_offsets, Tensor matrix_offsets,"
    " SymInt total, bool transpose=False, bool allow_tf32=False) -> Tensor",
    "a: float [sum Lx*Ly], y: a [T, N], " MATRICES "; total >= 0 -> a [total, N]"},
+  // -> the gradients of a and y
+  {"array_jagged_bmm_jagged_out_backward(Tensor grad_out, Tensor a, Tensor y, Tensor offsets, Tensor? y_offsets,"
+   " Tensor matrix_offsets, bool transpose=False, bool allow_tf32=False) -> (Tensor, Tensor)",
+   "a: float [sum Lx*Ly], y: a [Ty, N], grad_out: a [Tx, N], " MATRICES " -> a [sum Lx*Ly], a [Ty, N]"},
 
   // where the matrix of each sequence begins
   {"matrix_offsets(Tensor offsets, Tensor? y_offsets=None) -> Tensor",

@@ -5,8 +5,10 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <tuple>
+
 #include "cpu/kernels.h"
-#include "cpu/matrices.h"
+#include "cpu/matrix_products.h"
 #include "cpu/work_list.h"
 #include "contract/last_kernel.h"
 
@@ -108,21 +110,14 @@ void multiply_transposed(const Operands& operands, const std::vector<Matrix>& ma
   });
 }
 
-// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
-Tensor array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets,
-                                   std::optional<Tensor> y_offsets, Tensor matrix_offsets,
-                                   int64_t total, bool transpose, bool allow_tf32) {
-  constexpr const char* op = "array_jagged_bmm_jagged_out";
-  static const Contract contract(op);
-  const Sizes sizes =
-      contract.check({a, y, offsets, y_offsets, matrix_offsets, total, transpose, allow_tf32});
-  const int64_t total_rows = transpose ? sizes.T : total,
-                total_columns = transpose ? total : sizes.T;
-  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, total_rows,
-                                      total_columns, sizes.elems);
+}  // namespace
+
+Tensor times_matrices(const char* op, Tensor a, Tensor y, const std::vector<Matrix>& matrices,
+                      int64_t total, bool transpose) {
+  const int64_t columns = y.size(1);
   a = as_contiguous(op, a);
   y = as_contiguous(op, y, -1);
-  Tensor out = allocate(op, a, {total, sizes.N});
+  Tensor out = allocate(op, a, {total, columns});
 
   Operands operands;
   operands.a = static_cast<const char*>(a.const_data_ptr());
@@ -131,18 +126,52 @@ Tensor array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets,
   operands.element = element_of(a);
   operands.elem_bytes = element_bytes(operands.element);
   operands.y_stride = y.stride(0);
-  operands.columns = sizes.N;
+  operands.columns = columns;
   std::vector<Sequence> result_rows(matrices.size());
   for (size_t seq = 0; seq < matrices.size(); ++seq) {
     result_rows[seq] = transpose ? matrices[seq].columns : matrices[seq].rows;
   }
-  zero_rows_outside(result_rows, total, sizes.N * operands.elem_bytes, operands.out);
+  zero_rows_outside(result_rows, total, columns * operands.elem_bytes, operands.out);
   const KernelTable& table = kernel_table();
-  if (sizes.N > 0) {
+  if (columns > 0) {
     (transpose ? multiply_transposed : multiply)(operands, matrices, table.of(operands.element));
   }
   record_kernel(table.name);
   return out;
+}
+
+namespace {
+
+// allow_tf32 changes nothing here: the CPU's products are always f32-accurate.
+Tensor array_jagged_bmm_jagged_out(const Tensor& a, const Tensor& y, const Tensor& offsets,
+                                   const std::optional<Tensor>& y_offsets,
+                                   const Tensor& matrix_offsets, int64_t total, bool transpose,
+                                   bool allow_tf32) {
+  constexpr const char* op = "array_jagged_bmm_jagged_out";
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({a, y, offsets, y_offsets, matrix_offsets, total, transpose, allow_tf32});
+  const int64_t total_rows = transpose ? sizes.T : total,
+                total_columns = transpose ? total : sizes.T;
+  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, total_rows,
+                                      total_columns, sizes.elems);
+  return times_matrices(op, a, y, matrices, total, transpose);
+}
+
+std::tuple<Tensor, Tensor> array_jagged_bmm_jagged_out_backward(
+    const Tensor& grad_out, const Tensor& a, const Tensor& y, const Tensor& offsets,
+    const std::optional<Tensor>& y_offsets, const Tensor& matrix_offsets, bool transpose,
+    bool allow_tf32) {
+  constexpr const char* op = "array_jagged_bmm_jagged_out_backward";
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({grad_out, a, y, offsets, y_offsets, matrix_offsets, transpose, allow_tf32});
+  // The tensors whose sequences are the matrices' rows and columns.
+  const Tensor &rows = transpose ? y : grad_out, &columns = transpose ? grad_out : y;
+  const auto matrices = read_matrices(op, "a", offsets, y_offsets, matrix_offsets, rows.size(0),
+                                      columns.size(0), sizes.elems);
+  Tensor grad_a = times_rows(op, rows, columns, matrix_offsets, matrices, sizes.elems);
+  return {grad_a, times_matrices(op, a, grad_out, matrices, sizes.Ty, !transpose)};
 }
 
 }  // namespace
@@ -150,4 +179,6 @@ Tensor array_jagged_bmm_jagged_out(Tensor a, Tensor y, Tensor offsets,
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CPU, m) {
   m.impl("array_jagged_bmm_jagged_out", TORCH_BOX(&jagged_cuda::cpu::array_jagged_bmm_jagged_out));
+  m.impl("array_jagged_bmm_jagged_out_backward",
+         TORCH_BOX(&jagged_cuda::cpu::array_jagged_bmm_jagged_out_backward));
 }

@@ -1,8 +1,8 @@
-#include "cuda/glue.h"
-#include "cuda/matrices.h"
-#include "cuda/kernels/array_jagged_bmm_jagged_out.h"
+#include "cuda/matrix_products_glue.h"
 
 #include <torch/csrc/stable/library.h>
+
+#include <tuple>
 
 namespace jagged_cuda {
 namespace {
@@ -22,27 +22,38 @@ Tensor array_jagged_bmm_jagged_out(const Tensor& a, const Tensor& y, const Tenso
   const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
   maybe_validate_matrices(op, "a", bounds, y_offsets.has_value(), total_rows, total_columns,
                           sizes.elems);
-  const Tensor out = allocate(op, a, {total, sizes.N});
-  if (total == 0 || sizes.N == 0) return out;
-  const Tensor elements = as_contiguous(op, a), rows = as_contiguous(op, y, -1);
+  return times_matrices(op, a, y, bounds, total, transpose, allow_tf32, current_stream(a));
+}
 
-  ArrayJaggedBmmJaggedOutParams params;
-  params.a = elements.const_data_ptr();
-  params.y = rows.const_data_ptr();
-  params.out = out.mutable_data_ptr();
-  params.matrices = view_matrices(bounds, total_rows, total_columns, sizes.elems);
-  params.columns = sizes.N;
-  params.y_stride = rows.stride(0);
-  params.y_vectors = has_aligned_lines(rows, {0});
-  params.transpose = transpose;
-  params.mma_sync_only = mma_sync_only(op);
-  params.type = element_type(a.scalar_type(), allow_tf32);
-  check_cuda(op, launch_array_jagged_bmm_jagged_out(params, current_stream(a)));
-  return out;
+// grad_out [Tx, N], a [sum Lx*Ly], y [Ty, N], or with Tx and Ty exchanged if `transpose`, offsets,
+// y_offsets and matrix_offsets [B + 1] -> like a, like y
+std::tuple<Tensor, Tensor> array_jagged_bmm_jagged_out_backward(const Tensor& grad_out,
+                                                                const Tensor& a, const Tensor& y,
+                                                                const Tensor& offsets,
+                                                                std::optional<Tensor> y_offsets,
+                                                                const Tensor& matrix_offsets,
+                                                                bool transpose, bool allow_tf32) {
+  constexpr const char* op = "array_jagged_bmm_jagged_out_backward";
+  static const Contract contract(op);
+  const Sizes sizes =
+      contract.check({grad_out, a, y, offsets, y_offsets, matrix_offsets, transpose, allow_tf32});
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  const MatrixOffsets bounds = contiguous_offsets(op, offsets, y_offsets, matrix_offsets);
+  const Tensor matrices = as_contiguous(op, a), grad = as_contiguous(op, grad_out, -1),
+               factor = as_contiguous(op, y, -1);
+  // The tensors whose sequences are the matrices' rows and columns.
+  const Tensor &rows = transpose ? factor : grad, &columns = transpose ? grad : factor;
+  maybe_validate_matrices(op, "a", bounds, y_offsets.has_value(), rows.size(0), columns.size(0),
+                          sizes.elems);
+  const cudaStream_t stream = current_stream(a);
+  const Tensor grad_a = times_rows(op, rows, columns, bounds, sizes.elems, allow_tf32, stream);
+  return {grad_a, times_matrices(op, matrices, grad, bounds, sizes.Ty, !transpose, allow_tf32,
+                                 stream, true)};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {
   m.impl("array_jagged_bmm_jagged_out", TORCH_BOX(&array_jagged_bmm_jagged_out));
+  m.impl("array_jagged_bmm_jagged_out_backward", TORCH_BOX(&array_jagged_bmm_jagged_out_backward));
 }
 
 }  // namespace

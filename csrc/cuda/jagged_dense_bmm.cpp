@@ -31,8 +31,15 @@ std::tuple<Tensor, Tensor> jagged_dense_bmm_backward(const Tensor& grad_out, con
   const Tensor bounds = as_contiguous(op, offsets);
   maybe_validate_offsets(op, "offsets", bounds, sizes.T);
   const cudaStream_t stream = current_stream(x);
-  const Tensor grad_x = times_dense(op, grad_out, y, true, bounds, allow_tf32, stream);
-  return {grad_x, times_jagged(op, x, grad_out, bounds, allow_tf32, stream)};
+  const Tensor grad = as_contiguous(op, grad_out, -1), rows = as_contiguous(op, x, -1),
+               dense = shared_dense(op, y);
+  // The product that writes most comes last: what it leaves in L2 would else be written back while
+  // the other one reads.
+  std::optional<Tensor> partial;
+  const Tensor grad_y = times_jagged(op, rows, grad, bounds, allow_tf32, stream, partial);
+  const Tensor grad_x = times_dense(op, grad, dense, true, bounds, allow_tf32, stream, std::nullopt,
+                                    Activation{}, true);
+  return {grad_x, grad_y};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

@@ -18,9 +18,12 @@ struct DenseOperand {
   bool vectors;
 };
 
+inline bool has_unit_stride(const Tensor& y, int64_t dimension) {
+  return y.stride(dimension) == 1 || y.size(dimension) <= 1;
+}
+
 inline DenseOperand prepare_dense(const char* op, const Tensor& y, int64_t inner, int64_t columns) {
-  const bool along_columns = y.stride(columns) == 1 || y.size(columns) <= 1;
-  const bool along_inner = y.stride(inner) == 1 || y.size(inner) <= 1;
+  const bool along_columns = has_unit_stride(y, columns), along_inner = has_unit_stride(y, inner);
   const bool columns_aligned = along_columns && has_aligned_lines(y, {0, inner});
   const bool inner_aligned = along_inner && has_aligned_lines(y, {0, columns});
   if (columns_aligned) return {y, false, true};
@@ -31,12 +34,18 @@ inline DenseOperand prepare_dense(const char* op, const Tensor& y, int64_t inner
   return {copy, columns == 1, has_aligned_lines(copy, {0, 1})};
 }
 
+// y [B, D, N] as prepare_dense takes it without a copy, which then serves two products that overlap:
+// what one of them reads must live until both have been launched.
+inline Tensor shared_dense(const char* op, const Tensor& y) {
+  return has_unit_stride(y, 1) || has_unit_stride(y, 2) ? y : contiguous_copy(op, y);
+}
+
 // z_b = activation(x_b y_b + bias_b): x [T, D], y [B, D, N], or [B, N, D] if `transposed`, bias [B, N] or
-// none -> [T, N]
+// none -> [T, N]. If it `overlaps`, no operand may need a copy, nor may those of the kernel before.
 inline Tensor times_dense(const char* op, const Tensor& x, const Tensor& y, bool transposed,
                           const Tensor& bounds, bool allow_tf32, cudaStream_t stream,
                           const std::optional<Tensor>& bias = std::nullopt,
-                          Activation activation = Activation{}) {
+                          Activation activation = Activation{}, bool overlaps = false) {
   const int64_t inner = transposed ? 2 : 1, columns = 3 - inner;
   const Tensor out = allocate(op, x, {x.size(0), y.size(columns)});
   if (out.numel() == 0) return out;
@@ -62,14 +71,16 @@ inline Tensor times_dense(const char* op, const Tensor& x, const Tensor& y, bool
   params.x_vectors = has_aligned_lines(rows, {0});
   params.y_vectors = dense.vectors;
   params.mma_sync_only = mma_sync_only(op);
+  params.overlaps = overlaps;
   params.type = element_type(x.scalar_type(), allow_tf32);
   check_cuda(op, launch_jagged_dense_bmm(params, stream));
   return out;
 }
 
-// z_b = x_b^T y_b: x [T, D], y [T, N] -> [B, D, N]
+// z_b = x_b^T y_b: x [T, D], y [T, N] -> [B, D, N]. `partial` is memory that the product uses; if a
+// kernel behind it overlaps, it must live until that has been launched.
 inline Tensor times_jagged(const char* op, const Tensor& x, const Tensor& y, const Tensor& bounds,
-                           bool allow_tf32, cudaStream_t stream) {
+                           bool allow_tf32, cudaStream_t stream, std::optional<Tensor>& partial) {
   const OffsetsView offsets = view_offsets(bounds, x.size(0));
   const Tensor out = allocate(op, x, {offsets.num_seqs, x.size(1), y.size(1)});
   if (out.numel() == 0) return out;
@@ -88,7 +99,6 @@ inline Tensor times_jagged(const char* op, const Tensor& x, const Tensor& y, con
   params.y_vectors = has_aligned_lines(right, {0});
   params.mma_sync_only = mma_sync_only(op);
   params.type = element_type(x.scalar_type(), allow_tf32);
-  std::optional<Tensor> partial;
   if (const int64_t sums = num_partial_sums(params); sums > 0) {
     partial = allocate(op, x, {sums}, ScalarType::Float);
   }

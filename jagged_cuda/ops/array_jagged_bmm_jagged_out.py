@@ -10,6 +10,8 @@ from torch import Tensor
 from jagged_cuda.ops import _matrices
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
+_BACKWARD = torch.ops.jagged_cuda.array_jagged_bmm_jagged_out_backward.default
+
 
 @overridable
 def array_jagged_bmm_jagged_out(
@@ -101,18 +103,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     a, y, *offsets = ctx.saved_tensors
     ops = torch.ops.jagged_cuda
+    wants_a, wants_y, *_ = ctx.needs_input_grad
     grad_a = grad_y = None
-    if ctx.needs_input_grad[0]:
+    if wants_a and wants_y and not torch.is_grad_enabled():  # one operator, without derivatives
+        grad_a, grad_y = call(_BACKWARD, grad_out, a, y, *offsets, ctx.transpose, ctx.allow_tf32)
+        wants_a = wants_y = False
+    if wants_a:
         factors = (y, grad_out) if ctx.transpose else (grad_out, y)
         op = ops.jagged_jagged_bmm_jagged_out.default
         grad_a = call(op, *factors, *offsets, a.shape[0], ctx.allow_tf32)
-    if ctx.needs_input_grad[1]:
+    if wants_y:
         op = ops.array_jagged_bmm_jagged_out.default
         options = (y.shape[0], not ctx.transpose, ctx.allow_tf32)
         grad_y = call(op, a, grad_out, *offsets, *options)
     return grad_a, grad_y, None, None, None, None, None, None
 
 
+register("array_jagged_bmm_jagged_out_backward")
 register(
     "array_jagged_bmm_jagged_out",
     setup_context=_setup_context,

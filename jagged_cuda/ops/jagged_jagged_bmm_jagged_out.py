@@ -10,6 +10,8 @@ from torch import Tensor
 from jagged_cuda.ops import _matrices
 from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
 
+_BACKWARD = torch.ops.jagged_cuda.jagged_jagged_bmm_jagged_out_backward.default
+
 
 @overridable
 def jagged_jagged_bmm_jagged_out(
@@ -91,14 +93,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     x, y, *offsets = ctx.saved_tensors
     op = torch.ops.jagged_cuda.array_jagged_bmm_jagged_out.default
+    wants_x, wants_y, *_ = ctx.needs_input_grad
     grad_x = grad_y = None
-    if ctx.needs_input_grad[0]:
+    if wants_x and wants_y and not torch.is_grad_enabled():  # one operator, without derivatives
+        grad_x, grad_y = call(_BACKWARD, grad_out, x, y, *offsets, ctx.allow_tf32)
+        wants_x = wants_y = False
+    if wants_x:
         grad_x = call(op, grad_out, y, *offsets, x.shape[0], False, ctx.allow_tf32)
-    if ctx.needs_input_grad[1]:
+    if wants_y:
         grad_y = call(op, grad_out, x, *offsets, y.shape[0], True, ctx.allow_tf32)
     return grad_x, grad_y, None, None, None, None, None
 
 
+register("jagged_jagged_bmm_jagged_out_backward")
 register(
     "jagged_jagged_bmm_jagged_out",
     setup_context=_setup_context,

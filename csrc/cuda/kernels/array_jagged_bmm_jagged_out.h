@@ -21,6 +21,7 @@ struct ArrayJaggedBmmJaggedOutParams {
   bool y_vectors;         // y is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool transpose;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
+  bool overlaps;       // the kernel before may still run: neither uses what the other writes
   ElementType type;
 };
 

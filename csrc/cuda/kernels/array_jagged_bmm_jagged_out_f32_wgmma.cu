@@ -52,6 +52,7 @@
 #include "cuda/kernels/gemm/long_sum.cuh"
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/shared_scalar.cuh"
 #include "cuda/kernels/prim/tma.cuh"
@@ -198,6 +199,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   auto& shared = *reinterpret_cast<Storage*>(array_f32_shared_bytes);
   const ArrayJaggedBmmJaggedOutParams& params = launch.product;
   const MatricesView& matrices = params.matrices;
+  start_overlapping();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   // The box of this warp's columns, alone or with the next warp, of which the first one copies.
@@ -431,9 +433,9 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
   const int64_t column_tiles = (params.columns + Config::kTileN - 1) / Config::kTileN;
   launch_params.column_tiles = static_cast<int>(column_tiles);
-  return launch<array_jagged_bmm_jagged_out_f32_wgmma<Config>>(
-      launch_params, {tiles * column_tiles}, Config::kThreads, sizeof(ArrayF32Storage<Config>),
-      stream, kPath<Config>);
+  return launch_overlapping<array_jagged_bmm_jagged_out_f32_wgmma<Config>>(
+      params.overlaps, launch_params, {tiles * column_tiles}, Config::kThreads,
+      sizeof(ArrayF32Storage<Config>), stream, kPath<Config>);
 }
 
 // The tile decides how fast a batch is, and no sum's order: the same bits whatever its mean length.

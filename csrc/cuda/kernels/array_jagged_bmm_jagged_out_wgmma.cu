@@ -35,6 +35,7 @@
 #include "cuda/kernels/gemm/shifted.cuh"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
@@ -92,6 +93,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
   auto& shared = *reinterpret_cast<Storage*>(array_wgmma_shared_bytes);
   const ArrayJaggedBmmJaggedOutParams& params = launch.product;
   const MatricesView& matrices = params.matrices;
+  start_overlapping();
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(launch.y);
@@ -236,9 +238,10 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
   if (error != cudaSuccess) return error;
   const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
-  return launch<array_jagged_bmm_jagged_out_wgmma<Config>>(
-      launch_params, {tiles, (params.columns + Config::kTileN - 1) / Config::kTileN},
-      Config::kThreads, sizeof(ArrayWgmmaStorage<Config>), stream, kPath<Config>);
+  return launch_overlapping<array_jagged_bmm_jagged_out_wgmma<Config>>(
+      params.overlaps, launch_params,
+      {tiles, (params.columns + Config::kTileN - 1) / Config::kTileN}, Config::kThreads,
+      sizeof(ArrayWgmmaStorage<Config>), stream, kPath<Config>);
 }
 
 template <typename Element, bool kTranspose>

@@ -21,6 +21,7 @@
 #include "cuda/kernels/gemm/thin.cuh"
 #include "cuda/kernels/jagged_dense_bmm.h"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 
 namespace jagged_cuda {
 namespace gemm {
@@ -53,8 +54,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_den
   constexpr int kTileM = Config::kTileM;
   static_assert(Config::kLayoutA == Layout::kAlongK, "the rows of x are contiguous");
   const JaggedDenseBmmParams& params = launch.params;
+  start_overlapping();
 
-  const JaggedTile tile = find_tile<kTileM>(params.offsets, blockIdx.x);
+  const JaggedTile tile = find_any_tile<kTileM>(params.offsets, blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   const int rows = clamp_extent(tile.rows.len - tile.row, kTileM);
   const int64_t global_row = tile.rows.begin + tile.row;
@@ -91,9 +93,9 @@ template <typename Config>
 cudaError_t launch_config(const JaggedDenseBmmParams& params, cudaStream_t stream) {
   const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, Config::kTileM);
   const ColumnSplit split = split_columns(params.columns, Config::kTileN, tiles);
-  return launch<jagged_dense_bmm_kernel<Config>>(
-      JaggedDenseBmmLaunch{params, split.columns_each}, {tiles, split.parts}, Config::kThreads,
-      sizeof(SharedStorage<Config>), stream, kPath<Config>);
+  return launch_overlapping<jagged_dense_bmm_kernel<Config>>(
+      params.overlaps, JaggedDenseBmmLaunch{params, split.columns_each}, {tiles, split.parts},
+      Config::kThreads, sizeof(SharedStorage<Config>), stream, kPath<Config>);
 }
 
 // 64 rows: sequences are short, and a tile that a sequence does not fill costs shared memory, not

@@ -29,6 +29,7 @@ struct JaggedDenseBmmParams {
   bool y_vectors;        // the same of y, of its lines and its matrices
   bool mma_sync_only;    // JAGGED_CUDA_TENSOR_CORES=mma_sync
   Activation activation;
+  bool overlaps;  // the kernel before may still run: neither uses what the other writes
   ElementType type;
 };
 

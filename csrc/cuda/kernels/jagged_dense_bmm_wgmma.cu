@@ -25,8 +25,8 @@
 // beside its first stage. 89, 97 and 209 KiB for kTileN = 64, 128 and 256.
 //
 // Barriers: full[stage], on which the bytes of a stage complete; each filler arrives, all threads that
-// multiply wait. empty[stage]: each warp that multiplies arrives when it has read the stage, each filler
-// waits. __syncwarp before and after a band is read.
+// multiply wait. empty[stage]: all these arrive when they have read the stage, each filler waits.
+// __syncwarp before and after a band is read.
 //
 // Virtual tiles without rows are passed over; rows outside every sequence take one stage without
 // copies and become zeros. Copies bring rows by 32, so they may reach into the next sequence: such
@@ -40,6 +40,7 @@
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/lane_search.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/ring.cuh"
 
 namespace jagged_cuda::gemm {
@@ -197,13 +198,6 @@ __device__ __forceinline__ void fill(DenseWgmmaStorage<Config>& shared,
 
 // ---- Multiplying -------------------------------------------------------------------------------
 
-// This warp has read the stage.
-template <typename Ring>
-__device__ __forceinline__ void release(Ring& ring, int stage) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ring.release(stage);
-}
-
 // Starts the product of a warpgroup's 64 rows over one stage.
 template <typename Config>
 __device__ __forceinline__ void start_product(float (&sum)[Config::kTileN / 8][4],
@@ -223,6 +217,7 @@ __device__ __forceinline__ void start_product(float (&sum)[Config::kTileN / 8][4
       ptx::Wgmma<Element, false>::run(sum, x + XTile::column_step_bytes(k),
                                       y + YLinesTile::column_step_bytes(k), true);
     }
+    ptx::wgmma_commit_group();
   } else {
     const ptx::MatrixDescriptor y = shared.sY[stage].descriptor();
     ptx::wgmma_fence();
@@ -231,8 +226,8 @@ __device__ __forceinline__ void start_product(float (&sum)[Config::kTileN / 8][4
       ptx::Wgmma<Element, true>::run(sum, x + XTile::column_step_bytes(k),
                                      y + YTile::row_step_bytes(k), true);
     }
+    ptx::wgmma_commit_group();
   }
-  ptx::wgmma_commit_group();
 }
 
 // Applies bias and activation to a warp's sums, of which `columns` columns exist: 32 columns at a
@@ -329,7 +324,7 @@ __device__ __forceinline__ void multiply(DenseWgmmaStorage<Config>& shared,
     if (task.rows == 0) break;
     Element* gOut = gAll + int64_t{task.global_row} * params.columns + task.column;
     if (task.seq < 0) {
-      release(shared.ring, position.advance());
+      shared.ring.release(position.advance());
       const int chunks = task.columns / 8;
       for (int i = threadIdx.x; i < task.rows * chunks; i += Config::kWarps * 32) {
         ptx::st_global_16(gOut + i / chunks * params.columns + i % chunks * 8,
@@ -340,7 +335,7 @@ __device__ __forceinline__ void multiply(DenseWgmmaStorage<Config>& shared,
     if (task.rows <= 64 * warpgroup) {
       for (int step = 0; step < steps; ++step) {
         shared.ring.wait(position);
-        release(shared.ring, position.advance());
+        shared.ring.release(position.advance());
       }
       continue;
     }
@@ -352,14 +347,14 @@ __device__ __forceinline__ void multiply(DenseWgmmaStorage<Config>& shared,
       shared.ring.wait(position);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(sum);
-      if (step > 0) release(shared.ring, last);
+      if (step > 0) shared.ring.release(last);
       if (step > 0 && step % (kSumDepth / Config::kStepK) == 0) rounded.add(sum);
       last = position.advance();
       start_product<Config>(sum, shared, last, warpgroup, params.y_along_inner);
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(sum);
-    release(shared.ring, last);
+    shared.ring.release(last);
     rounded.finish(sum);
     if (task.rows <= own_row) continue;
 
@@ -378,12 +373,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_den
   extern __shared__ __align__(1024) char dense_wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<DenseWgmmaStorage<Config>*>(dense_wgmma_shared_bytes);
+  start_overlapping();
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&launch.x_64, &launch.x_32, &launch.y}) {
       ptx::prefetch_tensormap(*map);
     }
-    shared.ring.init(Config::kWarps, Config::kFillers);
+    shared.ring.init(32 * Config::kWarps, Config::kFillers);
     ptx::fence_mbarrier_init();
   }
   // Searches wait for offsets: a thread brings each line of them to L2 before they are asked for.
@@ -443,9 +439,9 @@ cudaError_t launch_config(const JaggedDenseBmmParams& params, cudaStream_t strea
   }
   if (error != cudaSuccess) return error;
   const int64_t ctas = int64_t{num_sms} * Config::kMinCtas;
-  return launch<jagged_dense_bmm_wgmma<Config>>(launch_params, {items < ctas ? items : ctas},
-                                                Config::kThreads, sizeof(DenseWgmmaStorage<Config>),
-                                                stream, kPath<Config>);
+  return launch_overlapping<jagged_dense_bmm_wgmma<Config>>(
+      params.overlaps, launch_params, {items < ctas ? items : ctas}, Config::kThreads,
+      sizeof(DenseWgmmaStorage<Config>), stream, kPath<Config>);
 }
 
 // Two warpgroups read y_b once for 128 rows; as many stages and CTAs per SM as fit beside the bands.

@@ -41,6 +41,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jag
   static_assert(Config::kLayoutA == Layout::kAcross && Config::kLayoutB == Layout::kAcross,
                 "the rows of x and y are contiguous");
   const JaggedJaggedBmmParams& params = launch.params;
+  ptx::griddepcontrol_launch_dependents();  // the product behind it in a backward pass
 
   const int64_t seq = blockIdx.x / launch.tiles_m;
   const int64_t first = (blockIdx.x - seq * launch.tiles_m) * Config::kTileM;  // column of x

@@ -6,11 +6,10 @@
 // and N, with the pitch Ly, at any element of the result.
 //
 // Grid: x, one CTA for each virtual tile of kTileM rows of x (prim/jagged.cuh: Tx / kTileM + B + 2
-// of them), then one for each kZeroElems elements of the result; y, parts of N, more than one only
-// where there are few rows. A CTA finds its tile with a binary search over offsets and walks the
-// tiles of its sequence's columns, K = D being walked by the engine (gemm/engine.cuh); x comes from
-// memory once, and again, as y does, from L2. The CTAs at the end write zeros where there is no
-// matrix; as a rule there is none, and they return after a binary search over matrix offsets.
+// of them), then some that write zeros where there is no matrix (gemm/matrices.cuh); y, parts of N,
+// more than one only where there are few rows. A CTA finds its tile with a binary search over offsets
+// and walks the tiles of its sequence's columns, K = D being walked by the engine (gemm/engine.cuh); x
+// comes from memory once, and again, as y does, from L2.
 //
 // Shared memory and barriers are the engine's, and for each warp 8 rows of its part of C, of which
 // it makes runs of 32 elements (gemm/matrices.cuh; __syncwarp): Tile<64, 128> has three stages of
@@ -65,8 +64,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   const JaggedJaggedBmmJaggedOutParams& params = launch.params;
   Element* gOut = static_cast<Element*>(params.out);
   if (blockIdx.x >= launch.row_tiles) {
-    const int64_t part = blockIdx.x - launch.row_tiles;
-    if (blockIdx.y == 0) zero_outside<Config::kThreads>(params.matrices, gOut, part);
+    const int64_t part = blockIdx.x - launch.row_tiles, parts = gridDim.x - launch.row_tiles;
+    if (blockIdx.y == 0) zero_outside<Config::kThreads>(params.matrices, gOut, part, parts);
     return;
   }
 
@@ -129,7 +128,8 @@ __global__ __launch_bounds__(kThreadsF64) void jagged_jagged_bmm_jagged_out_f64_
   const JaggedJaggedBmmJaggedOutParams& params = launch.params;
   double* gOut = static_cast<double*>(params.out);
   if (blockIdx.x >= launch.row_tiles) {
-    zero_outside<kThreadsF64>(params.matrices, gOut, blockIdx.x - launch.row_tiles);
+    zero_outside<kThreadsF64>(params.matrices, gOut, blockIdx.x - launch.row_tiles,
+                              gridDim.x - launch.row_tiles);
     return;
   }
   const JaggedTile tile = find_tile<kTileF64>(params.matrices.rows, blockIdx.x);

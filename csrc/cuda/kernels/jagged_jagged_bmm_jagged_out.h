@@ -22,6 +22,7 @@ struct JaggedJaggedBmmJaggedOutParams {
   bool x_vectors;         // x is 16-byte aligned, as are its rows, of multiples of 16 bytes
   bool y_vectors;         // the same of y
   bool mma_sync_only;     // JAGGED_CUDA_TENSOR_CORES=mma_sync
+  bool overlaps;          // the kernel before may still run: neither uses what the other writes
   ElementType type;
 };
 

@@ -1,9 +1,8 @@
 // jagged_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0): z_b = x_b y_b^T for each
 // sequence b, f32 sums. 16-bit elements, and f32 rounded to TF32, which the copies do.
 //
-// Grid: x, one CTA for each virtual tile of 64 rows of x (prim/jagged.cuh), then one for each
-// kZeroElems elements of the result, which writes zeros where there is no matrix
-// (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
+// Grid: x, one CTA for each virtual tile of 64 rows of x (prim/jagged.cuh), then some
+// that write zeros where there is no matrix (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
 // rows. A CTA walks its columns in tiles of up to kMaxColumns, all of them where it can, since then
 // x and y come from L2 once, and D in steps of 128 bytes. Its four warps are one warpgroup; each owns
 // 16 whole rows.
@@ -36,6 +35,7 @@
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/hopper.h"
 #include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/tma.cuh"
@@ -172,10 +172,11 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(matrices_wgmma_shared_bytes);
   const JaggedJaggedBmmJaggedOutParams& params = launch.product;
+  start_overlapping();
   Element* gOut = static_cast<Element*>(params.out);
   if (blockIdx.x >= launch.row_tiles) {
-    const int64_t part = blockIdx.x - launch.row_tiles;
-    if (blockIdx.y == 0) zero_outside<Config::kThreads>(params.matrices, gOut, part);
+    const int64_t part = blockIdx.x - launch.row_tiles, parts = gridDim.x - launch.row_tiles;
+    if (blockIdx.y == 0) zero_outside<Config::kThreads>(params.matrices, gOut, part, parts);
     return;
   }
 
@@ -289,9 +290,9 @@ cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStre
   if (error != cudaSuccess) return error;
   const ColumnSplit split = split_columns(columns.total, kColumnPart, launch_params.row_tiles);
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
-  return launch<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
-      launch_params, {ctas, split.parts}, Config::kThreads, sizeof(MatricesWgmmaStorage<Config>),
-      stream, kPath<typename Config::Math>);
+  return launch_overlapping<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
+      params.overlaps, launch_params, {ctas, split.parts}, Config::kThreads,
+      sizeof(MatricesWgmmaStorage<Config>), stream, kPath<typename Config::Math>);
 }
 
 template <typename Math>

@@ -61,7 +61,15 @@ def _registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     begins = jagged_cuda.matrix_offsets(sample.offsets, sample.kv_offsets)
     options = (spec.layout.total, spec.choices["transpose"])
     operands = (sample.tensors["a"], sample.tensors["y"])
-    return {"array_jagged_bmm_jagged_out": (*operands, *offsets, begins, *options)}
+    a, y = (operand.detach() for operand in operands)  # the operator has no derivative
+    grad_out = y.new_ones(spec.layout.total, y.shape[1])
+    return {
+        "array_jagged_bmm_jagged_out": (*operands, *offsets, begins, *options),
+        "array_jagged_bmm_jagged_out_backward": (
+            *(grad_out, a, y, *offsets, begins),
+            spec.choices["transpose"],
+        ),
+    }
 
 
 CASE = Case(

@@ -33,7 +33,14 @@ CASE = Case(
         "jagged_jagged_bmm_jagged_out": (
             *(s.tensors["x"], s.tensors["y"], s.offsets, s.kv_offsets),
             *(jagged_cuda.matrix_offsets(s.offsets, s.kv_offsets), s.spec.capacity),
-        )
+        ),
+        "jagged_jagged_bmm_jagged_out_backward": (
+            s.tensors["x"].new_ones(s.spec.capacity),
+            s.tensors["x"].detach(),  # the operator has no derivative
+            s.tensors["y"].detach(),
+            *(s.offsets, s.kv_offsets),
+            jagged_cuda.matrix_offsets(s.offsets, s.kv_offsets),
+        ),
     },
     reference=lambda spec, t: {
         "out": definition(t["x"], t["y"], spec.layout, spec.kv, spec.capacity)

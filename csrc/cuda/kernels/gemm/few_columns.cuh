@@ -23,6 +23,7 @@
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
 #include "cuda/kernels/prim/narrow_search.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <type_traits>
@@ -102,6 +103,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_den
   constexpr int kChunks = Config::kChunks;
   const JaggedDenseBmmParams& params = launch.product;
   const int tiles = launch.tiles;
+  start_overlapping();
   const int columns = static_cast<int>(params.columns);
   __shared__ FewColumnsStorage<Config> shared;
   const int lane = threadIdx.x % 32, quad = lane / 4, quad_lane = lane % 4;
@@ -191,9 +193,9 @@ template <typename Config>
 cudaError_t launch_few_columns(const JaggedDenseBmmParams& params, cudaStream_t stream) {
   const int64_t rows = params.offsets.total;
   const int tiles = few_columns_tiles(rows), rows_each = Config::kWarps * 16 * tiles;
-  return launch<jagged_dense_bmm_few_columns<Config>>(FewColumnsParams{params, tiles},
-                                                      {rows / rows_each + 1}, Config::kThreads, 0,
-                                                      stream, Config::kPath);
+  return launch_overlapping<jagged_dense_bmm_few_columns<Config>>(
+      params.overlaps, FewColumnsParams{params, tiles}, {rows / rows_each + 1}, Config::kThreads, 0,
+      stream, Config::kPath);
 }
 
 inline cudaError_t launch_few_columns(const JaggedDenseBmmParams& params, cudaStream_t stream) {

@@ -5,6 +5,7 @@
 #include "cuda/kernels/gemm/engine.cuh"
 #include "cuda/kernels/prim/matrices.cuh"
 
+#include <algorithm>
 #include <cstdint>
 
 namespace jagged_cuda::gemm {
@@ -57,21 +58,20 @@ __device__ __forceinline__ void store_rows(const Accumulator<Config>& rAcc, Warp
   }
 }
 
-// Each CTA after those of the tiles writes the zeros among this many elements.
-constexpr int64_t kZeroElems = 1 << 16;
+// CTAs after those of the tiles write zeros, which each first looks for: as a rule there are none.
+inline int64_t num_zero_ctas(int64_t capacity) {
+  constexpr int64_t kZeroElems = 1 << 16, kMostCtas = 128;
+  return std::min((capacity + kZeroElems - 1) / kZeroElems, kMostCtas);
+}
 
-inline int64_t num_zero_ctas(int64_t capacity) { return (capacity + kZeroElems - 1) / kZeroElems; }
-
-// Zeros in the elements of part `part` that belong to no matrix.
+// Part `part` of `parts` of the zeros in the elements that belong to no matrix.
 template <int kThreads, typename Element>
 __device__ __forceinline__ void zero_outside(const MatricesView& matrices, Element* global,
-                                             int64_t part) {
+                                             int64_t part, int64_t parts) {
   const MatricesExtent extent = matrices_extent(matrices);
-  const int64_t begin = part * kZeroElems, end = min(begin + kZeroElems, matrices.capacity);
-  for (int64_t i = begin + threadIdx.x; i < min(end, extent.begin); i += kThreads) {
-    global[i] = Element(0.0f);
-  }
-  for (int64_t i = max(begin, extent.end) + threadIdx.x; i < end; i += kThreads) {
+  const int64_t first = part * kThreads + threadIdx.x, step = parts * kThreads;
+  for (int64_t i = first; i < extent.begin; i += step) global[i] = Element(0.0f);
+  for (int64_t i = extent.end + first; i < matrices.capacity; i += step) {
     global[i] = Element(0.0f);
   }
 }

@@ -16,6 +16,7 @@
 #include "cuda/kernels/jagged_dense_bmm.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
@@ -47,6 +48,7 @@ __global__ __launch_bounds__(Config::kThreads) void jagged_dense_bmm_outer(
     const __grid_constant__ JaggedDenseBmmParams params) {
   using Element = typename Config::Element;
   constexpr int kColumns = Config::kColumns;
+  start_overlapping();
   const uint32_t virtual_tile = blockIdx.x * Config::kWarps + threadIdx.x / 32;
   const JaggedTile tile = find_tile_narrow<Config::kRows>(params.offsets, virtual_tile);
   if (tile.row >= tile.rows.len) return;
@@ -85,9 +87,9 @@ inline cudaError_t launch_outer(const JaggedDenseBmmParams& params, cudaStream_t
   const auto with = [&](auto element) {
     using Config = OuterConfig<decltype(element)>;
     const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, Config::kRows);
-    return launch<jagged_dense_bmm_outer<Config>>(params,
-                                                  {(tiles + Config::kWarps - 1) / Config::kWarps},
-                                                  Config::kThreads, 0, stream, Config::kPath);
+    return launch_overlapping<jagged_dense_bmm_outer<Config>>(
+        params.overlaps, params, {(tiles + Config::kWarps - 1) / Config::kWarps}, Config::kThreads,
+        0, stream, Config::kPath);
   };
   return params.type == ElementType::kBf16 ? with(__nv_bfloat16{}) : with(__half{});
 }

@@ -4,7 +4,7 @@
 //
 // Grid: each warp takes one virtual tile of kRows rows (prim/jagged.cuh) and walks N in steps of
 // kColumns. y_b's part stays in registers while the tile's rows pass, 16 at a time, straight from
-// global memory: neither shared memory nor barriers.
+// global memory, the next 16 loaded meanwhile: neither shared memory nor barriers.
 //
 //     rB = y_b[:, n : n + kColumns]
 //     for 16 rows:   rA = x_b[rows, :];   z_b[rows, n : n + kColumns] = rA rB
@@ -20,6 +20,8 @@
 #include "cuda/kernels/jagged_dense_bmm.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/narrow_search.cuh"
+#include "cuda/kernels/prim/overlap.cuh"
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <type_traits>
@@ -43,10 +45,12 @@ struct ThinConfig {
 
 // Whether a product is for this kernel: lines of x and y are whole 16 bytes, as are those of z.
 inline bool is_thin(const JaggedDenseBmmParams& params) {
-  constexpr int64_t kMinColumns = 64;  // with fewer most of a warp's columns would not exist
-  return (params.inner == 8 || params.inner == 16) && params.columns >= kMinColumns &&
-         params.columns % 8 == 0 && params.x_vectors && params.y_vectors &&
-         params.bias == nullptr && params.activation == Activation::kNone &&
+  constexpr int64_t kMinColumns = 64;    // with fewer most of a warp's columns would not exist
+  constexpr int64_t kMaxRows = 1 << 30;  // of the search
+  const int64_t most = kMaxRows - params.offsets.num_seqs;
+  return (params.inner == 8 || params.inner == 16) && params.offsets.total < most &&
+         params.columns >= kMinColumns && params.columns % 8 == 0 && params.x_vectors &&
+         params.y_vectors && params.bias == nullptr && params.activation == Activation::kNone &&
          (params.type == ElementType::kBf16 || params.type == ElementType::kF16);
 }
 
@@ -78,9 +82,10 @@ __global__ __launch_bounds__(Config::kThreads, 5) void jagged_dense_bmm_thin(
     const __grid_constant__ JaggedDenseBmmParams params) {
   using Element = typename Config::Element;
   constexpr int kPairs = Config::kPairs, kBlocks = Config::kBlocks;
+  start_overlapping();
   const int lane = threadIdx.x % 32, quad_lane = lane % 4, quad = lane / 4;
-  const int64_t virtual_tile = int64_t{blockIdx.x} * Config::kWarps + threadIdx.x / 32;
-  const JaggedTile tile = find_tile<Config::kRows>(params.offsets, virtual_tile);
+  const uint32_t virtual_tile = blockIdx.x * Config::kWarps + threadIdx.x / 32;
+  const JaggedTile tile = find_tile_narrow<Config::kRows>(params.offsets, virtual_tile);
   if (tile.row >= tile.rows.len) return;
   const int64_t left = tile.rows.len - tile.row, global_row = tile.rows.begin + tile.row;
   const int rows = static_cast<int>(left < Config::kRows ? left : Config::kRows);
@@ -91,6 +96,14 @@ __global__ __launch_bounds__(Config::kThreads, 5) void jagged_dense_bmm_thin(
   gX += quad_lane * 2, gY += quad_lane * 2 * (Config::kAlongInner ? 1 : params.y_stride);
   Element* gOut = static_cast<Element*>(params.out) + global_row * params.columns;
 
+  // Of the 16 rows that come next.
+  uint32_t rUpper[kPairs], rLower[kPairs];
+  const auto load_x = [&](int row) {
+    load_terms(rUpper, gX + row * params.x_stride, inside && row < rows);
+    load_terms(rLower, gX + (row + 8) * params.x_stride, inside && row + 8 < rows);
+  };
+  load_x(quad);
+#pragma unroll 1
   for (int64_t n = 0; n < params.columns; n += Config::kColumns) {
     uint32_t rB[kBlocks][kPairs];
     const int columns = static_cast<int>(min(params.columns - n, int64_t{Config::kColumns}));
@@ -106,15 +119,14 @@ __global__ __launch_bounds__(Config::kThreads, 5) void jagged_dense_bmm_thin(
     }
 #pragma unroll 1
     for (int first = 0; first < rows; first += 16) {
-      uint32_t rUpper[kPairs], rLower[kPairs], rA[2 * kPairs];
+      uint32_t rA[2 * kPairs];
       const int row = first + quad;
-      load_terms(rUpper, gX + row * params.x_stride, inside && row < rows);
-      load_terms(rLower, gX + (row + 8) * params.x_stride, inside && row + 8 < rows);
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         rA[2 * pair] = rUpper[pair];
         rA[2 * pair + 1] = rLower[pair];
       }
+      load_x(first + 16 < rows ? row + 16 : quad);
 #pragma unroll
       for (int block = 0; block < kBlocks; block += 4) {
         float rC[4][4] = {};
@@ -146,9 +158,9 @@ __global__ __launch_bounds__(Config::kThreads, 5) void jagged_dense_bmm_thin(
 template <typename Config>
 cudaError_t launch_thin(const JaggedDenseBmmParams& params, cudaStream_t stream) {
   const int64_t tiles = num_tiles(params.offsets.total, params.offsets.num_seqs, Config::kRows);
-  return launch<jagged_dense_bmm_thin<Config>>(params,
-                                               {(tiles + Config::kWarps - 1) / Config::kWarps},
-                                               Config::kThreads, 0, stream, Config::kPath);
+  return launch_overlapping<jagged_dense_bmm_thin<Config>>(
+      params.overlaps, params, {(tiles + Config::kWarps - 1) / Config::kWarps}, Config::kThreads, 0,
+      stream, Config::kPath);
 }
 
 inline cudaError_t launch_thin(const JaggedDenseBmmParams& params, cudaStream_t stream) {

@@ -108,4 +108,13 @@ cudaError_t launch_dependent(const Params& params, const Grid& grid, int threads
                                  prepared_devices<kKernel>);
 }
 
+// Launches a kernel that, where it `overlaps`, may start while the one before it on the stream still
+// runs, with which it shares nothing but inputs. The kernel calls start_overlapping.
+template <auto kKernel, typename Params>
+cudaError_t launch_overlapping(bool overlaps, const Params& params, const Grid& grid, int threads,
+                               int shared_bytes, cudaStream_t stream, const char* path) {
+  return overlaps ? launch_dependent<kKernel>(params, grid, threads, shared_bytes, stream, path)
+                  : launch<kKernel>(params, grid, threads, shared_bytes, stream, path);
+}
+
 }  // namespace jagged_cuda

@@ -10,7 +10,9 @@ namespace jagged_cuda {
 
 #ifdef __CUDACC__
 
-// The tile with index `tile`, out of num_tiles(); all 32 lanes of a warp together.
+// The tile with index `tile`, out of num_tiles(); all 32 lanes of a warp together. The first step looks
+// at 32 segments that follow each other, where the tile's would lie if all were alike: as a rule it is
+// among them.
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile) {
   const uint32_t lane = threadIdx.x % 32, total = static_cast<uint32_t>(offsets.total),
@@ -21,8 +23,14 @@ __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offset
   };
   // The first tile of `low` is not behind `tile`, that of `high` is; begin and end are their bounds.
   uint32_t low = 0, high = segments, begin = 0, end = total;
-  while (high - low > 1) {
-    const uint32_t step = (high - low + 32) / 33, probe = low + step * (lane + 1);
+  const float share =
+      __fdividef(static_cast<float>(tile), static_cast<float>(total / kTile + segments));
+  const uint32_t likely =
+      min(static_cast<uint32_t>(share * static_cast<float>(segments)), segments);
+  uint32_t base = likely <= 16 ? 0 : likely - 16, step = 1;
+#pragma unroll 1
+  do {
+    const uint32_t probe = base + step * (lane + 1);
     const bool exists = probe < high;
     const uint32_t bound = exists ? bound_of(probe) : total;
     // The lanes before the first that has not passed: with wrong offsets others may follow.
@@ -30,18 +38,32 @@ __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offset
     const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
     const uint32_t first = __shfl_sync(0xffffffffu, bound, passed - 1),
                    last = __shfl_sync(0xffffffffu, bound, passed);
-    low += step * passed;
-    if (passed > 0) begin = first;
-    if (low + step < high) {
-      high = low + step;
+    const uint32_t next = base + step * (passed + 1);
+    if (passed > 0) {
+      low = base + step * passed;
+      begin = first;
+    }
+    if (passed < 32 && next < high) {
+      high = next;
       end = last;
     }
-  }
+    base = low;
+    step = (high - low + 32) / 33;
+  } while (high - low > 1);
   const bool inside = low >= 1 && low + 1 < segments;
   const uint32_t len = end > begin ? end - begin : 0;
   return {inside ? static_cast<int64_t>(low) - 1 : -1,
           {static_cast<int64_t>(begin), static_cast<int64_t>(len)},
           static_cast<int64_t>((tile - (begin / kTile + low)) * kTile)};
+}
+
+// The same of any tensor.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_any_tile(const OffsetsView& offsets, int64_t tile) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  return offsets.total < kMost && offsets.num_seqs < kMost
+             ? find_tile_narrow<kTile>(offsets, static_cast<uint32_t>(tile))
+             : find_tile<kTile>(offsets, tile);
 }
 
 // The sequence that holds a row, for warps that take rows first and ask for their sequences then.
