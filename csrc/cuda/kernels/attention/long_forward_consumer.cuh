@@ -334,6 +334,8 @@ struct LongForwardConsumer {
     if constexpr (kBiased) {
       wait_for_bias();
       load_bias();
+      if constexpr (std::is_base_of_v<SoftmaxScore, Score> && !kLoadsAhead)
+        score.is_large = shared.bias.is_large[bias_step.stage];
       pass_bias();
     }
   }

@@ -30,6 +30,9 @@ class BiasOverScale {
   const bool silu_;
 };
 
+// Biases of a size below this, with scores of as much, stay below kMostShift in units of log2.
+constexpr float kMostBias = 16384.0f;
+
 // Of tiles of kTileM rows and steps of kTileN keys, which are copied to a ring of kSlots, K of a step
 // before V of the one before it: kv_bias alone, or kPositions, position_bias and perhaps kv_bias. Code
 // for both in one kernel does not stay in the instruction cache.
@@ -48,6 +51,8 @@ struct StartingBias {
     // Twice, the second time one further on, so that of every row the diagonals of columns 2 c and
     // 2 c + 1 lie in one aligned pair.
     alignas(16) float positions[kSteps][kPositions ? 2 * kCopy : 4];
+    // Whether one of these, or of an earlier step of the item, is above kMostBias / scale.
+    bool is_large[kSteps];
 
     // What the scores of this lane start from, of which `row` in the tile is its first row.
     template <int kBlocks>
@@ -135,13 +140,17 @@ struct StartingBias {
         loaded_[i] = first + i < tile_.num_keys ? __ldg(g) : 0.0f;
     }
     // Writes that, and all else of that step.
-    __device__ __forceinline__ void store(Shared& shared, int step, int key) const {
+    __device__ __forceinline__ void store(Shared& shared, int step, int key) {
       if (has_keys(params_)) {
         reinterpret_cast<float4*>(shared.keys[step])[lane()] =
             make_float4(over_scale_(loaded_[0]), over_scale_(loaded_[1]), over_scale_(loaded_[2]),
                         over_scale_(loaded_[3]));
+#pragma unroll
+        for (int i = 0; i < kLaneKeys; ++i) largest_ = fmaxf(largest_, fabsf(loaded_[i]));
       }
       if constexpr (kPositions) store_positions(shared.positions[step], key);
+      if (__any_sync(0xffffffffu, !(largest_ < kMostBias))) largest_ = INFINITY;
+      if (lane() == 0) shared.is_large[step] = largest_ == INFINITY;
     }
 
    private:
@@ -150,7 +159,7 @@ struct StartingBias {
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-    __device__ __forceinline__ void store_positions(float (&out)[2 * kCopy], int key) const {
+    __device__ __forceinline__ void store_positions(float (&out)[2 * kCopy], int key) {
       // The bucket of the first diagonal, before it is clamped; it falls by one from each to the
       // next.
       constexpr int64_t kFar = 1 << 24;
@@ -169,6 +178,7 @@ struct StartingBias {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const float value = over_scale_(values[i]);
+          largest_ = fmaxf(largest_, fabsf(values[i]));
           float* place = out + begin + i * 32 + lane();
           place[0] = value;
           place[kCopy + 1] = value;
@@ -182,6 +192,7 @@ struct StartingBias {
     const float* keys_;
     const float* positions_;
     float loaded_[kLaneKeys];  // of the next step, on their way
+    float largest_ = 0.0f;     // of the item's steps so far
   };
 
   // Follows the copies of copy_operands; one warp.
