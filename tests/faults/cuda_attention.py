@@ -264,6 +264,14 @@ FAULTS = (
         check="tests/test_key_ranges.py -k long_sequences_with_biases",
     ),
     Fault(
+        name="a large bias taken for a small one",
+        device="cuda",
+        path="cuda/kernels/attention/starting_bias.cuh",
+        text="shared.is_large[step] = largest_ == INFINITY;",
+        instead="shared.is_large[step] = false;",
+        check="tests/test_attention_bias.py -k same_large_bias",
+    ),
+    Fault(
         name="diagonals of another row",
         device="cuda",
         path="cuda/kernels/attention/starting_bias.cuh",
