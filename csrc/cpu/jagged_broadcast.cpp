@@ -26,11 +26,6 @@ void repeat_row(char* out, const char* row, int64_t row_bytes, int64_t rows) {
 
 Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   constexpr const char* op = "jagged_broadcast";
-  constexpr int64_t kItemRows = 4096;
-  struct Item {
-    int64_t seq;
-    int64_t begin, rows;  // of the whole tensor
-  };
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, offsets, total});
   const auto sequences =
@@ -44,6 +39,11 @@ Tensor jagged_broadcast(Tensor x, Tensor offsets, int64_t total) {
   char* result = static_cast<char*>(out.mutable_data_ptr());
   zero_rows_outside(sequences, total, row_bytes, result);
 
+  constexpr int64_t kItemRows = 4096;
+  struct Item {
+    int64_t seq;
+    int64_t begin, rows;  // of the whole tensor
+  };
   WorkList<Item> items;
   for (int64_t seq = 0; seq < sizes.B && row_bytes > 0; ++seq) {
     const auto [begin, len] = sequences[static_cast<size_t>(seq)];

@@ -17,7 +17,6 @@ namespace {
 Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> chosen,
                    std::optional<Tensor> source, std::optional<Tensor> taken) {
   constexpr const char* op = "jagged_take";
-  constexpr int64_t kItemRows = 1024;
   static const Contract contract(op);
   const Sizes sizes = contract.check({x, index, unique, chosen, source, taken});
   const Tensor dense = as_contiguous(op, index);
@@ -31,6 +30,7 @@ Tensor jagged_take(Tensor x, Tensor index, bool unique, std::optional<Tensor> ch
   const int64_t stride = x.size(0) > 1 ? x.stride(0) * elem_bytes : row_bytes;
 
   WorkList<int64_t> items;
+  constexpr int64_t kItemRows = 1024;
   for (int64_t begin = 0; begin < sizes.N && row_bytes > 0; begin += kItemRows) {
     items.add(begin, std::min(kItemRows, sizes.N - begin) * row_bytes * kByteCost);
   }
