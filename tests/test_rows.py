@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_cuda import memory_at_rest, requested_bytes
 from plain import assert_same_bits, sentence
 from strategies import LENGTHS
 from torch import Tensor
@@ -587,16 +588,14 @@ def test_memory_is_that_of_results_and_plan() -> None:
     """A plan takes 8 bytes per row of the result, a concatenation none; nothing is padded."""
     x = torch.ones(2**18, 64, device="cuda")
     offsets = torch.tensor([0, 2**18 - 1000, 2**18], device="cuda")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = memory_at_rest()
     found = jagged_first(x, offsets, 2**17, total=2**18)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = requested_bytes("peak") - before
     assert peak <= x.nbytes + 8 * 2**18 + 2**16
     del found
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = memory_at_rest()
     joined, _ = jagged_concat([x, x], [offsets, offsets], total=2**19)
-    assert torch.cuda.max_memory_allocated() - before <= joined.nbytes + 2**16
+    assert requested_bytes("peak") - before <= joined.nbytes + 2**16
 
 
 def test_docstrings() -> None:
