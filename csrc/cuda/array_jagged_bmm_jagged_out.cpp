@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> array_jagged_bmm_jagged_out_backward(const Tensor& gr
   const cudaStream_t stream = current_stream(a);
   const Tensor grad_a = times_rows(op, rows, columns, bounds, sizes.elems, allow_tf32, stream);
   return {grad_a, times_matrices(op, matrices, grad, bounds, sizes.Ty, !transpose, allow_tf32,
-                                 stream, true)};
+                                 stream, grad_a.numel() > 0)};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> jagged_dense_bmm_backward(const Tensor& grad_out, con
   std::optional<Tensor> partial;
   const Tensor grad_y = times_jagged(op, rows, grad, bounds, allow_tf32, stream, partial);
   const Tensor grad_x = times_dense(op, grad, dense, true, bounds, allow_tf32, stream, std::nullopt,
-                                    Activation{}, true);
+                                    Activation{}, grad_y.numel() > 0);
   return {grad_x, grad_y};
 }
 

@@ -44,10 +44,10 @@ std::tuple<Tensor, Tensor> jagged_jagged_bmm_backward(const Tensor& grad_out, co
   };
   if (x.size(1) < y.size(1)) {
     const Tensor first = grad_x(false);
-    return {first, grad_y(true)};
+    return {first, grad_y(first.numel() > 0)};
   }
   const Tensor first = grad_y(false);
-  return {grad_x(true), first};
+  return {grad_x(first.numel() > 0), first};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

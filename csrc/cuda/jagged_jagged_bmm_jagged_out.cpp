@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor> jagged_jagged_bmm_jagged_out_backward(
                right = as_contiguous(op, y, -1);
   const Tensor grad_x =
       times_matrices(op, matrices, right, bounds, sizes.Tx, false, allow_tf32, stream);
-  return {grad_x,
-          times_matrices(op, matrices, left, bounds, sizes.Ty, true, allow_tf32, stream, true)};
+  return {grad_x, times_matrices(op, matrices, left, bounds, sizes.Ty, true, allow_tf32, stream,
+                                 grad_x.numel() > 0)};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jagged_cuda, CUDA, m) {

@@ -1,6 +1,7 @@
 // The products of jagged_jagged_bmm_jagged_out and array_jagged_bmm_jagged_out on CUDA, which are each
 // other's gradients: fill Params, launch. One that `overlaps` may start before the one launched before it
-// has ended; operands of either that are copied must then live until both have been launched.
+// has ended, which must be one of this operator; operands of either that are copied must then live until
+// both have been launched.
 #pragma once
 
 #include "cuda/matrices.h"

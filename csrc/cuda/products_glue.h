@@ -41,7 +41,8 @@ inline Tensor shared_dense(const char* op, const Tensor& y) {
 }
 
 // z_b = activation(x_b y_b + bias_b): x [T, D], y [B, D, N], or [B, N, D] if `transposed`, bias [B, N] or
-// none -> [T, N]. If it `overlaps`, no operand may need a copy, nor may those of the kernel before.
+// none -> [T, N]. If it `overlaps`, a kernel of the same operator comes before it,
+// and no operand of either may need a copy.
 inline Tensor times_dense(const char* op, const Tensor& x, const Tensor& y, bool transposed,
                           const Tensor& bounds, bool allow_tf32, cudaStream_t stream,
                           const std::optional<Tensor>& bias = std::nullopt,
