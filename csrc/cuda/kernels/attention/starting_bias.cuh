@@ -51,7 +51,7 @@ struct StartingBias {
     // Twice, the second time one further on, so that of every row the diagonals of columns 2 c and
     // 2 c + 1 lie in one aligned pair.
     alignas(16) float positions[kSteps][kPositions ? 2 * kCopy : 4];
-    // Whether one of these, or of an earlier step of the item, is above kMostBias / scale.
+    // Whether a bias of this step, or of an earlier one of the item, is kMostBias or more in size.
     bool is_large[kSteps];
 
     // What the scores of this lane start from, of which `row` in the tile is its first row.
