@@ -163,9 +163,23 @@ def test_ranges_cost_nothing_where_all_rows_see_a_step(
     assert len(products) == dim // 16 + 128 // 16
     waits, (passed,) = _places(loop, "WARPGROUP.DEPBAR"), _places(loop, "BAR.ARV")
     special = _places(loop, "MUFU")
-    assert len(special) <= 66, "more than one special function per score, and two of its row"
+    # Softmax with biases has a body for large ones and one for others.
+    bodies = 2 if biases and not silu else 1
+    assert len(special) <= 66 * bodies, (
+        "more than one special function per score, and two of its row"
+    )
     assert not [i for i in (*waits, *special) if products[0] < i < passed]
-    assert _spills(loop) == 0
+    # With two bodies an address and a flag.
+    assert _spills(loop) <= (2 if bodies == 2 and dim == 64 else 0)
+    if bodies == 2:
+        # That for others waits for O before its maxima, beside which exponentials then run.
+        maxima, exponentials = _places(loop, "FMNMX"), _places(loop, "MUFU.EX2")
+
+        def maxima_beside_exponentials(wait: int) -> int:
+            behind = [i for i in exponentials if i > wait]
+            return sum(wait < i < behind[63] for i in maxima) if len(behind) >= 64 else 0
+
+        assert max(map(maxima_beside_exponentials, waits)) >= 60
 
 
 @pytest.mark.parametrize("dim", [64, 128])
