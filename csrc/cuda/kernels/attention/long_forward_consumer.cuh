@@ -6,6 +6,8 @@
 #include "cuda/kernels/attention/long_forward_config.cuh"
 #include "cuda/kernels/attention/store_tile.cuh"
 
+#include <type_traits>
+
 namespace jagged_cuda::attention {
 
 // s += a b^T, as wgmma_rows_by_rows.

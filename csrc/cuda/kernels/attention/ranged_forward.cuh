@@ -57,7 +57,7 @@ struct BiasedSoftmaxScore : SoftmaxScore {
                                          FinishOutput finish_output) {
     if (is_large) return softmax.update<true>(s, p, rescale, scale_log2, finish_output);
     // As a rule. Nothing stands between the maxima and the exponentials, so that those of one row run
-    // beside the other's: that is worth 5 %.
+    // beside the other's.
     finish_output();
     return softmax.update<false>(s, p, rescale, scale_log2, [] {});
   }
