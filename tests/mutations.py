@@ -69,7 +69,8 @@ class Compiled:
         self.files: dict[str, set[str]] = {}
         for paragraph in self._ninja("deps").split("\n\n"):
             name, *files = paragraph.strip().split("\n")
-            self.files[name.partition(":")[0]] = {file.strip() for file in files}
+            paths = {str(work / file.strip()) for file in files}  # ccache's are relative
+            self.files[name.partition(":")[0]] = paths
 
     def compile(self, sources: Path, path: str, folder: Path) -> Path:
         """The library with `sources`, of which the file `path` is another; `folder` is empty."""

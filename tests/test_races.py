@@ -122,6 +122,30 @@ def test_what_a_tool_says_is_reported(
     assert run_check(str(tool), check, 60.0).status == 1  # a silent one has watched nothing
 
 
+@pytest.mark.parametrize(
+    ("kernel", "offset", "size", "total", "status"),
+    [
+        ("forward_wgmma<Config, true>(Params)", 0xD0, 4, 1, 0),
+        ("forward_wgmma<Config, true>(Params)", 0xD0, 4, 2, FOUND),  # one is not of this form
+        ("forward_wgmma<Config, true>(Params)", 0xD0, 8, 1, FOUND),
+        ("forward_wgmma<Config, true>(Params)", 0x1D0, 4, 1, FOUND),
+        ("forward_short<Config>(Params)", 0xD0, 4, 1, FOUND),
+    ],
+)
+def test_initcheck_may_name_the_one_read_that_is_meant(
+    kernel: str, offset: int, size: int, total: int, status: int
+) -> None:
+    report = (
+        f"========= Uninitialized __global__ memory read of size {size} bytes\n"
+        f"=========     at void jagged_cuda::attention::{kernel}+{offset:#x}\n"
+        "=========     by thread (0,0,0) in block (0,0,0)\n"
+    )
+    verdict = sanitize.judge_initcheck(report, f"ERROR SUMMARY: {total} errors", 1.0)
+    assert verdict.status == status
+    named = f"1 reads of {size} bytes at void jagged_cuda::attention::{kernel}+{offset:#x}"
+    assert (named in verdict.output) == (status != 0 and total == 1)
+
+
 @pytest.mark.parametrize(("dim", "is_seen"), [(64, True), (52, False)])
 def test_what_leaves_by_bulk_stores_is_written_again(
     dim: int, is_seen: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
