@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing.dummy
+import multiprocessing.pool
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +66,8 @@ def test_the_hunt_names_what_differed(
         return "grad_x" if given.op == "jagged_softmax" else None
 
     # Threads, which see the patched function.
-    monkeypatch.setattr(races.multiprocessing, "get_context", lambda _: multiprocessing.dummy)
+    threads = SimpleNamespace(Pool=multiprocessing.pool.ThreadPool)
+    monkeypatch.setattr(races.multiprocessing, "get_context", lambda _: threads)
     monkeypatch.setattr(races, "hunt", softmax_differs)
     monkeypatch.setattr(sys, "argv", RACES)
     assert races.main() == 1
