@@ -384,6 +384,19 @@ def test_target_attention_takes_them(device: torch.device) -> None:
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
 
 
+def test_autocast_of_target_attention_casts_what_differs(device: torch.device) -> None:
+    """With a bias as without: queries that are in 16 bits already, beside keys that are not."""
+    offsets = torch.tensor([0, 4, 9], device=device)
+    q = drawn(2, 3, 2, 8, device=device)
+    k, v = (drawn(9, 2, 8, device=device, seed=s) for s in (1, 2))
+    more = {"kv_bias": drawn(9, device=device, seed=3), "kv_lengths": offsets.diff() - 1}
+    for options in ({}, more):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            found = jagged_target_attention(q.bfloat16(), k, v, offsets, **options)
+        cast = (t.bfloat16() for t in (q, k, v))
+        assert torch.equal(found, jagged_target_attention(*cast, offsets, **options))
+
+
 def times_of(kind: str, rows: int) -> list[int]:
     rng = random.Random(rows)
     gaps = {"seconds": 7.0, "milliseconds": 16.0}

@@ -216,7 +216,7 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--op softmax", "jagged_hstu_attention_biased, got softmax"),
+        ("--op softmax", "jagged_target_attention_biased, got softmax"),
         ("--device cpu --backends cuda", "needs --device cuda"),
         ("--device cpu --dtype int8", "--dtype must be of float32"),
         ("--device cpu --size large", "--size must be of small, edge, many, giant for cpu"),

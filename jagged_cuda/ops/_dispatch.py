@@ -180,6 +180,8 @@ _PRIVATE = (
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
 _has_transforms: Any = getattr(_C, _PRIVATE[0], None)
+# Whether autocast is on, for any device.
+may_cast: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 _is_excluded: Any = getattr(_C, _PRIVATE[1], None)
 _set_excluded: Any = getattr(_C, _PRIVATE[2], None)
 

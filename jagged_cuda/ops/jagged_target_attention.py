@@ -15,7 +15,7 @@ from jagged_cuda.ops._contract import (
     fail_argument,
     shape_text,
 )
-from jagged_cuda.ops._dispatch import allow_tf32, call, overridable, register
+from jagged_cuda.ops._dispatch import allow_tf32, call, may_cast, overridable, register
 
 
 @overridable
@@ -122,7 +122,9 @@ def _as_jagged(
 ) -> tuple[Tensor, Tensor]:
     """The same by jagged_flash_attention, with q as sequences of N rows."""
     op = "jagged_target_attention"
-    check(op, q=q, k=k, v=v, offsets=offsets)
+    # What autocast may cast yet, or a compiler traces, is jagged_flash_attention's to check.
+    if not torch.compiler.is_compiling() and not may_cast():
+        check(op, q=q, k=k, v=v, offsets=offsets)
     if kv_lengths is not None:
         check_numbers(op, "kv_lengths", offsets, kv_lengths)
         if kv_lengths.dtype != offsets.dtype:

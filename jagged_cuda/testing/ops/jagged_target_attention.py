@@ -7,16 +7,19 @@ to them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import jagged_cuda
+from jagged_cuda.ops._bias import flatten
 from jagged_cuda.testing.case import Case, Kind, Profile, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.ops import jagged_flash_attention as flash
-from jagged_cuda.testing.samples import Spec
+from jagged_cuda.testing.samples import Sample, Spec
 
 
 def _flash_spec(spec: Spec) -> Spec:
@@ -24,7 +27,7 @@ def _flash_spec(spec: Spec) -> Spec:
         spec,
         layout=Layout((spec.choices["queries"],) * spec.layout.num_seqs),
         kv_layout=spec.layout,
-        choices={**spec.choices, "causal": False, "window_size": (-1, -1)},
+        choices={**spec.choices, "causal": False, "window_size": (-1, -1), "tables": False},
     )
 
 
@@ -62,6 +65,28 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return dict(zip("qkv", (q, *of_keys), strict=True))
 
 
+def _biased_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    heads = (spec.choices["heads"] or (1, 1))[0] if spec.choices["bias_heads"] is True else 1
+    return _shapes(spec) | {"kv_bias": (spec.layout.total, heads)}
+
+
+def _bias_options(spec: Spec, tensors: Tensors, offsets: Tensor) -> dict[str, Any]:
+    """kv_bias and kv_lengths; nothing for the case without them."""
+    # A proxy of torch.fx has no names yet; the spec of a case that it traces names no more than it.
+    is_traced = not isinstance(tensors, Mapping)
+    if ("bias_heads" not in spec.choices) if is_traced else ("kv_bias" not in tensors):
+        return {}
+    given = tensors["kv_bias"]
+    kv_bias = given.to(torch.float64 if given.dtype is torch.float64 else torch.float32)
+    if spec.choices["hidden"]:
+        places = jagged_cuda.jagged_positions(offsets, total=given.shape[0])
+        kv_bias = kv_bias.masked_fill((places % 3 == 1)[:, None], -math.inf)
+    options = {"kv_bias": kv_bias if spec.choices["bias_heads"] is True else kv_bias.squeeze(1)}
+    if spec.choices["kv_lengths"]:
+        options["kv_lengths"] = jagged_cuda.lengths_from_offsets(offsets) * 2 // 3
+    return options
+
+
 def _call(ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, _: Tensor | None) -> Tensors:
     choices = spec.choices
     out, lse = ops.jagged_target_attention(
@@ -70,8 +95,26 @@ def _call(ops: Any, spec: Spec, tensors: Tensors, offsets: Tensor, _: Tensor | N
         scale=None if choices["scale"] is None else flash.attention_scale(spec),
         max_len=spec.layout.max_len if choices["max_len"] else None,
         return_lse=True,
+        **_bias_options(spec, tensors, offsets),
     )
     return {"out": out, "lse": lse}
+
+
+def _registered_biased(sample: Sample) -> dict[str, tuple[Any, ...]]:
+    """Beside its own those of jagged_flash_attention, whose kernels it takes."""
+    spec, offsets = sample.spec, sample.offsets
+    given = _bias_options(spec, sample.tensors, offsets)
+    biases = flatten("", given.get("kv_lengths"), given["kv_bias"], None, None)
+    biases = (biases[0], biases[1].detach().requires_grad_(), *biases[2:])
+    begins = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
+    name = "jagged_flash_attention"
+    calls = flash.registered(
+        *(name, dataclasses.replace(sample, tensors=_rows(sample.tensors))),
+        *(begins * spec.choices["queries"], offsets, -1, -1, flash.attention_scale(spec)),
+        *(None, False, False, None, *biases),
+    )
+    calls[f"{name}_backward"] = (*flash.detach(calls[f"{name}_backward"]), True, True)
+    return CASE.registered(sample) | calls
 
 
 CASE = Case(
@@ -139,3 +182,19 @@ CASE = Case(
     huge={"dims": (64, 64), "heads": (8, 8), "queries": 8},
     huge_dense={"dims": (64, 64), "heads": (8, 8), "queries": 128},
 )
+
+BIASED = dataclasses.replace(
+    CASE,
+    choices={
+        **CASE.choices,
+        "dims": ((3, 5), (8, 8), (16, 32), (40, 64), (64, 64), (128, 128), (192, 128)),
+        **{name: flash.BIAS_CHOICES[name] for name in ("kv_lengths", "hidden", "bias_heads")},
+    },
+    shapes=_biased_shapes,
+    rows={name: CASE.rows[name] for name in "qkv"} | {"kv_bias": "q", "out": "seq", "lse": "seq"},
+    registered=_registered_biased,
+    kinds=(),
+)
+
+# Judged and fuzzed like an operator of its own, in Triton too.
+VARIANTS = {"jagged_target_attention_biased": BIASED}
