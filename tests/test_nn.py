@@ -36,6 +36,8 @@ from jagged_cuda.nn import (
     JaggedTransformerLayer,
     TargetAttention,
 )
+from jagged_cuda.testing.lengths import Layout
+from jagged_cuda.testing.ops import hstu_key_ranges as masks
 from jagged_cuda.testing.ops.layer_norm_mul_dropout import keep_of
 
 # --- agreement
@@ -228,6 +230,60 @@ def test_biases_of_hstu_layer(recompute: bool, device: torch.device) -> None:
         leaf = bias if name == "kv_bias" else table
         (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
         assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hstu_layer_with_masks_and_biases(recompute: bool, device: torch.device) -> None:
+    """As plain PyTorch, one sequence after another, by HSTU's rules for pairs of rows."""
+    kind: Any = {"device": device, "dtype": torch.float64}
+    layer = HSTULayer(E, H, recompute=recompute, **kind)
+    setting = masks.Setting(
+        layout=Layout((9, 0, 14, 3)),
+        kv_layout=None,
+        targets=(3, 0, 4, 1),
+        contextual=(2, 0, 3, 1),
+        each=True,
+        max_attn_len=4,
+        min_full_attn_len=2,
+        target_group=2,
+        causal=True,
+        dtype=torch.int64,
+    )
+    total, offsets = setting.layout.total, setting.layout.offsets(device)
+    x = torch.randn(total, E, **kind).requires_grad_()
+    tables = [torch.randn(H, 6, **kind).requires_grad_() for _ in range(2)]
+    kv_bias, row_scale = torch.randn(total, H, **kind).requires_grad_(), torch.rand(total, **kind)
+    time = torch.randint(0, 99, (total,), device=device).cumsum(0)
+    boundaries = torch.tensor([1, 40, 90, 150, 300], device=device)
+    found = layer(
+        x,
+        offsets,
+        causal=False,
+        key_ranges=setting.call(jagged_cuda, device),
+        row_scale=row_scale,
+        kv_bias=kv_bias,
+        time_bias=jagged_cuda.TimeBias(tables[0], time, time, boundaries),
+        position_bias=jagged_cuda.PositionBias(tables[1], -2),
+    )
+    expected = []
+    for seq, length in enumerate(setting.layout.lengths):
+        rows = slice(int(offsets[seq]), int(offsets[seq]) + length)
+        projected = F.silu(layer.uvqk_proj(layer.input_norm(x[rows])))
+        u, *vqk = projected.chunk(4, 1)
+        v, q, k = (t.unflatten(1, (H, -1)).transpose(0, 1) for t in vqk)
+        place = torch.arange(length, device=device)
+        apart = (time[rows, None] - time[None, rows]).abs()
+        bias = tables[0][:, torch.bucketize(apart, boundaries, right=True)]
+        bias = bias + tables[1][:, (place[:, None] - place + 2).clamp(0, 5)]
+        scores = q @ k.mT / layer.qk_dim**0.5 + bias + kv_bias[rows].T[:, None]
+        weights = F.silu(scores) * masks.definition(setting, seq).to(device)
+        read = (weights @ v).transpose(0, 1).flatten(1) / max(length, 1) * row_scale[rows, None]
+        expected.append(x[rows] + layer.out_proj(u * layer.output_norm(read)))
+    wanted = torch.cat(expected)
+    torch.testing.assert_close(found, wanted)
+    leaves = (x, *tables, kv_bias, *layer.parameters())
+    gradients = (torch.autograd.grad(out.sin().sum(), leaves) for out in (found, wanted))
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_drawn_seed_is_of_the_generator() -> None:
