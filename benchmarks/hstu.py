@@ -1,6 +1,7 @@
 """Attention as rankers use it: HSTU's masks, SiLU and biases, beside softmax attention and peers.
 
-Each case is SiLU attention over sequences with 20 targets and 8 contextual rows. In the same run:
+Each case is SiLU attention over sequences with 20 targets and 8 contextual rows, or a semi-local
+one: each row sees the first 32 keys and the last 256. In the same run:
 the same with softmax, causal softmax attention without ranges or biases, the same call without its
 bias, FlexAttention (which has softmax) with the same mask and bias, its block mask made before the
 clock starts or within, cuDNN's attention (softmax, too) with the same mask and kv_bias, and HSTU in
@@ -36,6 +37,7 @@ BESIDE = (SOFTMAX, CAUSAL, UNBIASED, RANGED)
 PEERS = ("flex", "flex_mask", "cudnn_flex", "padded_hstu")
 HEADS, DIM, QUICK_DIM = 4, 64, 16
 TARGETS, CONTEXT, NEAR = 20, 8, 256
+FIRST = 32  # keys that all rows see, in semi-local attention
 TIME_BUCKETS, POSITION_BUCKETS = 128, 1024
 TIME_DIVISOR = 0.301
 YEAR = 365 * 24 * 3600
@@ -48,6 +50,8 @@ class _Case:
         near: max_attn_len of the mask; 0 for all.
         bias: kv_bias, time_bias, position_bias or none.
         learns: whether the gradient of the bias is wanted, too; then only the backward is timed.
+        first: keys that each row sees beside the `near` last ones, without targets or context; 0
+            for a mask of HSTU.
     """
 
     name: str
@@ -56,6 +60,7 @@ class _Case:
     near: int = 0
     bias: str = ""
     learns: bool = False
+    first: int = 0
 
 
 def _cases() -> tuple[_Case, ...]:
@@ -63,6 +68,7 @@ def _cases() -> tuple[_Case, ...]:
     for num_seqs, max_len in ((128, 1024), (32, 4096)):
         size = (num_seqs, max_len)
         found += [_Case(f"hstu_{max_len}", *size), _Case(f"near_{max_len}", *size, near=NEAR)]
+        found += [_Case(f"semi_local_{max_len}", *size, near=NEAR, first=FIRST)]
         for bias in ("kv_bias", "position_bias", "time_bias"):
             found += [
                 _Case(f"{bias}_{max_len}", *size, bias=bias),
@@ -104,6 +110,11 @@ class _Operands(NamedTuple):
         return float(self.layout.max_len)
 
     def make_ranges(self) -> Tensor:
+        if self.case.first > 0:
+            end = jagged_cuda.jagged_positions(self.offsets, total=self.layout.total) + 1
+            last = (end - self.case.near).clamp(min=self.case.first)
+            bounds = (torch.zeros_like(end), end.clamp(max=self.case.first), last, end)
+            return torch.stack(bounds, 1).unflatten(1, (2, 2))
         return jagged_cuda.hstu_key_ranges(
             self.offsets,
             num_targets=self.targets,
@@ -389,7 +400,8 @@ def _makers(o: _Operands) -> dict[str, Callable[[], Candidate]]:
 def _run_case(session: Session, case: _Case, precision: Precision) -> None:
     o = _draw(case, session.options.quick, session.device, precision.dtype)
     shape = {"B": o.layout.num_seqs, "T": o.layout.total, "max_len": o.layout.max_len}
-    shape |= {"H": HEADS, "D": o.q.shape[-1], "targets": TARGETS, "context": CONTEXT}
+    shape |= {"H": HEADS, "D": o.q.shape[-1]}
+    shape |= {"first": case.first} if case.first else {"targets": TARGETS, "context": CONTEXT}
     rows = [
         session.add(Row("hstu", case.name, name, precision.name, shape, shapes.SEED))
         for name in (("backward",) if case.learns else ("forward", "backward"))
