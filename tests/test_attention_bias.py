@@ -550,6 +550,23 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
         assert sentence(make, 4, 0.0) == f"{name}: divisor must be more than 0, got 0.0"
 
 
+def test_boundaries_that_fall_are_named(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU always; equal ones may stand beside each other."""
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1" if device.type == "cuda" else "0")
+    offsets, x = torch.tensor([0, 3], device=device), torch.zeros(3, 1, 8, device=device)
+    table, time = torch.zeros(5, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    for values, expected in (
+        ([1, 7, 3, 9], "time_bias.boundaries[2] must be >= time_bias.boundaries[1] = 7, got 3"),
+        ([1, 7, 7, 9], ""),
+    ):
+        bias = TimeBias(table, time, time, torch.tensor(values, device=device))
+        for op, more in ((jagged_flash_attention, {}), (jagged_hstu_attention, {"divisor": 1})):
+            found = sentence(op, x, x, x, offsets, time_bias=bias, **more)  # type: ignore[arg-type]
+            assert found == (f"{op.__name__}: {expected}" if expected else "")
+
+
 def biases_on_cuda(names: str, tables: dict[str, torch.Tensor], time: torch.Tensor) -> Any:
     """Of `names`, initials of kv, position and time, as operators take them."""
     boundaries = log_boundaries(tables["t"].shape[1], 0.3).to(time.device)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops._contract import fail_argument
+from jagged_cuda.ops._contract import fail_argument, may_read
 
 MAX_BUCKETS = 2048
 _LATEST = 2**63 - 1
@@ -163,6 +163,18 @@ def _tensor(op: str, name: str, value: object) -> Tensor:
     return value
 
 
+def _check_ascending(op: str, boundaries: Tensor) -> None:
+    """As offsets are looked at: on the CPU always, on CUDA where checks were asked for."""
+    if not may_read(boundaries) or boundaries.dim() != 1 or boundaries.is_floating_point():
+        return
+    falls = (boundaries[1:] < boundaries[:-1]).nonzero()
+    if len(falls):
+        place = int(falls[0]) + 1
+        before, found = boundaries[place - 1 : place + 1].tolist()
+        name = f"time_bias.boundaries[{place}]"
+        fail_argument(op, name, f">= time_bias.boundaries[{place - 1}] = {before}", found)
+
+
 def flatten(
     op: str,
     kv_lengths: Tensor | None,
@@ -181,6 +193,7 @@ def flatten(
             fail_argument(op, "time_bias", "a TimeBias", type(time_bias).__name__)
         names = ("table", "q_time", "kv_time", "boundaries")
         tensors = [_tensor(op, f"time_bias.{n}", t) for n, t in zip(names, time_bias, strict=False)]
+        _check_ascending(op, tensors[3])
         time = (_rows(tensors[0]), *tensors[1:], bool(time_bias[4]))
     position: tuple[Any, ...] = (None, 0)
     if position_bias is not None:
