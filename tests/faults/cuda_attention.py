@@ -309,7 +309,7 @@ FAULTS = (
         path="cuda/kernels/attention/table_gradients.cuh",
         text="if (i == positions - 1) sum +=",
         instead="if (i == positions) sum +=",
-        check="--op jagged_hstu_attention_biased",
+        check="tests/test_attention_bias.py -k path_of_biases",
     ),
     Fault(
         name="a step's sums in place of those before",
@@ -325,7 +325,7 @@ FAULTS = (
         path="cuda/kernels/attention/time_tiles.cuh",
         text="static_cast<uint32_t>(away.nearest);",
         instead="0;",
-        check="--op jagged_hstu_attention_biased",
+        check="tests/test_attention_bias.py -k any_times",
     ),
     Fault(
         name="one value for a cell of times",

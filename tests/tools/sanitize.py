@@ -99,7 +99,8 @@ def find_sanitizer() -> str | None:
 
 def command(sanitizer: str, check: Check) -> list[str]:
     options = ["--tool", check.tool, "--error-exitcode", str(FOUND)]
-    options += ["--target-processes", "application-only"]
+    # A busy machine takes a while until a process has begun to use its GPU.
+    options += ["--target-processes", "application-only", "--launch-timeout", "300"]
     # All of initcheck's, to be counted by instruction; of the others the first say most.
     options += ["--print-limit", "1000000" if check.tool == "initcheck" else "20"]
     if check.tool == "racecheck":
