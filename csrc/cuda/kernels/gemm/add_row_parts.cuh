@@ -66,6 +66,7 @@ __global__ __launch_bounds__(kAddThreads) void add_row_parts_kernel(
                  slabs = static_cast<uint32_t>(params.cuts.slabs);
   const int64_t elems = params.cuts.elems;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  ptx::griddepcontrol_launch_dependents();  // the product behind it in a backward pass
   {
     const uint32_t slab = blockIdx.x * kAddWarps + warp, row = slab * each;
     Found found = {-1, slab, 0};

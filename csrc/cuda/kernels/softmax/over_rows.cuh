@@ -21,6 +21,7 @@
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/prim/narrow_search.cuh"
 #include "cuda/kernels/softmax/lines.cuh"
 
 namespace jagged_cuda::softmax {
@@ -201,7 +202,7 @@ __global__ __launch_bounds__(
   using Config = RowsConfig<Params>;
   constexpr int kWarps = Config::kWarps, kItems = Config::kItems;
   __shared__ RowsShared<Sum<Element>, kWarps> shared;
-  const JaggedTile tile = find_tile<kRowTile>(elements_of(params.matrices), blockIdx.x);
+  const JaggedTile tile = find_any_tile<kRowTile>(elements_of(params.matrices), blockIdx.x);
   if (tile.row >= tile.rows.len) return;
   Element* gOut = static_cast<Element*>(Operand::result(params));
   const Matrix matrix = tile.seq < 0 ? Matrix{} : find_matrix(params.matrices, tile.seq);
