@@ -79,6 +79,8 @@ EDGES = Layout((1, 0, 63, 64, 65, 127, 128, 129, 0, 191, 449, 511), base=5, tail
         ((40, 64), 40, (6, 2), "d64.r128"),
         ((128, 72), 32, (2, 1), "d128.r64"),
         ((96, 128), 128, (2, 2), "d128.r128"),
+        ((128, 128), 20, (1, 1), "d128.r64"),
+        ((72, 128), 16, (4, 2), "d128.r64"),
     ],
 )
 @pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
@@ -88,7 +90,8 @@ def test_target_attention_at_the_edges_of_tiles(
     spec = spec_of(EDGES, dims=dims, queries=queries, heads=heads)
     judge(CASES["jagged_target_attention"], spec, dtype, CUDA)
     dim = path.split(".")[0]
-    expected = f"wgmma.{path}" if HOPPER else f"mma_sync.{dim}.r128"
+    rows = 32 if queries * heads[0] // heads[1] <= 32 else 128
+    expected = f"wgmma.{path}" if HOPPER else f"mma_sync.{dim}.r{rows}"
     assert last_kernel("cuda") == f"cuda.target.backward.{expected}"
 
 

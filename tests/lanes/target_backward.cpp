@@ -39,6 +39,10 @@ Shape draw_shape(Draw& draw) {
     s.offsets.push_back(s.offsets.back() + keys);
   }
   s.total = std::max<int64_t>(s.offsets.back() + (draw.one_in(3) ? draw.below(100) : 0), 1);
+  if (draw.one_in(3)) {
+    s.queries = (20 + draw.below(13) + group - 1) / group;
+    s.dim_v = std::max(s.dim_v, 72);
+  }
   s.scale = draw.one_in(6) ? 0.0 : draw.one_in(6) ? -0.2 : 1 / std::sqrt(double(s.dim_qk));
   return s;
 }
@@ -178,7 +182,7 @@ std::string run(Draw& draw) {
   if (s.total > kTargetChunk) {
     p.parts = lanes::unwritten<float>(slots.count * s.queries * heads * qk, "parts");
   }
-  if (!takes_target_wgmma(p)) lanes::fail("this shape takes another kernel");
+  if (!takes_target_backward_wgmma(p)) lanes::fail("this shape takes another kernel");
   if (launch(p, s.queries * s.heads / s.kv_heads) != cudaSuccess) lanes::fail("no launch");
   if (!is_spoilt) {
     compare("grad_q", grad_q, expected.q);

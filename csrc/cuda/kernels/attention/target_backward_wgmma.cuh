@@ -567,10 +567,17 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& ta
       target, target.dim_qk, stream);
 }
 
+// Head dims of 65 to 128: from fewer rows on than forward. With less than half of a tile it is still no
+// slower than mma.sync, since its bytes take longer.
+inline bool takes_target_backward_wgmma(const TargetAttentionBackwardParams& params) {
+  constexpr int64_t kWideRows = 20;
+  return takes_target_wgmma(params, dim_bucket(params) == 128 ? kWideRows : kTargetWgmmaRows);
+}
+
 template <typename Element>
 cudaError_t launch_target_backward(const TargetAttentionBackwardParams& params,
                                    cudaStream_t stream) {
-  if (takes_target_wgmma(params)) {
+  if (takes_target_backward_wgmma(params)) {
     const cudaError_t error = for_dim<128>(params, [&](auto dim) {
       if constexpr (dim.value < 64) {
         return cudaErrorNotSupported;

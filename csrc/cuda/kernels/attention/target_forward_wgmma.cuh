@@ -305,9 +305,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void target_forward_wgmma(
 // Rows of a key/value head from which on it serves, head dims above 32: fewer fit a tile of mma.sync.
 constexpr int64_t kTargetWgmmaRows = 33;
 
-inline bool takes_target_wgmma(const TargetAttentionParams& params) {
+inline bool takes_target_wgmma(const TargetAttentionParams& params,
+                               int64_t least_rows = kTargetWgmmaRows) {
   const int dim = dim_bucket(params);
-  return target_rows(params) >= kTargetWgmmaRows && (dim == 64 || dim == 128) && params.aligned &&
+  return target_rows(params) >= least_rows && (dim == 64 || dim == 128) && params.aligned &&
          !params.mma_sync_only && params.offsets.total > 0 && params.offsets.total < kMaxRows32 &&
          has_wgmma();
 }
