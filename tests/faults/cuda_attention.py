@@ -272,6 +272,14 @@ FAULTS = (
         check="tests/test_attention_bias.py -k same_large_bias",
     ),
     Fault(
+        name="diagonals of the item before",
+        device="cuda",
+        path="cuda/kernels/attention/starting_bias.cuh",
+        text="const bool is_next = key == next_key_;",
+        instead="const bool is_next = true;",
+        check="tests/test_key_ranges.py -k long_sequences_with_biases",
+    ),
+    Fault(
         name="diagonals of another row",
         device="cuda",
         path="cuda/kernels/attention/starting_bias.cuh",

@@ -383,8 +383,14 @@ struct LongForwardConsumer {
   // Masks of S, when its product is done.
   __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
+    if constexpr (Mask::kPrepared) {
+      score.begin_step();
+      // As a rule. One jump over all that is rare, for which ptxas finds no place outside of the loop.
+      if (is_uncut && !score.changes()) return;
+    }
     score.begin(s);
     mask.hide(s, Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);
+    if constexpr (Mask::kPrepared) score.center(s);
   }
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {

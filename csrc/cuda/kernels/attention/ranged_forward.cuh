@@ -48,18 +48,36 @@ class RangesMask {
 };
 
 // As softmax has them where biases of any size may have been added: is_large where one of them, in this
-// step or an earlier one of its item, is too large for a reference in units of log2.
+// step or an earlier one of its item, is too large for a reference in units of log2. Those
+// scores are centred in front, so that one body serves and nothing stands between its maxima and its
+// exponentials: those of one row run beside the other's.
 struct BiasedSoftmaxScore : SoftmaxScore {
   using SoftmaxScore::SoftmaxScore;
   bool is_large = true;
+  float taken[2];  // from scores and references of this step
+  __device__ __forceinline__ void begin_step() { taken[0] = taken[1] = 0.0f; }
+  __device__ __forceinline__ bool changes() const { return scale < 0.0f || is_large; }
+  template <int kBlocks>
+  __device__ __forceinline__ void center(Accumulator<1, kBlocks>& s) {
+    if (is_large) softmax.center(s, taken, scale_log2);
+  }
   template <typename Probs, int kBlocks, typename FinishOutput>
   __device__ __forceinline__ bool update(Accumulator<1, kBlocks>& s, Probs& p,
                                          FinishOutput finish_output) {
-    if (is_large) return softmax.update<true>(s, p, rescale, scale_log2, finish_output);
-    // As a rule. Nothing stands between the maxima and the exponentials, so that those of one row run
-    // beside the other's.
     finish_output();
-    return softmax.update<false>(s, p, rescale, scale_log2, [] {});
+    const bool moved = softmax.update<false>(s, p, rescale, scale_log2, [] {});
+    softmax.restore(taken);
+    return moved;
+  }
+};
+
+// The same where nobody says whether biases are large.
+struct AnyBiasSoftmaxScore : SoftmaxScore {
+  using SoftmaxScore::SoftmaxScore;
+  template <typename Probs, int kBlocks, typename FinishOutput>
+  __device__ __forceinline__ bool update(Accumulator<1, kBlocks>& s, Probs& p,
+                                         FinishOutput finish_output) {
+    return softmax.update<true>(s, p, rescale, scale_log2, finish_output);
   }
 };
 
@@ -73,6 +91,10 @@ struct SiluScore {
       : half_scale(0.5f * static_cast<float>(params.scale)) {}
 
   __device__ __forceinline__ void reset() {}
+  __device__ __forceinline__ void begin_step() {}
+  __device__ __forceinline__ bool changes() const { return false; }
+  template <int kBlocks>
+  __device__ __forceinline__ void center(Accumulator<1, kBlocks>&) const {}
   template <int kBlocks>
   __device__ __forceinline__ void begin(Accumulator<1, kBlocks>&) const {}
   template <typename Probs, int kBlocks, typename FinishOutput>
@@ -107,30 +129,31 @@ struct SiluScore {
   }
 };
 
-template <typename Element, int kDim, bool kSilu, bool kBiased, bool kPositions = false>
+template <typename Element, int kDim, bool kSilu, bool kKeys, bool kPositions>
 struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
+  static constexpr bool kBiased = kKeys || kPositions;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;
   using Mask = RangesMask<Base::kTileM, Base::kTileN>;
   using Score = std::conditional_t<kSilu, SiluScore,
                                    std::conditional_t<kBiased, BiasedSoftmaxScore, SoftmaxScore>>;
   using Bias = std::conditional_t<
-      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kPositions>, NoBias>;
+      kBiased, StartingBias<Base::kTileM, Base::kTileN, Base::kSlots, kKeys, kPositions>, NoBias>;
   static constexpr PathName kName =
       Base::kName + (kSilu ? ".silu" : ".general") + (kBiased ? ".bias" : "");
 };
 
 // With time_bias alone: fewer rows, and at 128 dims fewer keys, for registers and shared memory.
 template <typename Element, int kDim, bool kSilu>
-struct TimedForwardConfig : RangedForwardConfig<Element, kDim, kSilu, false> {
-  using Base = RangedForwardConfig<Element, kDim, kSilu, false>;
+struct TimedForwardConfig : RangedForwardConfig<Element, kDim, kSilu, false, false> {
+  using Base = RangedForwardConfig<Element, kDim, kSilu, false, false>;
   static constexpr int kWarpgroups = 2, kWriters = 2;
   static constexpr int kTileM = kWarpgroups * 64, kTileN = kDim == 64 ? 128 : 64;
   static constexpr int kThreads = (1 + kWarpgroups + kWriters) * 128;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160, kWriterRegisters = 64;
   using Mask = RangesMask<kTileM, kTileN>;
-  using Score = std::conditional_t<kSilu, SiluScore, BiasedSoftmaxScore>;
+  using Score = std::conditional_t<kSilu, SiluScore, AnyBiasSoftmaxScore>;
   using Bias = StartingTimes<kTileM, kTileN>;
   static constexpr PathName kName = Base::kName + ".times";
 };
@@ -148,10 +171,14 @@ cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t st
     constexpr bool kSilu = silu.value != 0;
     if (params.bias.time_table != nullptr)
       return launch(TimedForwardConfig<Element, kDim, kSilu>());
-    if (params.bias.position_table != nullptr)
-      return launch(RangedForwardConfig<Element, kDim, kSilu, true, true>());
-    return params.bias.any() ? launch(RangedForwardConfig<Element, kDim, kSilu, true, false>())
-                             : launch(RangedForwardConfig<Element, kDim, kSilu, false, false>());
+    const auto launch_positions = [&](auto positions) {
+      constexpr bool kPositions = positions.value != 0;
+      return params.bias.kv_bias != nullptr
+                 ? launch(RangedForwardConfig<Element, kDim, kSilu, true, kPositions>())
+                 : launch(RangedForwardConfig<Element, kDim, kSilu, false, kPositions>());
+    };
+    return params.bias.position_table != nullptr ? launch_positions(Constant<1>{})
+                                                 : launch_positions(Constant<0>{});
   };
   const auto launch_dim = [&](auto dim) {
     return params.silu ? launch_silu(dim, Constant<1>{}) : launch_silu(dim, Constant<0>{});

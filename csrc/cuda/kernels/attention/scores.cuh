@@ -155,6 +155,28 @@ struct LazySoftmax {
     for (int half = 0; half < 2; ++half) sums[half] = sum[half][0] + sum[half][1];
   }
 
+  // Before update(), of scores of any size: from rows whose next reference is far from 0 takes it, `taken`,
+  // which is exact for scores near it, and from their references, too. restore() behind it.
+  template <int kBlocks>
+  __device__ __forceinline__ void center(Accumulator<1, kBlocks>& s, float (&taken)[2],
+                                         float scale_log2) {
+    const float slack = kSlackLog2 / scale_log2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = maximum(s, half);
+      const float next = top > reference[half] + slack ? top : reference[half];
+      const bool is_far = next != -INFINITY && fabsf(next * scale_log2) > kMostShift;
+      taken[half] = is_far ? next : 0.0f;
+      reference[half] -= taken[half];
+#pragma unroll
+      for (int i = 0; i < kBlocks * 2; ++i) s[0][i / 2][2 * half + i % 2] -= taken[half];
+    }
+  }
+  __device__ __forceinline__ void restore(const float (&taken)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) reference[half] += taken[half];
+  }
+
   // Turns scores into probabilities, rounded, in p, which is written after finish_output(). True
   // where what was summed so far is to be multiplied by `rescale`. kAnyShift as above: then `s` changes.
   template <bool kAnyShift = false, typename Probs, int kBlocks, typename FinishOutput>

@@ -29,6 +29,12 @@ struct SoftmaxScore {
 
   __device__ __forceinline__ void reset() { softmax = LazySoftmax(); }
 
+  __device__ __forceinline__ void begin_step() {}
+  // Whether begin(), before what is hidden is replaced, or center(), behind that, changes scores.
+  __device__ __forceinline__ bool changes() const { return scale < 0.0f; }
+  template <int kBlocks>
+  __device__ __forceinline__ void center(Accumulator<1, kBlocks>&) const {}
+
   // Before what is hidden is replaced. The maximum of scale * S lies where -S is largest, if the scale is
   // negative.
   template <int kBlocks>

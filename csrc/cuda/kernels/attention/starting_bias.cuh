@@ -2,7 +2,7 @@
 // is what the product Q K^T starts from, so that nothing is left to do behind it.
 //
 // A warp of producers writes what a step of keys brings to shared memory: kv_bias by key,
-// position_bias by diagonal.
+// position_bias by diagonal, of which those that the step before has, too, are there already.
 #pragma once
 
 #include "cuda/kernels/attention/mma_tile.cuh"
@@ -19,6 +19,7 @@ class BiasOverScale {
  public:
   __device__ __forceinline__ explicit BiasOverScale(const AttentionParams& params)
       : factor_(1.0f / static_cast<float>(params.scale)), silu_(params.silu) {}
+  __device__ __forceinline__ float factor() const { return factor_; }
   __device__ __forceinline__ float operator()(float bias) const {
     const float quotient = bias * factor_, most = -kLeastMaximum * fminf(fabsf(factor_), 1.0f);
     if (!(fabsf(quotient) > most)) return quotient;
@@ -34,23 +35,30 @@ class BiasOverScale {
 constexpr float kMostBias = 16384.0f;
 
 // Of tiles of kTileM rows and steps of kTileN keys, which are copied to a ring of kSlots, K of a step
-// before V of the one before it: kv_bias alone, or kPositions, position_bias and perhaps kv_bias. Code
-// for both in one kernel does not stay in the instruction cache.
-template <int kTileM, int kTileN, int kSlots, bool kPositions>
+// before V of the one before it: kKeys, kv_bias; kPositions, position_bias. Code for both in one kernel
+// does not stay in the instruction cache.
+template <int kTileM, int kTileN, int kSlots, bool kKeys, bool kPositions>
 struct StartingBias {
   static constexpr int kWarps = 1, kFillers = 1;  // of producers
   static constexpr bool kAhead = false;
   // Steps whose biases are kept: when a slot is free for K, that of the third step before was, too.
   static constexpr int kSteps = 3;
   static_assert(kSlots == 4);
-  // Diagonals of a step, which are column - row + kTileM - 1; the second copy begins in other banks.
-  static constexpr int kDiagonals = kTileM + kTileN, kCopy = kDiagonals + 16;
+  // Diagonals of a step, which are column - row + kTileM - 1. If the keys of the next step come next, it
+  // has all of them but the first kTileN: it begins so much further on, in a ring, and brings the last
+  // kTileN. Any other step begins kParts times as far on, behind all that may still be read.
+  static constexpr int kDiagonals = kTileM + kTileN, kParts = (kDiagonals + kTileN - 1) / kTileN;
+  static constexpr int kRing = kSteps * kParts * kTileN;
+  // The first kTileM come once more behind the last, so that no step wraps; the second copy begins in other
+  // banks.
+  static constexpr int kCopy = kRing + kTileM + 16;
 
   struct Shared {
-    alignas(16) float keys[kSteps][kTileN];
+    alignas(16) float keys[kSteps][kKeys ? kTileN : 4];
     // Twice, the second time one further on, so that of every row the diagonals of columns 2 c and
     // 2 c + 1 lie in one aligned pair.
-    alignas(16) float positions[kSteps][kPositions ? 2 * kCopy : 4];
+    alignas(16) float positions[kPositions ? 2 * kCopy : 4];
+    int begins[kSteps];  // where the diagonals of a step do
     // Whether a bias of this step, or of an earlier one of the item, is kMostBias or more in size.
     bool is_large[kSteps];
 
@@ -64,7 +72,7 @@ struct StartingBias {
       const auto add = [](float& score, float value) { score += value; };
       if constexpr (kPositions) {
         use_positions(s, step, row, lane, set);
-        if (has_keys(params)) use_keys(s, step, lane, add);
+        if constexpr (kKeys) use_keys(s, step, lane, add);
       } else {
         use_keys(s, step, lane, set);
       }
@@ -96,8 +104,8 @@ struct StartingBias {
     __device__ __forceinline__ void use_positions(Accumulator<1, kBlocks>& s, int step, int row,
                                                   int lane, Use use) const {
       const int diagonal = 2 * (lane % 4) - row + kTileM - 1, copy = diagonal % 2;
-      const auto* pairs =
-          reinterpret_cast<const float2*>(&positions[step][copy * kCopy + diagonal + copy]);
+      const auto* pairs = reinterpret_cast<const float2*>(
+          &positions[begins[step] + copy * kCopy + diagonal + copy]);
       float2 before = pairs[-4];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -111,88 +119,138 @@ struct StartingBias {
     }
   };
 
-  __device__ __forceinline__ static bool has_keys(const AttentionParams& params) {
-    return !kPositions || params.bias.kv_bias != nullptr;
-  }
-
-  // Of one item: writes what its steps bring.
+  // Writes what the steps of items bring. What counts is how few instructions a step takes: of one warp
+  // beside twelve that compute, each takes ten cycles or more.
   class Writer {
    public:
-    __device__ __forceinline__ Writer(const AttentionParams& params, const QueryTile& tile,
-                                      int head)
-        : params_(params), tile_(tile), over_scale_(params) {
-      const ScoreBias& bias = params.bias;
-      if (has_keys(params))
+    __device__ __forceinline__ explicit Writer(const AttentionParams& params)
+        : params_(params), over_scale_(params) {}
+
+    __device__ __forceinline__ void begin(const QueryTile& tile, int head) {
+      const ScoreBias& bias = params_.bias;
+      if constexpr (kKeys) {
+        num_keys_ = tile.num_keys;
         keys_ = static_cast<const float*>(bias.kv_bias) + tile.key_begin * bias.kv_heads +
-                static_cast<unsigned>(head) * bias.kv_heads / params.heads;
-      if constexpr (kPositions)
+                static_cast<unsigned>(head) * bias.kv_heads / params_.heads;
+      }
+      if constexpr (kPositions) {
+        last_bucket_ = bias.position_buckets - 1;
+        const unsigned group = static_cast<unsigned>(params_.heads) / bias.position_heads;
         positions_ = static_cast<const float*>(bias.position_table) +
-                     head / (params.heads / bias.position_heads) * bias.position_buckets;
+                     static_cast<unsigned>(head) / group * bias.position_buckets;
+        // Of a step's first diagonal, but for its first key.
+        distance_ =
+            int64_t{tile.row} + kTileM - 1 + tile.num_keys - tile.num_queries - bias.position_first;
+        next_key_ = -1;
+      }
+      largest_ = 0.0f;
     }
 
-    // Asks for what comes from far: kv_bias of the step from `key` on, of which a lane has four in turn.
+    // Asks for what comes from far of the step from `key` on: of kv_bias a lane has four in turn, of
+    // diagonals every 32nd of the last kTileN.
     __device__ __forceinline__ void load(int key) {
-      if (!has_keys(params_)) return;
-      const int first = key + lane() * kLaneKeys, stride = params_.bias.kv_heads;
-      const float* g = keys_ + int64_t{first} * stride;
+      if constexpr (kKeys) {
+        const int first = key + lane() * kLaneValues, stride = params_.bias.kv_heads;
+        const float* g = keys_ + int64_t{first} * stride;
 #pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i, g += stride)
-        loaded_[i] = first + i < tile_.num_keys ? __ldg(g) : 0.0f;
+        for (int i = 0; i < kLaneValues; ++i, g += stride)
+          loaded_keys_[i] = first + i < num_keys_ ? __ldg(g) : 0.0f;
+      }
+      if constexpr (kPositions) {
+        // The bucket of the first diagonal, before it is clamped; it falls by one from each to the next.
+        constexpr int64_t kFar = 1 << 24;
+        bucket_ = static_cast<int>(max(min(distance_ - key, kFar), -kFar)) - lane();
+#pragma unroll
+        for (int i = 0; i < kLaneValues; ++i) loaded_positions_[i] = position(kTileM + i * 32);
+      }
     }
     // Writes that, and all else of that step.
     __device__ __forceinline__ void store(Shared& shared, int step, int key) {
-      if (has_keys(params_)) {
+      if constexpr (kKeys) {
+        scale(loaded_keys_);
         reinterpret_cast<float4*>(shared.keys[step])[lane()] =
-            make_float4(over_scale_(loaded_[0]), over_scale_(loaded_[1]), over_scale_(loaded_[2]),
-                        over_scale_(loaded_[3]));
-#pragma unroll
-        for (int i = 0; i < kLaneKeys; ++i) largest_ = fmaxf(largest_, fabsf(loaded_[i]));
+            make_float4(loaded_keys_[0], loaded_keys_[1], loaded_keys_[2], loaded_keys_[3]);
       }
-      if constexpr (kPositions) store_positions(shared.positions[step], key);
+      if constexpr (kPositions) store_positions(shared, step, key);
       if (__any_sync(0xffffffffu, !(largest_ < kMostBias))) largest_ = INFINITY;
       if (lane() == 0) shared.is_large[step] = largest_ == INFINITY;
     }
 
    private:
-    static constexpr int kLaneKeys = 4;
-    static_assert(kTileN == 32 * kLaneKeys && kTileM % 32 == 0);
+    static constexpr int kLaneValues = 4;
+    static_assert(kTileN == 32 * kLaneValues && kTileM % 64 == 0);
 
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-    __device__ __forceinline__ void store_positions(float (&out)[2 * kCopy], int key) {
-      // The bucket of the first diagonal, before it is clamped; it falls by one from each to the
-      // next.
-      constexpr int64_t kFar = 1 << 24;
-      const int64_t distance = int64_t{tile_.row} + kTileM - 1 + tile_.num_keys -
-                               tile_.num_queries - key - params_.bias.position_first;
-      const int first = static_cast<int>(max(min(distance, kFar), -kFar)) - lane(),
-                last = params_.bias.position_buckets - 1;
-      constexpr int kAtOnce = 2;  // since registers are few
-      static_assert(kDiagonals % (32 * kAtOnce) == 0);
+    // Values that were read are divided by the scale; most are too small for what BiasOverScale looks at.
+    template <int kValues>
+    __device__ __forceinline__ void scale(float (&values)[kValues]) {
+      float largest = fabsf(values[0]);
 #pragma unroll
-      for (int begin = 0; begin < kDiagonals; begin += 32 * kAtOnce) {
-        float values[kAtOnce];
+      for (int i = 1; i < kValues; ++i) largest = fmaxf(largest, fabsf(values[i]));
+      largest_ = fmaxf(largest_, largest);
+      if (largest < kMostBias) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          values[i] = __ldg(positions_ + min(max(first - begin - i * 32, 0), last));
+        for (int i = 0; i < kValues; ++i) values[i] *= over_scale_.factor();
+      } else {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const float value = over_scale_(values[i]);
-          largest_ = fmaxf(largest_, fabsf(values[i]));
-          float* place = out + begin + i * 32 + lane();
-          place[0] = value;
-          place[kCopy + 1] = value;
-        }
+        for (int i = 0; i < kValues; ++i) values[i] = over_scale_(values[i]);
       }
     }
 
+    __device__ __forceinline__ float position(int diagonal) const {
+      return __ldg(positions_ +
+                   static_cast<unsigned>(min(max(bucket_ - diagonal, 0), last_bucket_)));
+    }
+    __device__ __forceinline__ void store_positions(Shared& shared, int step, int key) {
+      const bool is_next = key == next_key_;
+      next_key_ = key + kTileN;
+      begin_ = wrapped(begin_ + (is_next ? 1 : kParts) * kTileN);
+      if (lane() == 0) shared.begins[step] = begin_;
+      if (!is_next) {
+        float values[kTileM / 32];
+#pragma unroll
+        for (int i = 0; i < kTileM / 32; ++i) values[i] = position(i * 32);
+        scale(values);
+#pragma unroll
+        for (int i = 0; i < kTileM / 32; i += 2) write(shared, i * 32, values[i], values[i + 1]);
+      }
+      scale(loaded_positions_);
+#pragma unroll
+      for (int i = 0; i < kLaneValues; i += 2)
+        write(shared, kTileM + i * 32, loaded_positions_[i], loaded_positions_[i + 1]);
+    }
+    // Diagonals of the step, in 64 that do not wrap.
+    __device__ __forceinline__ void write(Shared& shared, int diagonal, float one,
+                                          float other) const {
+      const int place = wrapped(begin_ + diagonal);
+      float* out = shared.positions + place + lane();
+      write_twice(out, one, other);
+      if (place < kTileM) write_twice(out + kRing, one, other);
+    }
+    __device__ __forceinline__ static void write_twice(float* out, float one, float other) {
+      out[0] = one;
+      out[32] = other;
+      out[kCopy + 1] = one;
+      out[kCopy + 33] = other;
+    }
+    __device__ __forceinline__ static int wrapped(int place) {
+      return place >= kRing ? place - kRing : place;
+    }
+
     const AttentionParams& params_;
-    const QueryTile& tile_;
     const BiasOverScale over_scale_;
+    int num_keys_;
     const float* keys_;
     const float* positions_;
-    float loaded_[kLaneKeys];  // of the next step, on their way
-    float largest_ = 0.0f;     // of the item's steps so far
+    int64_t distance_;
+    int last_bucket_;
+    int next_key_;   // behind the last step
+    int begin_ = 0;  // of its diagonals
+    int bucket_;
+    // Of the next step, on their way.
+    float loaded_keys_[kLaneValues], loaded_positions_[kLaneValues];
+    float largest_;  // of the item's steps so far
   };
 
   // Follows the copies of copy_operands; one warp.
@@ -201,6 +259,7 @@ struct StartingBias {
     RingPosition<Storage::kItems> place;
     RingPosition<kSlots> slot;
     RingPosition<kSteps> step;
+    Writer writer(params);
     const auto arrive = [&] {
       shared.ring.publish(slot.stage);  // every lane, for what it has written
       slot.advance();
@@ -213,7 +272,7 @@ struct StartingBias {
       const int stage = place.advance();
       const bool is_end = item.is_end;
       if (!is_end && mask.first() < mask.last()) {
-        Writer writer(params, item.tile, item.head);
+        writer.begin(item.tile, item.head);
         const auto store = [&](int key) {
           shared.ring.acquire(slot);
           writer.store(shared.bias, step.advance(), key);
