@@ -36,18 +36,7 @@ def test_the_command_judges() -> None:
     assert done.stdout == "hstu_key_ranges: right for 20 settings on cpu\n"
 
 
-CAUSAL = room.Setting(
-    layout=Layout((9,)),
-    kv_layout=None,
-    targets=None,
-    contextual=(0,),
-    each=False,
-    max_attn_len=0,
-    min_full_attn_len=0,
-    target_group=1,
-    causal=True,
-    dtype=torch.int64,
-)
+CAUSAL = room.Setting(Layout((9,)))
 
 
 def test_the_judge_finds_a_key_too_many() -> None:

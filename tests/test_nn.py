@@ -238,16 +238,13 @@ def test_hstu_layer_with_masks_and_biases(recompute: bool, device: torch.device)
     kind: Any = {"device": device, "dtype": torch.float64}
     layer = HSTULayer(E, H, recompute=recompute, **kind)
     setting = masks.Setting(
-        layout=Layout((9, 0, 14, 3)),
-        kv_layout=None,
+        Layout((9, 0, 14, 3)),
         targets=(3, 0, 4, 1),
         contextual=(2, 0, 3, 1),
         each=True,
         max_attn_len=4,
         min_full_attn_len=2,
         target_group=2,
-        causal=True,
-        dtype=torch.int64,
     )
     total, offsets = setting.layout.total, setting.layout.offsets(device)
     x = torch.randn(total, E, **kind).requires_grad_()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from jagged_cuda import _build, _load
+from tests.tools.sanitize import FIRST_LOADS, LEFT
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -213,3 +214,34 @@ def test_products_of_the_long_backward_are_not_serialised(
     assert products >= 5 * 4 and waits * 4 <= products, (products, waits)
     # At 64 dims S and dP of a step take 128 of 240 registers: what lasts over steps is spilled.
     assert _spills(loop) <= (48 if dim == 64 else 16), "more than addresses and flags is spilled"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "of", "params"),
+    [
+        ("forward_wgmma", "ForwardWgmmaConfig", "Li64EEELb1E", "ForwardWgmmaParams"),
+        ("backward_dq_wgmma", "DqWgmmaConfig", "Li64ELi64EEELb1ELi0E", "AttentionBackwardParams"),
+        (
+            "backward_dkdv_wgmma",
+            "DkdvWgmmaConfig",
+            "Li64ELi64EEELb1ELi0E",
+            "AttentionBackwardParams",
+        ),
+    ],
+)
+def test_first_loads_are_those_that_initcheck_may_name(
+    kernel: str, config: str, of: str, params: str
+) -> None:
+    """`make sanitize` takes what these kernels read first for the flag of nothing_is_left."""
+    built = _built_library()
+    if built is None:
+        pytest.skip("no library for 9.0a has been built (setup.py builds one); not worth two files")
+    place = "NS0_" if kernel == "forward_wgmma" else "NS_"
+    name = (
+        f"_ZN11jagged_cuda9attention{len(kernel)}{kernel}INS0_{len(config)}{config}I{BF16}{of}"
+        f"EEv{place}{len(params)}{params}E"
+    )
+    code = _instructions(built, name)
+    loads = [opcode for at, opcode, _ in code if at < FIRST_LOADS and opcode.startswith("LDG")]
+    assert loads == ["LDG.E.STRONG.GPU"] * 2
+    assert LEFT.search(f"void jagged_cuda::attention::{kernel}<Config>(Params)")

@@ -35,15 +35,15 @@ class Setting:
     """
 
     layout: Layout
-    kv_layout: Layout | None
-    targets: tuple[int, ...] | None
-    contextual: tuple[int, ...]
-    each: bool
-    max_attn_len: int
-    min_full_attn_len: int
-    target_group: int
-    causal: bool
-    dtype: torch.dtype
+    kv_layout: Layout | None = None
+    targets: tuple[int, ...] | None = None
+    contextual: tuple[int, ...] = (0,)
+    each: bool = False
+    max_attn_len: int = 0
+    min_full_attn_len: int = 0
+    target_group: int = 1
+    causal: bool = True
+    dtype: torch.dtype = torch.int64
 
     @property
     def keys(self) -> Layout:
