@@ -57,8 +57,9 @@ def jagged_flash_attention(
         key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
             ``begin <= j < end``, counted from the first key of the sequence; empty if
             ``end <= begin``. hstu_key_ranges makes those of HSTU.
-        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
-            and dv of the rows behind it are 0. None uses all.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence, from its
+            beginning: Lk, everywhere. A number beyond its rows counts as all of them. dk and dv of
+            the rows behind the used ones are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
             key after scale; -inf hides the key. (A row whose scores are all below -2.3e38, or
             that times a smaller scale, may count as one that sees nothing. Sums in float32 leave a
@@ -123,7 +124,7 @@ def jagged_flash_attention(
         max_len,
         torch.are_deterministic_algorithms_enabled(),
         key_ranges,
-        _bias.flatten("jagged_flash_attention", kv_lengths, kv_bias, time_bias, position_bias),
+        _bias.flatten("jagged_flash_attention", q, kv_lengths, kv_bias, time_bias, position_bias),
     )
     return (out, lse) if return_lse else out
 
