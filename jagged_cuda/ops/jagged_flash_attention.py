@@ -90,7 +90,8 @@ def jagged_flash_attention(
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
         backward. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums
         in a fixed order. On Hopper, in 16 bits, such calls run on wgmma where D and Dv are at most
-        128, but for the forward pass with a time_bias, of up to 64 queries or of D and Dv up to 32.
+        128, but for the forward pass of up to 64 queries, of D and Dv up to 32, or with a time_bias
+        beside another bias or of more than 256 buckets.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
