@@ -612,6 +612,23 @@ def test_target_attention_is_named(
     assert found.startswith("jagged_target_attention: torch.func.grad, vjp and jacrev are not")
 
 
+def test_checks_hold_target_attention_to_max_len(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias as without; more queries than that are no fault."""
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1")
+    x, offsets = torch.zeros(6, 2, 8, device=device), torch.tensor([0, 2, 6], device=device)
+    few, many = (torch.zeros(2, n, 2, 8, device=device) for n in (3, 9))
+    op = "jagged_target_attention"
+    for options in ({}, {"kv_bias": torch.zeros(6, device=device)}):
+        for q in (few, many):
+            jagged_target_attention(q, x, x, offsets, max_len=4, **options)
+        found = sentence(jagged_target_attention, few, x, x, offsets, max_len=3, **options)
+        assert found == f"{op}: sequence 1 of offsets must have at most max_len = 3 rows, got 4"
+        found = sentence(jagged_target_attention, few, x, x, offsets, max_len=-1, **options)
+        assert found == f"{op}: max_len must be >= 0, got -1"
+
+
 def test_boundaries_that_fall_are_named(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ def jagged_target_attention(
             allow_tf32(q.dtype),
         )
     else:
-        out, lse = _as_jagged(q, k, v, offsets, scale, kv_lengths, kv_bias)
+        out, lse = _as_jagged(q, k, v, offsets, scale, max_len, kv_lengths, kv_bias)
     if one_head:
         out, lse = out.squeeze(2), lse.squeeze(2)
     return (out, lse) if return_lse else out
@@ -125,6 +125,7 @@ def _as_jagged(
     v: Tensor,
     offsets: Tensor,
     scale: float,
+    max_len: int | None,
     kv_lengths: Tensor | None,
     kv_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -134,7 +135,7 @@ def _as_jagged(
     # What a compiler traces is jagged_flash_attention's to check.
     if not torch.compiler.is_compiling():
         q, k, v = lower_precision(q), lower_precision(k), lower_precision(v)
-        check(op, q=q, k=k, v=v, offsets=offsets)
+        check(op, q=q, k=k, v=v, offsets=offsets, max_len=max_len)
     if kv_lengths is not None:
         check_numbers(op, "kv_lengths", offsets, kv_lengths)
         if kv_lengths.dtype != offsets.dtype:
@@ -151,8 +152,10 @@ def _as_jagged(
     num_seqs, queries = q.shape[:2]
     q = q.flatten(0, 1)
     rows = torch.arange(num_seqs + 1, dtype=offsets.dtype, device=offsets.device) * queries
+    if max_len is not None:  # of queries and keys; a compiler would take N for a constant
+        max_len = None if torch.compiler.is_compiling() else max(max_len, queries)
     out, lse = _call_flash_attention(
-        *(q, k, v, rows, offsets, -1, -1, scale, None, allow_tf32(q.dtype)),
+        *(q, k, v, rows, offsets, -1, -1, scale, max_len, allow_tf32(q.dtype)),
         *(torch.are_deterministic_algorithms_enabled(), None),
         *_bias.flatten(op, q, kv_lengths, kv_bias, None, None),
     )
