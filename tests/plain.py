@@ -32,6 +32,17 @@ PLAIN |= {"padded_len": 100, "fill": 0.0, "total": None, "dim": -1}
 PLAIN = {name: c[0] for case in EVERY.values() for name, c in case.choices.items()} | PLAIN
 
 
+# Options of some operators, of which PLAIN has the least: no ranges, a table of one number for all
+# heads. No size is equal to another one of test_compile.py.
+GENERAL: dict[str, Any] = {"ranges": "hstu", "kv_lengths": True, "row_scale": True}
+GENERAL |= {"bias_heads": True, "buckets": 12}
+
+
+def general(case: Case) -> dict[str, Any]:
+    """GENERAL's choices that a case has."""
+    return {name: value for name, value in GENERAL.items() if name in case.choices}
+
+
 def spec_of(
     layout: Layout,
     seed: int = 0,

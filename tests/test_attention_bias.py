@@ -363,6 +363,24 @@ def test_unused_keys_are_not_read(silu: bool, device: torch.device) -> None:
         assert (got[70:100] == 0).all()
 
 
+@pytest.mark.parametrize("attend", [jagged_flash_attention, jagged_hstu_attention])
+def test_a_number_of_used_keys_beyond_a_sequence(attend: Any, device: torch.device) -> None:
+    """It counts as the sequence's own, for positions and the divisor too, and never reaches the
+    next sequence."""
+    offsets = torch.tensor([1, 5, 5, 16], device=device)
+    leaves = [drawn(20, 2, 16, device=device, seed=s).requires_grad_() for s in range(3)]
+    more: Any = {"divisor": "length"} if attend is jagged_hstu_attention else {}
+    more |= {"causal": True, "position_bias": PositionBias(drawn(6, device=device, seed=3))}
+
+    def results(used: list[int]) -> tuple[torch.Tensor, ...]:
+        lengths = torch.tensor(used, device=device)
+        out = attend(*leaves, offsets, kv_lengths=lengths, **more)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    found = results([9, 3, 2**40])
+    assert all(torch.equal(a, b) for a, b in zip(found, results([4, 0, 11]), strict=True))
+
+
 def test_target_attention_takes_them(device: torch.device) -> None:
     """Items against histories, of which the recent part is used and boosted."""
     offsets = torch.tensor([0, 40, 45], device=device)
@@ -533,6 +551,22 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
             {"position_bias": PositionBias(table, 0.5)},
             "position_bias.first must be an int, got float",
         ),
+        (
+            {"position_bias": PositionBias(table, 2**63)},
+            f"position_bias.first must be an int of 64 bits, got {2**63}",
+        ),
+        (
+            {"kv_bias": torch.zeros(6, 3, device=device)},
+            "kv_bias must be [6] or [6, 2], got [6, 3]",
+        ),
+        (
+            {"time_bias": right._replace(table=table.expand(4, 3))},
+            "time_bias.table must be [R] or [2, R], got [4, 3]",
+        ),
+        (
+            {"position_bias": PositionBias(table.expand(3, 3))},
+            "position_bias.table must be [R] or [2, R], got [3, 3]",
+        ),
     ):
         found = sentence(jagged_flash_attention, x, x, x, offsets, **options)  # type: ignore[arg-type]
         assert found == f"jagged_flash_attention: {text}"
@@ -548,6 +582,51 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
         name = make.__name__
         assert sentence(make, 0, 1.0) == f"{name}: num_buckets must be from 1 to 2048, got 0"
         assert sentence(make, 4, 0.0) == f"{name}: divisor must be more than 0, got 0.0"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_target_attention_is_named(
+    autocast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias it takes other kernels, whose sentences are about its own arguments."""
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1" if device.type == "cuda" else "0")
+    q, x = torch.zeros(2, 3, 2, 8, device=device), torch.zeros(6, 2, 8, device=device)
+    right, bias = torch.tensor([0, 2, 6], device=device), torch.zeros(6, device=device)
+
+    def attend(q: torch.Tensor, offsets: torch.Tensor, **options: Any) -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            return jagged_target_attention(q, x, x, offsets, **options)
+
+    for options in ({"kv_bias": bias}, {"kv_lengths": right[:2]}):
+        for values, text in (
+            ([0, 4, 2], "offsets[2] must be >= offsets[1] = 4, got 2"),
+            ([0, 2, 9], "offsets[2] must be <= the number of rows 6, got 9"),
+        ):
+            found = sentence(attend, q, torch.tensor(values, device=device), **options)
+            assert found == f"jagged_target_attention: {text}"
+        found = sentence(attend, q[0], right, **options)
+        assert found == "jagged_target_attention: q must be [B, N, H, D], got [3, 2, 8]"
+    found = sentence(attend, q, right, kv_lengths=right[:2] - 1)
+    assert found == "jagged_target_attention: kv_lengths[0] must be >= 0, got -1"
+    found = sentence(torch.func.grad(lambda b: attend(q, right, kv_bias=b).sum()), bias)
+    assert found.startswith("jagged_target_attention: torch.func.grad, vjp and jacrev are not")
+
+
+def test_checks_hold_target_attention_to_max_len(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias as without; more queries than that are no fault."""
+    monkeypatch.setenv("JAGGED_CUDA_CHECK", "1")
+    x, offsets = torch.zeros(6, 2, 8, device=device), torch.tensor([0, 2, 6], device=device)
+    few, many = (torch.zeros(2, n, 2, 8, device=device) for n in (3, 9))
+    op = "jagged_target_attention"
+    for options in ({}, {"kv_bias": torch.zeros(6, device=device)}):
+        for q in (few, many):
+            jagged_target_attention(q, x, x, offsets, max_len=4, **options)
+        found = sentence(jagged_target_attention, few, x, x, offsets, max_len=3, **options)
+        assert found == f"{op}: sequence 1 of offsets must have at most max_len = 3 rows, got 4"
+        found = sentence(jagged_target_attention, few, x, x, offsets, max_len=-1, **options)
+        assert found == f"{op}: max_len must be >= 0, got -1"
 
 
 def test_boundaries_that_fall_are_named(

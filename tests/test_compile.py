@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import CASE, spec_of
+from plain import CASE, general, spec_of
 from torch import Tensor
 
 import jagged_cuda
@@ -59,7 +59,7 @@ def draw(
     cross: bool = False,
 ) -> Sample:
     keys = KEYS[layout] if cross else None
-    spec = spec_of(layout, poisoned=False, kv_layout=keys, **CHOICES)
+    spec = spec_of(layout, poisoned=False, kv_layout=keys, **CHOICES | general(case))
     return case.sample(spec, dtype, device)
 
 

@@ -30,13 +30,21 @@ VARIANTS = {
     "window": {"heads": None, "causal": False, "window_size": (1, 1), "scale": None}
     | {"activation": None},
 }
+# Options of some operators alone.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped_causal": {"ranges": "scattered", "bias_heads": True, "buckets": 5}
+    | {"kv_lengths": True, "row_scale": True},
+    "window": {"ranges": "hstu", "tables": "time", "time": "past", "buckets": 5, "divisor": -0.25},
+}
 LAYOUT, KV_LAYOUT = Layout((3, 0, 1, 4), base=1, tail=1), Layout((2, 2, 0, 5), tail=1)
 
 
 def small_sample(
     case: Case, variant: str, dtype: torch.dtype, device: torch.device | str, *, cross: bool = False
 ) -> Sample:
-    choices = SIZES | VARIANTS[variant]
+    options = {n: value for n, value in OPTIONS[variant].items() if n in case.choices}
+    choices = SIZES | VARIANTS[variant] | options
     if case.name.endswith("softmax") and choices["scale"] is None:
         choices["scale"] = 1.0
     keys = KV_LAYOUT if cross else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, spec_of
+from plain import CASE, DTYPE, TWO_DTYPES, assert_same_bits, calls, general, spec_of
 from torch import Tensor
 
 import jagged_cuda
@@ -155,7 +155,7 @@ def test_storage(case: Case, storage: str, dtype: str, device: torch.device) -> 
         (torch.int64, {"D": 5, "N": 3, "dims": (7, 5), "trailing": (3,), "heads": (3, 1)}),
     ):
         spec = dataclasses.replace(
-            spec_of(LAYOUT, **choices),
+            spec_of(LAYOUT, **choices, **general(case)),
             storage=dict.fromkeys(inputs, storage),
             offsets_dtype=offsets_dtype,
         )
@@ -312,6 +312,7 @@ def test_forward_does_not_depend_on_the_batch(
         "N": (40, 136 if "transpose" in case.choices else 129)[choice],
         "trailing": ((8,), (33,))[choice],
         "dims": ((64, 64), (40, 128))[choice],
+        **general(case),
     }
 
     def drawn(lengths: tuple[int, ...], seed: int) -> Sample:
@@ -342,7 +343,7 @@ def test_deterministic_mode_repeats(
     """Forward and backward, on long and on short sequences, with everything written."""
     longest = 700 if device.type == "cuda" else 70
     for lengths in ((longest, 0, 130, 65), (3, 0, 40, 1) * 30):
-        spec = spec_of(Layout(lengths, base=2, tail=3), queries=5)
+        spec = spec_of(Layout(lengths, base=2, tail=3), queries=5, **general(case))
         sample = case.sample(spec, dtype, device)
         given = draw_cotangents(case.call(jagged_cuda, sample), spec, case.rows)
         with deterministic():

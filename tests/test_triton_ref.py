@@ -319,7 +319,7 @@ def test_a_key_that_stands_out_far_below_without_a_bias() -> None:
 
 
 def test_target_attention_with_a_bias() -> None:
-    offsets, used = (torch.tensor(t, device=DEVICE) for t in ([0, 9, 12], [5, 3]))
+    offsets, used = (torch.tensor(t, device=DEVICE) for t in ([0, 9, 12], [5, 2**40]))
     q, kv_bias = torch.randn(2, 3, 2, 16, device=DEVICE), torch.randn(12, device=DEVICE)
     k, v = (torch.randn(12, 1, 16, device=DEVICE) for _ in range(2))
     options = {"kv_lengths": used, "kv_bias": kv_bias}

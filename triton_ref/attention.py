@@ -35,8 +35,8 @@ def find_rows(p_offsets, p_other_offsets, num_seqs, total, other_total, TILE):
 def used_keys(p_kv_lengths, i_seq, len_k):
     """The used part of a sequence's keys, out of len_k."""
     if p_kv_lengths is not None:
-        used = tl.load(p_kv_lengths + i_seq, mask=i_seq >= 0, other=0).to(tl.int32)
-        len_k = tl.minimum(tl.maximum(used, 0), len_k)
+        used = tl.load(p_kv_lengths + i_seq, mask=i_seq >= 0, other=0)
+        len_k = tl.minimum(tl.maximum(used, 0), len_k).to(tl.int32)
     return len_k
 
 

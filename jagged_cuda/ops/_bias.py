@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jagged_cuda.ops._contract import fail_argument, may_read
+from jagged_cuda.ops._contract import fail_argument, may_read, shape_text
 
 MAX_BUCKETS = 2048
-_LATEST = 2**63 - 1
+_LATEST = 2**63 - 1  # of int64
 
 
 class TimeBias(NamedTuple):
@@ -175,8 +175,21 @@ def _check_ascending(op: str, boundaries: Tensor) -> None:
         fail_argument(op, name, f">= time_bias.boundaries[{place - 1}] = {before}", found)
 
 
+def _check_heads(op: str, name: str, q: Tensor, bias: Tensor) -> None:
+    """That all query heads share a bias, a table `[R]` or kv_bias `[Tk]`, or each has its own."""
+    if torch.compiler.is_compiling() or q.dim() not in (2, 3):  # then the contract looks
+        return
+    heads = q.shape[1] if q.dim() == 3 else 1
+    given = bias.shape[1 if name == "kv_bias" else 0]
+    if given > 0 and heads % given != 0:
+        rows = bias.shape[0]
+        expected = f"[{rows}] or [{rows}, {heads}]" if name == "kv_bias" else f"[R] or [{heads}, R]"
+        fail_argument(op, name, expected, shape_text(bias.shape))
+
+
 def flatten(
     op: str,
+    q: Tensor,
     kv_lengths: Tensor | None,
     kv_bias: Tensor | None,
     time_bias: TimeBias | None,
@@ -185,8 +198,11 @@ def flatten(
     """The last arguments of the registered operators; nothing where none is given."""
     if kv_lengths is None and kv_bias is None and time_bias is None and position_bias is None:
         return ()
-    if kv_bias is not None and kv_bias.dim() == 1:
-        kv_bias = kv_bias.unsqueeze(1)
+    if kv_bias is not None:
+        if kv_bias.dim() == 1:
+            kv_bias = kv_bias.unsqueeze(1)
+        elif kv_bias.dim() == 2:
+            _check_heads(op, "kv_bias", q, kv_bias)
     time: tuple[Any, ...] = (None, None, None, None, True)
     if time_bias is not None:
         if not isinstance(time_bias, tuple) or len(time_bias) != 5:
@@ -194,7 +210,7 @@ def flatten(
         names = ("table", "q_time", "kv_time", "boundaries")
         tensors = [_tensor(op, f"time_bias.{n}", t) for n, t in zip(names, time_bias, strict=False)]
         _check_ascending(op, tensors[3])
-        time = (_rows(tensors[0]), *tensors[1:], bool(time_bias[4]))
+        time = (_table(op, "time_bias.table", q, tensors[0]), *tensors[1:], bool(time_bias[4]))
     position: tuple[Any, ...] = (None, 0)
     if position_bias is not None:
         if not isinstance(position_bias, tuple) or len(position_bias) != 2:
@@ -202,9 +218,17 @@ def flatten(
         table, first = position_bias
         if not isinstance(first, int):
             fail_argument(op, "position_bias.first", "an int", type(first).__name__)
-        position = (_rows(_tensor(op, "position_bias.table", table)), first)
+        if not -_LATEST - 1 <= first <= _LATEST:
+            fail_argument(op, "position_bias.first", "an int of 64 bits", first)
+        name = "position_bias.table"
+        position = (_table(op, name, q, _tensor(op, name, table)), first)
     return (kv_lengths, kv_bias, *time, *position)
 
 
-def _rows(table: Tensor) -> Tensor:
-    return table.unsqueeze(0) if table.dim() == 1 else table
+def _table(op: str, name: str, q: Tensor, table: Tensor) -> Tensor:
+    """`[heads, R]`"""
+    if table.dim() == 1:
+        return table.unsqueeze(0)
+    if table.dim() == 2:
+        _check_heads(op, name, q, table)
+    return table

@@ -180,8 +180,6 @@ _PRIVATE = (
 _C: Any = torch._C
 _HAS_PRIVATE = all(hasattr(_C, name) for name in _PRIVATE)
 _has_transforms: Any = getattr(_C, _PRIVATE[0], None)
-# Whether autocast is on, for any device.
-may_cast: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 _is_excluded: Any = getattr(_C, _PRIVATE[1], None)
 _set_excluded: Any = getattr(_C, _PRIVATE[2], None)
 
@@ -367,21 +365,31 @@ def _add_formula(
     _formulas[id(op)] = super(torch.autograd.Function, function).apply, direct, defaults, op
 
 
+def lower_precision(tensor: Tensor) -> Tensor:
+    """What autocast, where it is on, makes of an operand of a "lower_precision" operator."""
+    device_type = tensor.device.type
+    if device_type not in _AUTOCAST_KEYS or not torch.is_autocast_enabled(device_type):
+        return tensor
+    cast: Tensor = _cast(tensor, device_type, torch.get_autocast_dtype(device_type))
+    return cast
+
+
+def _cast(arg: Any, device_type: str, dtype: torch.dtype) -> Any:
+    if (
+        isinstance(arg, Tensor)
+        and arg.device.type == device_type
+        and arg.is_floating_point()
+        and arg.dtype is not torch.float64
+    ):
+        return arg.to(dtype)
+    return arg
+
+
 def _register_autocast(name: str, device_type: str, policy: str) -> None:
     op = getattr(torch.ops.jagged_cuda, name).default
     autocast_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | (
         torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     )
-
-    def cast(arg: Any, dtype: torch.dtype) -> Any:
-        if (
-            isinstance(arg, Tensor)
-            and arg.device.type == device_type
-            and arg.is_floating_point()
-            and arg.dtype is not torch.float64
-        ):
-            return arg.to(dtype)
-        return arg
 
     # Arguments of the dtype of sums stay as they are.
     names, contract = operators()[name]
@@ -393,6 +401,6 @@ def _register_autocast(name: str, device_type: str, policy: str) -> None:
         dtype = torch.get_autocast_dtype(device_type) if lower else torch.float32
         chosen = zip(args, casts, strict=False)
         with torch._C._ExcludeDispatchKeyGuard(autocast_keys):
-            return op(*(cast(arg, dtype) if wanted else arg for arg, wanted in chosen))
+            return op(*(_cast(a, device_type, dtype) if wanted else a for a, wanted in chosen))
 
     _LIBRARY.impl(name, kernel, _AUTOCAST_KEYS[device_type])

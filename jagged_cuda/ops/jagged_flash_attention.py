@@ -57,8 +57,9 @@ def jagged_flash_attention(
         key_ranges: `[Tq, 2]` or `[Tq, 2, 2]` int32, one or two ranges (begin, end) of keys per row:
             ``begin <= j < end``, counted from the first key of the sequence; empty if
             ``end <= begin``. hstu_key_ranges makes those of HSTU.
-        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
-            and dv of the rows behind it are 0. None uses all.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence, from its
+            beginning: Lk, everywhere. A number beyond its rows counts as all of them. dk and dv of
+            the rows behind the used ones are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
             key after scale; -inf hides the key. (A row whose scores are all below -2.3e38, or
             that times a smaller scale, may count as one that sees nothing. Sums in float32 leave a
@@ -89,7 +90,8 @@ def jagged_flash_attention(
         Tiles of keys that no row of a tile of queries has in its ranges cost nothing, forward and
         backward. No matrix of biases is stored. The gradients of kv_bias and of the tables are sums
         in a fixed order. On Hopper, in 16 bits, such calls run on wgmma where D and Dv are at most
-        128, but for the forward pass with a time_bias, of up to 64 queries or of D and Dv up to 32.
+        128, but for the forward pass of up to 64 queries, of D and Dv up to 32, or with a time_bias
+        beside another bias or of more than 256 buckets.
         A NaN or inf in v reaches rows of its own sequence that do not see its key: their weight
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
@@ -123,7 +125,7 @@ def jagged_flash_attention(
         max_len,
         torch.are_deterministic_algorithms_enabled(),
         key_ranges,
-        _bias.flatten("jagged_flash_attention", kv_lengths, kv_bias, time_bias, position_bias),
+        _bias.flatten("jagged_flash_attention", q, kv_lengths, kv_bias, time_bias, position_bias),
     )
     return (out, lse) if return_lse else out
 

@@ -58,8 +58,9 @@ def jagged_hstu_attention(
         scale: of the scores; None means ``1 / sqrt(D)``.
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
-        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence: Lk, everywhere. dk
-            and dv of the rows behind it are 0. None uses all.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each key sequence, from its
+            beginning: Lk, everywhere. A number beyond its rows counts as all of them. dk and dv of
+            the rows behind the used ones are 0. None uses all.
         kv_bias: `[Tk]`, or `[Tk, H]`, float32 (float64 for float64): added to every score of its
             key after scale; finite.
         time_bias: a TimeBias, added likewise: by the time between query and key.
@@ -117,7 +118,7 @@ def jagged_hstu_attention(
         _attention.three_dims(key_ranges),
         max_len,
         allow_tf32(q.dtype),
-        *_bias.flatten(op, kv_lengths, kv_bias, time_bias, position_bias),
+        *_bias.flatten(op, q, kv_lengths, kv_bias, time_bias, position_bias),
     )
     return out.squeeze(1) if one_head else out
 

@@ -15,7 +15,14 @@ from jagged_cuda.ops._contract import (
     fail_argument,
     shape_text,
 )
-from jagged_cuda.ops._dispatch import allow_tf32, call, may_cast, overridable, register
+from jagged_cuda.ops._dispatch import (
+    allow_tf32,
+    call,
+    lower_precision,
+    overridable,
+    refuse_transforms,
+    register,
+)
 
 
 @overridable
@@ -47,7 +54,8 @@ def jagged_target_attention(
         max_len: a hint, the length of the longest sequence. Results of longer sequences are then
             unspecified.
         return_lse: also return the logarithm of each query's sum of exponentials.
-        kv_lengths: `[B]` of offsets' dtype, the used part of each sequence; None uses all.
+        kv_lengths: `[B]` of offsets' dtype, the used part of each sequence, from its beginning; a
+            number beyond its rows counts as all of them. None uses all.
         kv_bias: `[T]`, or `[T, H]`, float32 (float64 for float64): added to every score of its key
             after scale; -inf hides the key. (A row whose scores are all below -2.3e38, or that
             times a smaller scale, may count as one that sees nothing. Sums in float32 leave a row
@@ -105,7 +113,7 @@ def jagged_target_attention(
             allow_tf32(q.dtype),
         )
     else:
-        out, lse = _as_jagged(q, k, v, offsets, scale, kv_lengths, kv_bias)
+        out, lse = _as_jagged(q, k, v, offsets, scale, max_len, kv_lengths, kv_bias)
     if one_head:
         out, lse = out.squeeze(2), lse.squeeze(2)
     return (out, lse) if return_lse else out
@@ -117,14 +125,17 @@ def _as_jagged(
     v: Tensor,
     offsets: Tensor,
     scale: float,
+    max_len: int | None,
     kv_lengths: Tensor | None,
     kv_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The same by jagged_flash_attention, with q as sequences of N rows."""
     op = "jagged_target_attention"
-    # What autocast may cast yet, or a compiler traces, is jagged_flash_attention's to check.
-    if not torch.compiler.is_compiling() and not may_cast():
-        check(op, q=q, k=k, v=v, offsets=offsets)
+    refuse_transforms(op, (q, k, v, kv_bias))
+    # What a compiler traces is jagged_flash_attention's to check.
+    if not torch.compiler.is_compiling():
+        q, k, v = lower_precision(q), lower_precision(k), lower_precision(v)
+        check(op, q=q, k=k, v=v, offsets=offsets, max_len=max_len)
     if kv_lengths is not None:
         check_numbers(op, "kv_lengths", offsets, kv_lengths)
         if kv_lengths.dtype != offsets.dtype:
@@ -139,14 +150,34 @@ def _as_jagged(
         if kv_bias.dtype != sums:
             fail_argument(op, "kv_bias", dtype_name(sums), dtype_name(kv_bias.dtype))
     num_seqs, queries = q.shape[:2]
+    q = q.flatten(0, 1)
     rows = torch.arange(num_seqs + 1, dtype=offsets.dtype, device=offsets.device) * queries
-    out, lse = call(
-        torch.ops.jagged_cuda.jagged_flash_attention.default,
-        *(q.flatten(0, 1), k, v, rows, offsets, -1, -1, scale, None, allow_tf32(q.dtype)),
+    if max_len is not None:  # of queries and keys; a compiler would take N for a constant
+        max_len = None if torch.compiler.is_compiling() else max(max_len, queries)
+    out, lse = _call_flash_attention(
+        *(q, k, v, rows, offsets, -1, -1, scale, max_len, allow_tf32(q.dtype)),
         *(torch.are_deterministic_algorithms_enabled(), None),
-        *_bias.flatten(op, kv_lengths, kv_bias, None, None),
+        *_bias.flatten(op, q, kv_lengths, kv_bias, None, None),
     )
     return out.unflatten(0, (num_seqs, queries)), lse.unflatten(0, (num_seqs, queries))
+
+
+def _call_flash_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """Its sentences about values, such as offsets that fall, name the function that was called."""
+    flash = torch.ops.jagged_cuda.jagged_flash_attention.default
+    if torch.compiler.is_compiling():
+        result: tuple[Tensor, Tensor] = call(flash, *args)
+        return result
+    try:
+        result = call(flash, *args)
+    except RuntimeError as error:
+        op, _, text = str(error).partition(": ")
+        # Out of memory has a type of its own; what an earlier call has left keeps its name.
+        if op != "jagged_flash_attention" or text.endswith("by an earlier call)"):
+            raise
+        text = text.replace("kv_offsets", "offsets")
+        raise RuntimeError(f"jagged_target_attention: {text}") from None
+    return result
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -575,7 +575,7 @@ def flat_biases(sample: Sample) -> tuple[Any, ...]:
     """The last arguments of the registered operators."""
     given = bias_options(sample.spec, sample.tensors, sample.offsets, sample.kv_offsets)
     names = ("kv_lengths", "kv_bias", "time_bias", "position_bias")
-    flat = flatten("", *(given.get(name) for name in names))
+    flat = flatten("", sample.tensors["q"], *(given.get(name) for name in names))
     return tuple(
         t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
         for t in flat

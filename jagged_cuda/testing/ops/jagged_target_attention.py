@@ -104,7 +104,7 @@ def _registered_biased(sample: Sample) -> dict[str, tuple[Any, ...]]:
     """Beside its own those of jagged_flash_attention, whose kernels it takes."""
     spec, offsets = sample.spec, sample.offsets
     given = _bias_options(spec, sample.tensors, offsets)
-    biases = flatten("", given.get("kv_lengths"), given["kv_bias"], None, None)
+    biases = flatten("", sample.tensors["q"], given.get("kv_lengths"), given["kv_bias"], None, None)
     biases = (biases[0], biases[1].detach().requires_grad_(), *biases[2:])
     begins = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
     name = "jagged_flash_attention"
