@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,8 +77,15 @@ def test_misuse_gets_a_sentence(device: torch.device) -> None:
     offsets = torch.tensor([0, 2, 6], device=device)
     x, rows = torch.zeros(6, 2, 8, device=device), torch.ones(6, device=device)
     for options, text in (
-        ({"divisor": 0}, 'divisor must be a number other than 0, or "length", got 0'),
-        ({"divisor": "len"}, "divisor must be a number other than 0, or \"length\", got 'len'"),
+        ({"divisor": 0}, 'divisor must be a finite number other than 0, or "length", got 0'),
+        (
+            {"divisor": math.nan},
+            'divisor must be a finite number other than 0, or "length", got nan',
+        ),
+        (
+            {"divisor": "len"},
+            "divisor must be a finite number other than 0, or \"length\", got 'len'",
+        ),
         ({"divisor": rows[0]}, 'divisor must be a number or "length", got a tensor'),
         (
             {"divisor": 1, "row_scale": rows.clone().requires_grad_()},

@@ -50,7 +50,7 @@ WRONG = {
     ),
     "divisor": (
         lambda: HSTULayer(E, H, divisor="longest"),
-        "HSTULayer: divisor must be a number other than 0, or \"length\", got 'longest'",
+        "HSTULayer: divisor must be a finite number other than 0, or \"length\", got 'longest'",
     ),
     "no hidden layer": (
         lambda: DINAttention(E, hidden_dims=()),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 from jagged_cuda.nn._rows import Rows, given, put_together, refuse_script, take_apart
 from jagged_cuda.ops._bias import PositionBias, TimeBias
 from jagged_cuda.ops._contract import fail_argument
-from jagged_cuda.ops.jagged_hstu_attention import jagged_hstu_attention
+from jagged_cuda.ops.jagged_hstu_attention import check_divisor, jagged_hstu_attention
 from jagged_cuda.ops.layer_norm_mul_dropout import layer_norm_mul_dropout
 
 
@@ -91,8 +91,7 @@ class HSTULayer(nn.Module):
             fail_argument(name, "embed_dim", f"a multiple of num_heads {num_heads}", embed_dim)
         if not 0 <= dropout <= 1:
             fail_argument(name, "dropout", "from 0 to 1", dropout)
-        if divisor != "length" and (isinstance(divisor, str) or divisor == 0):
-            fail_argument(name, "divisor", 'a number other than 0, or "length"', repr(divisor))
+        check_divisor(name, divisor)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.qk_dim = embed_dim // num_heads if qk_dim is None else qk_dim

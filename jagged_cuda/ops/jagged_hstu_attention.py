@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -45,8 +46,8 @@ def jagged_hstu_attention(
         k: `[Tk, G, D]`, of q's dtype and device; H is a multiple of G.
         v: `[Tk, G, Dv]`, Dv from 1 to 256.
         offsets: `[B + 1]` int32 or int64; sequence b is rows ``offsets[b]:offsets[b + 1]`` of q.
-        divisor: a number other than 0, or "length", each sequence's own number of keys. It never
-            depends on the batch.
+        divisor: a finite number other than 0, or "length", each sequence's own number of keys. It
+            never depends on the batch.
         kv_offsets: `[B + 1]` of offsets' dtype for k and v, such as new rows against a long
             history; None means offsets (then Tk = Tq).
         causal: no key after the query's own position; the same as ``window_size=(left, 0)``.
@@ -95,8 +96,7 @@ def jagged_hstu_attention(
     """
     op = "jagged_hstu_attention"
     window_left, window_right = _attention.window(op, window_size, causal)
-    if divisor != "length" and (isinstance(divisor, str) or divisor == 0):
-        fail_argument(op, "divisor", 'a number other than 0, or "length"', repr(divisor))
+    check_divisor(op, divisor)
     if row_scale is not None and row_scale.requires_grad:
         expected = "without requires_grad (it takes no gradient: multiply the result by it instead)"
         fail_argument(op, "row_scale", expected, "one that requires it")
@@ -121,6 +121,11 @@ def jagged_hstu_attention(
         *_bias.flatten(op, q, kv_lengths, kv_bias, time_bias, position_bias),
     )
     return out.squeeze(1) if one_head else out
+
+
+def check_divisor(op: str, divisor: float | Literal["length"]) -> None:
+    if divisor != "length" and (isinstance(divisor, str) or not 0 < abs(divisor) < math.inf):
+        fail_argument(op, "divisor", 'a finite number other than 0, or "length"', repr(divisor))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
