@@ -202,7 +202,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    LongForwardConsumer<Config>(params, shared, warpgroup - 1).run();
+    typename Config::template Consumer<Config>(params, shared, warpgroup - 1).run();
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/long_forward.cuh"
+#include "cuda/kernels/attention/ranged_forward_consumer.cuh"
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/starting_bias.cuh"
@@ -31,6 +32,7 @@ class RangesMask {
                                         const Shared& keys, int = 0)
       : keys_(keys) {}
   __device__ __forceinline__ int first() const { return keys_.steps.first; }
+  __device__ __forceinline__ bool is_first(int key) const { return key == keys_.steps.first; }
   __device__ __forceinline__ int next(int key) const { return keys_.steps.next(key, kTileN); }
   __device__ __forceinline__ int last() const { return keys_.steps.last; }
   __device__ __forceinline__ int own_last(int warpgroup) const { return keys_.last[warpgroup]; }
@@ -132,6 +134,8 @@ struct SiluScore {
 template <typename Element, int kDim, bool kSilu, bool kKeys, bool kPositions>
 struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
+  template <typename Config>
+  using Consumer = RangedForwardConsumer<Config>;
   static constexpr bool kBiased = kKeys || kPositions;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;

@@ -1,0 +1,167 @@
+// A computing warpgroup of the forward kernel for long sequences (long_forward_consumer.cuh) with ranges of keys:
+// the same steps in less code. What a CTA of short items walks over from one to the next, the code of all of
+// its warps together, is more than the instruction cache holds, so that each copy of a step's code counts.
+//
+// All steps of an item, the first one, too, are one body: the scores of a step beside the product with V of the
+// step before it, which before a first step is that of the item before (pending). Where none is pending, P and O
+// hold what nobody wants, and so the product is that with any tile; O is cleared behind it.
+#pragma once
+
+#include "cuda/kernels/attention/long_forward_consumer.cuh"
+
+namespace jagged_cuda::attention {
+
+template <typename Config>
+struct RangedForwardConsumer : LongForwardConsumer<Config> {
+  using Base = LongForwardConsumer<Config>;
+  using Element = typename Base::Element;
+  using Mask = typename Base::Mask;
+  using Base::attention, Base::shared, Base::warpgroup, Base::lane, Base::first_row, Base::place,
+      Base::slot, Base::bias_step, Base::score, Base::s, Base::o, Base::p;
+  using Base::Base;
+  static_assert(Mask::kPrepared && Base::kEndsEarly && !Config::kOwnQueries &&
+                !Config::kKeepsReference && !Base::Storage::kStoresThroughQueries);
+
+  __device__ __forceinline__ void run() {
+    // Of the item whose last product, and then output, are missing.
+    bool pending = false;
+    int pending_rows = 0;  // of its last tile of V
+    // In local memory, by an index that the compiler does not know.
+    float factors[4];
+    float* const factor = factors + ptx::opaque(0);
+    this->clear_output();
+#pragma unroll
+    for (auto& fragment : p.fragments) {
+#pragma unroll
+      for (uint32_t& word : fragment) word = 0;
+    }
+    if (warpgroup == Config::kWarpgroups - 1) this->pass_turn();  // the first is warpgroup 0's
+    for (;;) {
+      shared.items.wait(place);
+      const int stage = place.advance();
+      const WorkItem& item = shared.item[stage];
+      const Mask mask(attention, item.tile, shared.keys[stage]);
+      const bool computes =
+          !item.is_end && mask.first() < mask.last() && warpgroup * 64 < item.tile.rows;
+      int value_slot = 0;
+      if (pending) {
+        value_slot = this->wait_for_slot();
+        zero_values(value_slot, pending_rows);
+      }
+      bool ends_early = false, is_end = false;
+      int next = 0;
+      if (computes) {
+        this->wait_for_queries(stage);
+        score.reset();
+        int key;
+        next = mask.first();
+        bool is_ready = false;
+        if constexpr (Base::kLoadsAhead) {
+          shared.ring.wait(slot);
+          this->begin_scores();
+        }
+        do {
+          key = next;
+          if (!is_ready) shared.ring.wait(slot);
+          const int score_slot = slot.advance();
+          if constexpr (!Base::kLoadsAhead) this->begin_scores();
+          this->take_turn();
+          this->start_scores(stage, score_slot);
+          if (!mask.is_first(key)) {
+            value_slot = this->wait_for_slot();
+          } else if (!pending) {
+            value_slot = score_slot;
+          }
+          this->start_output(value_slot);
+          this->pass_turn();
+          const bool is_uncut = mask.is_uncut(first_row / 16, key);
+          next = mask.next(key);
+          ptx::wgmma_wait_group<1>();
+          this->release_operands(score_slot, next >= mask.own_last(warpgroup));
+          this->finish_scores(mask, is_uncut, key);
+          ptx::wgmma_wait_group<0>();
+          ptx::fence_operands(o[0]);
+          is_ready = shared.ring.test(slot);
+          const bool is_first = mask.is_first(key);
+          if (!is_first || pending) this->release_slot(value_slot);
+          if (__any_sync(0xffffffffu, is_first && pending)) {
+            store_output(stage_before(stage), factor);
+            pending = false;
+          }
+          if (__any_sync(0xffffffffu, is_first)) this->clear_output();
+          bool moved;
+          this->begin_next_scores(next < mask.own_last(warpgroup), [&] { moved = score.update(s, p, [] {}); });
+          if (moved) rescale_rows(o, score.rescale);
+        } while (next < mask.own_last(warpgroup));
+        pending_rows = item.tile.num_keys - key;
+        pending = true;
+        finish_sums(stage, factor);
+        ends_early = next < mask.last();
+        if (!ends_early) continue;
+        {
+          // It has done its steps before the others: its last product does not wait for the next item.
+          this->release_slot(this->wait_for_slot());
+          if constexpr (Base::kBiased) shared.bias.skip(bias_step);
+          value_slot = this->wait_for_slot();
+          zero_values(value_slot, pending_rows);
+        }
+      } else {
+        is_end = item.is_end;
+      }
+
+      this->take_turn();
+      if (pending) {
+        this->start_output(value_slot);
+        this->pass_turn();
+        this->finish_output(value_slot);
+        for (int key; ends_early && next < mask.last(); next = key) {
+          key = mask.next(next);
+          if (key < mask.last()) this->skip_scores();
+          this->release_slot(this->wait_for_slot());
+        }
+        store_output(ends_early ? stage : stage_before(stage), factor);
+        pending = false;
+      } else {
+        this->pass_turn();
+      }
+      if (is_end) return;
+      if (!ends_early) this->pass_over_item(stage, mask, mask.first() < mask.last());
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int stage_before(int stage) {
+    return (stage == 0 ? Config::kItems : stage) - 1;
+  }
+  // What O is to be multiplied by, and LSE, behind the last step of an item.
+  __device__ __forceinline__ void finish_sums(int stage, float* factors) {
+    float factor[2];
+    const WorkItem& item = shared.item[stage];
+    score.finish(factor, attention, item.tile.global_row + first_row, item.tile.rows - first_row,
+                 item.head, item.tile.num_keys, lane, 0);
+    factors[0] = factor[0];
+    factors[1] = factor[1];
+  }
+  __device__ __forceinline__ void store_output(int stage, const float* factors) {
+    const float factor[2] = {factors[0], factors[1]};
+    const WorkItem& item = shared.item[stage];
+    store_quads(o, factor,
+                row_of<Element>(attention.out, item.tile.global_row + first_row, item.head),
+                attention.out.row_stride, item.tile.rows - first_row, attention.dim_v, lane);
+    this->release_item(stage);
+  }
+  // As the base's, in less code.
+  __device__ __forceinline__ void zero_values(int stage, int rows) {
+    constexpr int kChunks = Base::Storage::KeyRows::kChunks;
+    if (rows >= Config::kTileN) return;
+#pragma unroll 1
+    for (int index = threadIdx.x % 128; index < (Config::kTileN - rows) * kChunks; index += 128) {
+      *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
+          rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(Base::kZeroedBarrier + warpgroup, 128);
+  }
+};
+
+}  // namespace jagged_cuda::attention
