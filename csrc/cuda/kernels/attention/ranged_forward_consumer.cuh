@@ -88,7 +88,7 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
             store_output(stage_before(stage), factor);
             pending = false;
           }
-          if (__any_sync(0xffffffffu, is_first)) this->clear_output();
+          if (__any_sync(0xffffffffu, is_first)) { this->clear_output(); __syncwarp(); }
           bool moved;
           this->begin_next_scores(next < mask.own_last(warpgroup), [&] { moved = score.update(s, p, [] {}); });
           if (moved) rescale_rows(o, score.rescale);
