@@ -32,7 +32,6 @@ class RangesMask {
                                         const Shared& keys, int = 0)
       : keys_(keys) {}
   __device__ __forceinline__ int first() const { return keys_.steps.first; }
-  __device__ __forceinline__ bool is_first(int key) const { return key == keys_.steps.first; }
   __device__ __forceinline__ int next(int key) const { return keys_.steps.next(key, kTileN); }
   __device__ __forceinline__ int last() const { return keys_.steps.last; }
   __device__ __forceinline__ int own_last(int warpgroup) const { return keys_.last[warpgroup]; }

@@ -26,15 +26,7 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
     // Of the item whose last product, and then output, are missing.
     bool pending = false;
     int pending_rows = 0;  // of its last tile of V
-    // In local memory, by an index that the compiler does not know.
-    float factors[4];
-    float* const factor = factors + ptx::opaque(0);
-    this->clear_output();
-#pragma unroll
-    for (auto& fragment : p.fragments) {
-#pragma unroll
-      for (uint32_t& word : fragment) word = 0;
-    }
+    float factor[2] = {};  // of O
     if (warpgroup == Config::kWarpgroups - 1) this->pass_turn();  // the first is warpgroup 0's
     for (;;) {
       shared.items.wait(place);
@@ -52,59 +44,62 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
       int next = 0;
       if (computes) {
         this->wait_for_queries(stage);
-        score.reset();
-        int key;
-        next = mask.first();
-        bool is_ready = false;
-        if constexpr (Base::kLoadsAhead) {
-          shared.ring.wait(slot);
-          this->begin_scores();
-        }
-        do {
-          key = next;
-          if (!is_ready) shared.ring.wait(slot);
-          const int score_slot = slot.advance();
-          if constexpr (!Base::kLoadsAhead) this->begin_scores();
-          this->take_turn();
-          this->start_scores(stage, score_slot);
-          if (!mask.is_first(key)) {
-            value_slot = this->wait_for_slot();
-          } else if (!pending) {
-            value_slot = score_slot;
-          }
+        int score_slot = this->wait_for_slot();
+        int key = mask.first();
+        this->begin_scores();
+        this->take_turn();
+        this->start_scores(stage, score_slot);
+        if (pending) {
           this->start_output(value_slot);
           this->pass_turn();
+          this->finish_output(value_slot);
+          ptx::fence_operands(s[0]);
+          store_output(stage_before(stage), factor);
+        } else {
+          this->pass_turn();
+          ptx::wgmma_wait_group<0>();
+          ptx::fence_operands(s[0]);
+        }
+        this->reset();
+        value_slot = -1;
+        for (;;) {
           const bool is_uncut = mask.is_uncut(first_row / 16, key);
           next = mask.next(key);
           ptx::wgmma_wait_group<1>();
-          this->release_operands(score_slot, next >= mask.own_last(warpgroup));
+          const bool is_last = next >= mask.own_last(warpgroup);
+          this->release_operands(score_slot, is_last);
           this->finish_scores(mask, is_uncut, key);
-          ptx::wgmma_wait_group<0>();
-          ptx::fence_operands(o[0]);
-          is_ready = shared.ring.test(slot);
-          const bool is_first = mask.is_first(key);
-          if (!is_first || pending) this->release_slot(value_slot);
-          if (__any_sync(0xffffffffu, is_first && pending)) {
-            store_output(stage_before(stage), factor);
-            pending = false;
-          }
-          if (__any_sync(0xffffffffu, is_first)) { this->clear_output(); __syncwarp(); }
-          bool moved;
-          this->begin_next_scores(next < mask.own_last(warpgroup), [&] { moved = score.update(s, p, [] {}); });
+          bool is_ready, moved;
+          this->begin_next_scores(!is_last, [&] {
+            moved = score.update(s, p, [&] {
+              ptx::wgmma_wait_group<0>();
+              ptx::fence_operands(o[0]);
+              if (value_slot >= 0) this->release_slot(value_slot);
+              is_ready = shared.ring.test(slot);
+            });
+          });
           if (moved) rescale_rows(o, score.rescale);
-        } while (next < mask.own_last(warpgroup));
+          if (is_last) break;
+          key = next;
+          if (!is_ready) shared.ring.wait(slot);
+          score_slot = slot.advance();
+          if constexpr (!Base::kLoadsAhead) this->begin_scores();
+          this->take_turn();
+          this->start_scores(stage, score_slot);
+          value_slot = this->wait_for_slot();
+          this->start_output(value_slot);
+          this->pass_turn();
+        }
         pending_rows = item.tile.num_keys - key;
         pending = true;
         finish_sums(stage, factor);
         ends_early = next < mask.last();
         if (!ends_early) continue;
-        {
-          // It has done its steps before the others: its last product does not wait for the next item.
-          this->release_slot(this->wait_for_slot());
-          if constexpr (Base::kBiased) shared.bias.skip(bias_step);
-          value_slot = this->wait_for_slot();
-          zero_values(value_slot, pending_rows);
-        }
+        // It has done its steps before the others: its last product does not wait for the next item.
+        this->release_slot(this->wait_for_slot());
+        if constexpr (Base::kBiased) shared.bias.skip(bias_step);
+        value_slot = this->wait_for_slot();
+        zero_values(value_slot, pending_rows);
       } else {
         is_end = item.is_end;
       }
@@ -134,16 +129,12 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
     return (stage == 0 ? Config::kItems : stage) - 1;
   }
   // What O is to be multiplied by, and LSE, behind the last step of an item.
-  __device__ __forceinline__ void finish_sums(int stage, float* factors) {
-    float factor[2];
+  __device__ __forceinline__ void finish_sums(int stage, float (&factor)[2]) {
     const WorkItem& item = shared.item[stage];
     score.finish(factor, attention, item.tile.global_row + first_row, item.tile.rows - first_row,
                  item.head, item.tile.num_keys, lane, 0);
-    factors[0] = factor[0];
-    factors[1] = factor[1];
   }
-  __device__ __forceinline__ void store_output(int stage, const float* factors) {
-    const float factor[2] = {factors[0], factors[1]};
+  __device__ __forceinline__ void store_output(int stage, const float (&factor)[2]) {
     const WorkItem& item = shared.item[stage];
     store_quads(o, factor,
                 row_of<Element>(attention.out, item.tile.global_row + first_row, item.head),
