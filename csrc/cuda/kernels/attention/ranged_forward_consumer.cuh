@@ -23,112 +23,78 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
                 !Config::kKeepsReference && !Base::Storage::kStoresThroughQueries);
 
   __device__ __forceinline__ void run() {
-    // Of the item whose last product, and then output, are missing.
-    bool pending = false;
-    int pending_rows = 0;  // of its last tile of V
-    float factor[2] = {};  // of O
     if (warpgroup == Config::kWarpgroups - 1) this->pass_turn();  // the first is warpgroup 0's
     for (;;) {
       shared.items.wait(place);
       const int stage = place.advance();
       const WorkItem& item = shared.item[stage];
       const Mask mask(attention, item.tile, shared.keys[stage]);
-      const bool computes =
-          !item.is_end && mask.first() < mask.last() && warpgroup * 64 < item.tile.rows;
-      int value_slot = 0;
-      if (pending) {
-        value_slot = this->wait_for_slot();
-        zero_values(value_slot, pending_rows);
+      const bool is_end = item.is_end, has_keys = !is_end && mask.first() < mask.last();
+      if (!has_keys || warpgroup * 64 >= item.tile.rows) {
+        this->take_turn();
+        this->pass_turn();
+        if (is_end) return;
+        this->pass_over_item(stage, mask, has_keys);
+        continue;
       }
-      bool ends_early = false, is_end = false;
-      int next = 0;
-      if (computes) {
-        this->wait_for_queries(stage);
-        int score_slot = this->wait_for_slot();
-        int key = mask.first();
-        this->begin_scores();
+      this->wait_for_queries(stage);
+      int score_slot = this->wait_for_slot(), value_slot = -1;
+      int key = mask.first(), next;
+      this->begin_scores();
+      this->take_turn();
+      this->start_scores(stage, score_slot);
+      this->pass_turn();
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(s[0]);
+      this->reset();
+      for (;;) {
+        const bool is_uncut = mask.is_uncut(first_row / 16, key);
+        next = mask.next(key);
+        ptx::wgmma_wait_group<1>();
+        const bool is_last = next >= mask.own_last(warpgroup);
+        this->release_operands(score_slot, is_last);
+        this->finish_scores(mask, is_uncut, key);
+        bool is_ready, moved;
+        this->begin_next_scores(!is_last, [&] {
+          moved = score.update(s, p, [&] {
+            ptx::wgmma_wait_group<0>();
+            ptx::fence_operands(o[0]);
+            if (value_slot >= 0) this->release_slot(value_slot);
+            is_ready = shared.ring.test(slot);
+          });
+        });
+        if (moved) rescale_rows(o, score.rescale);
+        if (is_last) break;
+        key = next;
+        if (!is_ready) shared.ring.wait(slot);
+        score_slot = slot.advance();
+        if constexpr (!Base::kLoadsAhead) this->begin_scores();
         this->take_turn();
         this->start_scores(stage, score_slot);
-        if (pending) {
-          this->start_output(value_slot);
-          this->pass_turn();
-          this->finish_output(value_slot);
-          ptx::fence_operands(s[0]);
-          store_output(stage_before(stage), factor);
-        } else {
-          this->pass_turn();
-          ptx::wgmma_wait_group<0>();
-          ptx::fence_operands(s[0]);
-        }
-        this->reset();
-        value_slot = -1;
-        for (;;) {
-          const bool is_uncut = mask.is_uncut(first_row / 16, key);
-          next = mask.next(key);
-          ptx::wgmma_wait_group<1>();
-          const bool is_last = next >= mask.own_last(warpgroup);
-          this->release_operands(score_slot, is_last);
-          this->finish_scores(mask, is_uncut, key);
-          bool is_ready, moved;
-          this->begin_next_scores(!is_last, [&] {
-            moved = score.update(s, p, [&] {
-              ptx::wgmma_wait_group<0>();
-              ptx::fence_operands(o[0]);
-              if (value_slot >= 0) this->release_slot(value_slot);
-              is_ready = shared.ring.test(slot);
-            });
-          });
-          if (moved) rescale_rows(o, score.rescale);
-          if (is_last) break;
-          key = next;
-          if (!is_ready) shared.ring.wait(slot);
-          score_slot = slot.advance();
-          if constexpr (!Base::kLoadsAhead) this->begin_scores();
-          this->take_turn();
-          this->start_scores(stage, score_slot);
-          value_slot = this->wait_for_slot();
-          this->start_output(value_slot);
-          this->pass_turn();
-        }
-        pending_rows = item.tile.num_keys - key;
-        pending = true;
-        finish_sums(stage, factor);
-        ends_early = next < mask.last();
-        if (!ends_early) continue;
-        // It has done its steps before the others: its last product does not wait for the next item.
-        this->release_slot(this->wait_for_slot());
-        if constexpr (Base::kBiased) shared.bias.skip(bias_step);
         value_slot = this->wait_for_slot();
-        zero_values(value_slot, pending_rows);
-      } else {
-        is_end = item.is_end;
-      }
-
-      this->take_turn();
-      if (pending) {
         this->start_output(value_slot);
         this->pass_turn();
-        this->finish_output(value_slot);
-        for (int key; ends_early && next < mask.last(); next = key) {
-          key = mask.next(next);
-          if (key < mask.last()) this->skip_scores();
-          this->release_slot(this->wait_for_slot());
-        }
-        store_output(ends_early ? stage : stage_before(stage), factor);
-        pending = false;
-      } else {
-        this->pass_turn();
       }
-      if (is_end) return;
-      if (!ends_early) this->pass_over_item(stage, mask, mask.first() < mask.last());
+      // Steps behind, which its rows do not see, are the other warpgroups'.
+      if (next < mask.last()) this->skip_scores();
+      value_slot = this->wait_for_slot();
+      zero_values(value_slot, item.tile.num_keys - key);
+      this->start_output(value_slot);
+      float factor[2];
+      finish_sums(stage, factor);
+      this->finish_output(value_slot);
+      for (; next < mask.last(); next = key) {
+        key = mask.next(next);
+        if (key < mask.last()) this->skip_scores();
+        this->release_slot(this->wait_for_slot());
+      }
+      store_output(stage, factor);
+      this->release_item(stage);
     }
   }
 
  private:
-  __device__ __forceinline__ static int stage_before(int stage) {
-    return (stage == 0 ? Config::kItems : stage) - 1;
-  }
-  // What O is to be multiplied by, and LSE, behind the last step of an item.
+  // LSE, and what O is to be multiplied by.
   __device__ __forceinline__ void finish_sums(int stage, float (&factor)[2]) {
     const WorkItem& item = shared.item[stage];
     score.finish(factor, attention, item.tile.global_row + first_row, item.tile.rows - first_row,
@@ -139,7 +105,6 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
     store_quads(o, factor,
                 row_of<Element>(attention.out, item.tile.global_row + first_row, item.head),
                 attention.out.row_stride, item.tile.rows - first_row, attention.dim_v, lane);
-    this->release_item(stage);
   }
   // As the base's, in less code.
   __device__ __forceinline__ void zero_values(int stage, int rows) {
