@@ -21,7 +21,6 @@ class RangesMask {
  public:
   using Shared = TileKeys<kTileM>;
   static constexpr bool kPrepared = true;
-  static constexpr bool kEndsEarly = true;
 
   __device__ __forceinline__ static void prepare(Shared& keys, const AttentionParams& params,
                                                  const QueryTile& tile) {

@@ -1,26 +1,41 @@
-// A computing warpgroup of the forward kernel for long sequences (long_forward_consumer.cuh) with ranges of keys:
-// the same steps in less code. What a CTA of short items walks over from one to the next, the code of all of
-// its warps together, is more than the instruction cache holds, so that each copy of a step's code counts.
-//
-// All steps of an item, the first one, too, are one body: the scores of a step beside the product with V of the
-// step before it, which before a first step is that of the item before (pending). Where none is pending, P and O
-// hold what nobody wants, and so the product is that with any tile; O is cleared behind it.
+// A computing warpgroup of the forward kernel for long sequences with ranges of keys, biases, silu
+// (ranged_forward.cuh): what long_forward_consumer.cuh does, in less code. What a CTA runs through from one short
+// item to the next, the code of all its warps together, is more than the first instruction cache holds; each
+// copy of a product, of a step's exponentials or of the output costs what it takes to fetch it. So
+//     every step of an item, the first one, too, is the same code behind the start of its products,
+//     the last product and the output of an item come before the next item, not beside its first product.
 #pragma once
 
 #include "cuda/kernels/attention/long_forward_consumer.cuh"
 
+#include <type_traits>
+
 namespace jagged_cuda::attention {
+
+// s += a b^T, as wgmma_rows_by_rows.
+template <int kBlocks, typename ATile, typename BTile>
+__device__ __forceinline__ void add_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
+                                                 int a_row, const BTile& b) {
+  using Product = ptx::Wgmma<typename ATile::Element, false>;
+  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+#pragma unroll
+  for (int k = 0; k < ATile::kColumns; k += 16) {
+    Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
+                 true);
+  }
+}
 
 template <typename Config>
 struct RangedForwardConsumer : LongForwardConsumer<Config> {
   using Base = LongForwardConsumer<Config>;
   using Element = typename Base::Element;
   using Mask = typename Base::Mask;
+  using Score = typename Base::Score;
   using Base::attention, Base::shared, Base::warpgroup, Base::lane, Base::first_row, Base::place,
       Base::slot, Base::bias_step, Base::score, Base::s, Base::o, Base::p;
   using Base::Base;
-  static_assert(Mask::kPrepared && Base::kEndsEarly && !Config::kOwnQueries &&
-                !Config::kKeepsReference && !Base::Storage::kStoresThroughQueries);
+  static constexpr bool kBiased = Base::kBiased, kLoadsAhead = Config::Bias::kAhead;
+  static_assert(Mask::kPrepared && Base::Storage::kQueryRing && !Config::kKeepsReference);
 
   __device__ __forceinline__ void run() {
     if (warpgroup == Config::kWarpgroups - 1) this->pass_turn();  // the first is warpgroup 0's
@@ -37,12 +52,13 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
         this->pass_over_item(stage, mask, has_keys);
         continue;
       }
+
       this->wait_for_queries(stage);
       int score_slot = this->wait_for_slot(), value_slot = -1;
       int key = mask.first(), next;
-      this->begin_scores();
+      begin_scores();
       this->take_turn();
-      this->start_scores(stage, score_slot);
+      start_scores(stage, score_slot);
       this->pass_turn();
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(s[0]);
@@ -53,9 +69,9 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
         ptx::wgmma_wait_group<1>();
         const bool is_last = next >= mask.own_last(warpgroup);
         this->release_operands(score_slot, is_last);
-        this->finish_scores(mask, is_uncut, key);
+        finish_scores(mask, is_uncut, key);
         bool is_ready, moved;
-        this->begin_next_scores(!is_last, [&] {
+        begin_next_scores(!is_last, [&] {
           moved = score.update(s, p, [&] {
             ptx::wgmma_wait_group<0>();
             ptx::fence_operands(o[0]);
@@ -68,14 +84,15 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
         key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
-        if constexpr (!Base::kLoadsAhead) this->begin_scores();
+        if constexpr (!kLoadsAhead) begin_scores();
         this->take_turn();
-        this->start_scores(stage, score_slot);
+        start_scores(stage, score_slot);
         value_slot = this->wait_for_slot();
         this->start_output(value_slot);
         this->pass_turn();
       }
-      // Steps behind, which its rows do not see, are the other warpgroups'.
+
+      // Steps from `next` on are other warpgroups' alone.
       if (next < mask.last()) this->skip_scores();
       value_slot = this->wait_for_slot();
       zero_values(value_slot, item.tile.num_keys - key);
@@ -94,7 +111,58 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
   }
 
  private:
-  // LSE, and what O is to be multiplied by.
+  // What is added to the scores of the next step, whose keys are there, divided by their scale: their
+  // product starts from it.
+  __device__ __forceinline__ void begin_scores() {
+    if constexpr (kBiased) {
+      shared.bias.wait(bias_step, first_row);
+      load_bias();
+      if constexpr (std::is_base_of_v<SoftmaxScore, Score> && !kLoadsAhead)
+        score.is_large = shared.bias.is_large[bias_step.stage];
+      pass_bias();
+    }
+  }
+  __device__ __forceinline__ void load_bias() {
+    shared.bias.load(s, attention, bias_step, first_row, lane);
+  }
+  __device__ __forceinline__ void pass_bias() { shared.bias.pass(bias_step, first_row, lane); }
+  // The same for the step behind this one, if there is one, when this one's scores have been used.
+  template <typename UseScores>
+  __device__ __forceinline__ void begin_next_scores(bool exists, UseScores use_scores) {
+    if constexpr (kLoadsAhead) {
+      if (exists) shared.bias.wait(bias_step, first_row);
+      use_scores();
+      if (exists) {
+        load_bias();
+        pass_bias();
+      }
+    } else {
+      use_scores();
+    }
+  }
+  // S = Q K^T, or what begin_scores() left plus that.
+  __device__ __forceinline__ void start_scores(int item_stage, int stage) {
+    if constexpr (kBiased) {
+      ptx::fence_operands(s[0]);
+      ptx::wgmma_fence();
+      add_rows_by_rows(s, shared.sQ[this->query_tile(item_stage)], warpgroup * 64,
+                       shared.slots[stage]);
+      ptx::wgmma_commit_group();
+    } else {
+      Base::start_scores(item_stage, stage);
+    }
+  }
+  // Masks of S, when its product is done, and what else is rare. One jump over all of it, for which
+  // ptxas finds no place outside of the loop.
+  __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
+    ptx::fence_operands(s[0]);
+    score.begin_step();
+    if (is_uncut && !score.changes()) return;  // as a rule
+    score.begin(s);
+    mask.hide(s, Score::kHidden, is_uncut, key, warpgroup, [&] { return first_row; }, lane);
+    score.center(s);
+  }
+  // The two parts of store_item(): LSE, and what O is to be multiplied by; and O.
   __device__ __forceinline__ void finish_sums(int stage, float (&factor)[2]) {
     const WorkItem& item = shared.item[stage];
     score.finish(factor, attention, item.tile.global_row + first_row, item.tile.rows - first_row,

@@ -25,7 +25,6 @@ class WindowMask {
     int unseen;
   };
   static constexpr bool kPrepared = false;   // Shared, by another warp of producers
-  static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
 
   __device__ __forceinline__ static Shared find(const AttentionParams& params,
                                                 const QueryTile& packed) {
