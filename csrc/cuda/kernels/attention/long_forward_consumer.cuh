@@ -249,7 +249,8 @@ struct LongForwardConsumer {
     } else {
       release_operands(score_slot, is_last);
       finish_scores(mask, is_uncut, key);
-      if (score.update(s, p, finish_last)) rescale_rows(o, score.rescale);
+      const bool moved = score.update(s, p, finish_last);
+      if (moved) rescale_rows(o, score.rescale);
     }
   }
   // Behind S of a step: K, and behind the last one Q.
