@@ -29,7 +29,7 @@ struct NoBias {
 };
 
 template <typename Config>
-struct LongForwardConsumer;
+struct LongForwardConsumer;  // long_forward_consumer.cuh
 
 template <typename Element_, int kDim_, bool kPacked_ = false>
 struct LongForwardConfig {

@@ -127,7 +127,8 @@ struct TileKeys {
   int last[kRows /
            64];  // behind the last key that each warpgroup's rows see, at least steps.first + 1
 
-  // One warp.
+  // One warp. Rolled loops: it has the time of several items, and the less it fetches of code the more
+  // stays for the warps that compute.
   __device__ __forceinline__ void find(const AttentionParams& params, const QueryTile& tile,
                                        int step) {
     const int lane = threadIdx.x % 32;
