@@ -51,6 +51,8 @@
 //     Bias     what is added to a score       NoBias          StartingBias, by a fourth warp of producers;
 //                                                             StartingTimes, by warpgroups behind all others
 //     Values   how V reaches a product        PlainValues     TransposedValues, by two warps of producers
+//     Consumer a computing warpgroup          LongForward-    RangedForwardConsumer, whose items end before
+//                                             Consumer        the next begins
 // With RangesMask steps that no row sees are passed over, and items are published further ahead than there
 // are tiles of Q (kQueryRing).
 //
@@ -202,7 +204,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    LongForwardConsumer<Config>(params, shared, warpgroup - 1).run();
+    typename Config::template Consumer<Config>(params, shared, warpgroup - 1).run();
   }
 }
 

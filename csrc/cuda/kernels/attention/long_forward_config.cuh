@@ -28,8 +28,13 @@ struct NoBias {
   static constexpr bool kAhead = false;  // whether it is loaded as soon as scores are done with
 };
 
+template <typename Config>
+struct LongForwardConsumer;  // long_forward_consumer.cuh
+
 template <typename Element_, int kDim_, bool kPacked_ = false>
 struct LongForwardConfig {
+  template <typename Config>
+  using Consumer = LongForwardConsumer<Config>;
   using Element = Element_;
   static constexpr int kDim = kDim_;  // columns of products: D and Dv, rounded up
   static constexpr int kTileColumns = kDim == 96 ? 128 : kDim;  // of Q, K, V in shared memory

@@ -6,22 +6,7 @@
 #include "cuda/kernels/attention/long_forward_config.cuh"
 #include "cuda/kernels/attention/store_tile.cuh"
 
-#include <type_traits>
-
 namespace jagged_cuda::attention {
-
-// s += a b^T, as wgmma_rows_by_rows.
-template <int kBlocks, typename ATile, typename BTile>
-__device__ __forceinline__ void add_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
-                                                 int a_row, const BTile& b) {
-  using Product = ptx::Wgmma<typename ATile::Element, false>;
-  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
-#pragma unroll
-  for (int k = 0; k < ATile::kColumns; k += 16) {
-    Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
-                 true);
-  }
-}
 
 // Computes 64 rows of each item: the third column of long_forward.cuh, in run(). A verb is what the four
 // warps do together, each for 16 rows.
@@ -37,9 +22,8 @@ struct LongForwardConsumer {
                        kVoteBarrier = kZeroedBarrier + Config::kWarpgroups;
   static constexpr int kTurnThreads = 256;  // of two warpgroups
   // Whether a warpgroup leaves out the steps at the end of an item that its rows do not see.
-  static constexpr bool kEndsEarly = Config::kOwnQueries || Mask::kEndsEarly;
-  static constexpr bool kBiased = Config::Bias::kWarps > 0, kLoadsAhead = Config::Bias::kAhead;
-  static_assert(!(kBiased && Config::kKeepsReference));
+  static constexpr bool kEndsEarly = Config::kOwnQueries;
+  static constexpr bool kBiased = Config::Bias::kWarps > 0;
   // Whether the first step takes the maximum of some keys, and begins while the last product of the item
   // before still runs. With 160 registers it would spill.
   static constexpr bool kGuesses =
@@ -104,7 +88,6 @@ struct LongForwardConsumer {
       // Behind the last step that this warpgroup computes.
       const int last = kEndsEarly ? mask.own_last(warpgroup) : mask.last();
       int key = mask.first(), next = mask.next(key);
-      begin_scores();
       if constexpr (kGuesses) {
         const auto finish_first_step = [&](auto finish_before) {
           finish_guessed_step(stage, tile.rows, mask, key, next, last, score_slot, finish_before);
@@ -138,7 +121,6 @@ struct LongForwardConsumer {
         key = next;
         if (!is_ready) shared.ring.wait(slot);
         score_slot = slot.advance();
-        if constexpr (!kLoadsAhead) begin_scores();
         take_turn();
         start_scores(stage, score_slot);
         value_slot = wait_for_slot();
@@ -225,7 +207,7 @@ struct LongForwardConsumer {
     release_operands(score_slot, next >= last);
     reset();
     finish_scores(mask, mask.is_uncut(row_of_thread() / 16, key), key);
-    begin_next_scores(next < last, [&] { score.update(s, p, [] {}); });
+    score.update(s, p, [] {});
     if constexpr (Config::kKeepsReference) score.hold_rows(row_of_thread(), rows);
     if constexpr (Storage::kStoresThroughQueries) {
       if (pending) release_item(pending_stage);  // its copies ran beside this step
@@ -267,8 +249,7 @@ struct LongForwardConsumer {
     } else {
       release_operands(score_slot, is_last);
       finish_scores(mask, is_uncut, key);
-      bool moved;
-      begin_next_scores(!is_last, [&] { moved = score.update(s, p, finish_last); });
+      const bool moved = score.update(s, p, finish_last);
       if (moved) rescale_rows(o, score.rescale);
     }
   }
@@ -330,49 +311,12 @@ struct LongForwardConsumer {
     const int thread = ptx::tid_x();
     return warpgroup * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
   }
-  // What is added to the scores of the next step, whose keys are there, divided by their scale: their
-  // product starts from it.
-  __device__ __forceinline__ void begin_scores() {
-    if constexpr (kBiased) {
-      wait_for_bias();
-      load_bias();
-      if constexpr (std::is_base_of_v<SoftmaxScore, Score> && !kLoadsAhead)
-        score.is_large = shared.bias.is_large[bias_step.stage];
-      pass_bias();
-    }
-  }
-  __device__ __forceinline__ void wait_for_bias() { shared.bias.wait(bias_step, row_of_thread()); }
-  __device__ __forceinline__ void load_bias() {
-    shared.bias.load(s, attention, bias_step, row_of_thread(), lane);
-  }
-  __device__ __forceinline__ void pass_bias() {
-    shared.bias.pass(bias_step, row_of_thread(), lane);
-  }
-  // The same for the step behind this one, if there is one, when this one's scores have been used.
-  template <typename UseScores>
-  __device__ __forceinline__ void begin_next_scores(bool exists, UseScores use_scores) {
-    if constexpr (kLoadsAhead) {
-      if (exists) wait_for_bias();
-      use_scores();
-      if (exists) {
-        load_bias();
-        pass_bias();
-      }
-    } else {
-      use_scores();
-    }
-  }
-  // S = Q K^T, or what begin_scores() left plus that.
+  // S = Q K^T
   __device__ __forceinline__ void start_scores(int item_stage, int stage) {
     const auto& sOwn = shared.sQ[query_tile(item_stage)];
     const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
-    if constexpr (kBiased) ptx::fence_operands(s[0]);
     ptx::wgmma_fence();
-    if constexpr (kBiased) {
-      add_rows_by_rows(s, sOwn, row, shared.slots[stage]);
-    } else {
-      wgmma_rows_by_rows<Config::kDim>(s, sOwn, row, shared.slots[stage]);
-    }
+    wgmma_rows_by_rows<Config::kDim>(s, sOwn, row, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
   // S once more, from K, which is still there: some reference has fallen behind.
@@ -383,14 +327,8 @@ struct LongForwardConsumer {
   // Masks of S, when its product is done.
   __device__ __forceinline__ void finish_scores(const Mask& mask, bool is_uncut, int key) {
     ptx::fence_operands(s[0]);
-    if constexpr (Mask::kPrepared) {
-      score.begin_step();
-      // As a rule. One jump over all that is rare, for which ptxas finds no place outside of the loop.
-      if (is_uncut && !score.changes()) return;
-    }
     score.begin(s);
     mask.hide(s, Score::kHidden, is_uncut, key, warpgroup, [&] { return row_of_thread(); }, lane);
-    if constexpr (Mask::kPrepared) score.center(s);
   }
   // Instead of a product with keys that this warpgroup does not see.
   __device__ __forceinline__ void skip_scores() {

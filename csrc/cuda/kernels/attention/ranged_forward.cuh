@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/long_forward.cuh"
+#include "cuda/kernels/attention/ranged_forward_consumer.cuh"
 #include "cuda/kernels/attention/row_ranges.cuh"
 #include "cuda/kernels/attention/silu.cuh"
 #include "cuda/kernels/attention/starting_bias.cuh"
@@ -20,7 +21,6 @@ class RangesMask {
  public:
   using Shared = TileKeys<kTileM>;
   static constexpr bool kPrepared = true;
-  static constexpr bool kEndsEarly = true;
 
   __device__ __forceinline__ static void prepare(Shared& keys, const AttentionParams& params,
                                                  const QueryTile& tile) {
@@ -132,6 +132,8 @@ struct SiluScore {
 template <typename Element, int kDim, bool kSilu, bool kKeys, bool kPositions>
 struct RangedForwardConfig : LongForwardConfig<Element, kDim> {
   using Base = LongForwardConfig<Element, kDim>;
+  template <typename Config>
+  using Consumer = RangedForwardConsumer<Config>;
   static constexpr bool kBiased = kKeys || kPositions;
   static constexpr int kItems = 4;  // since finding what rows see takes a while
   static constexpr bool kKeepsReference = false;

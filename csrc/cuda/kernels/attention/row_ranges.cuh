@@ -127,13 +127,14 @@ struct TileKeys {
   int last[kRows /
            64];  // behind the last key that each warpgroup's rows see, at least steps.first + 1
 
-  // One warp.
+  // One warp. Rolled loops: it has the time of several items, and the less it fetches of code the more
+  // stays for the warps that compute.
   __device__ __forceinline__ void find(const AttentionParams& params, const QueryTile& tile,
                                        int step) {
     const int lane = threadIdx.x % 32;
     const WindowOf<int> window = window_of(params, tile);
     KeyHull one, other;
-#pragma unroll 3
+#pragma unroll 1
     for (int row = lane; row < tile.rows; row += 32) {
       const RowKeys seen(params, window, tile.row + row, tile.global_row + row, tile.num_keys);
       one.widen(seen.first);
@@ -145,7 +146,7 @@ struct TileKeys {
     int own_last = found.first + 1;
     if (lane < kWarps) {
       WarpKeys bounds;
-#pragma unroll 4
+#pragma unroll 1
       for (int i = 0; i < 16; ++i) {
         const int row = lane * 16 + (i + lane) % 16;  // so that lanes read different banks
         if (row >= tile.rows) continue;

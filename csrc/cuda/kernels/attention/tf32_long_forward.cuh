@@ -132,6 +132,8 @@ struct TransposedValues {
 
 template <int kDim_>
 struct LongForwardConfig<float, kDim_, false> {
+  template <typename Config>
+  using Consumer = LongForwardConsumer<Config>;
   using Element = float;
   static constexpr int kDim = kDim_, kTileColumns = kDim;
   static constexpr int kWarpgroups = 2;

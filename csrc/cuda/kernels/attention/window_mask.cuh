@@ -24,8 +24,7 @@ class WindowMask {
     int uncut;
     int unseen;
   };
-  static constexpr bool kPrepared = false;   // Shared, by another warp of producers
-  static constexpr bool kEndsEarly = false;  // for a warpgroup, at the last key that its rows see
+  static constexpr bool kPrepared = false;  // Shared, by another warp of producers
 
   __device__ __forceinline__ static Shared find(const AttentionParams& params,
                                                 const QueryTile& packed) {
