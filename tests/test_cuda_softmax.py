@@ -111,10 +111,16 @@ def test_softmax_of_rows_of_many_words(dtype: torch.dtype, columns: int) -> None
     assert last_kernel("cuda") == "cuda.jagged2_softmax_backward.columns.words"
 
 
+@pytest.mark.parametrize(
+    ("count", "rows", "columns", "path"),
+    [(1500, 101, 99, ".words"), (400, 201, 199, STAGED)],
+    ids=["not_staged", "waves"],
+)
 @pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
-def test_softmax_of_more_rows_than_are_staged(dtype: torch.dtype) -> None:
-    """More elements than all SMs hold at a time, and the same bits of those that they do."""
-    count, rows, columns = 1500, 101, 99
+def test_softmax_of_more_rows_than_all_sms_hold(
+    dtype: torch.dtype, count: int, rows: int, columns: int, path: str
+) -> None:
+    """Large shares, or small ones in several waves, and the same bits of what fits into one."""
     a = torch.randn(count * rows * columns, device=CUDA).to(dtype)
 
     def of(first: int) -> torch.Tensor:
@@ -124,7 +130,7 @@ def test_softmax_of_more_rows_than_are_staged(dtype: torch.dtype) -> None:
         )
 
     every = of(count)
-    assert last_kernel("cuda") == "cuda.jagged2_softmax.columns.words"
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.columns{path}"
     expected = torch.softmax(a.view(-1, columns).double(), 1).flatten()
     torch.testing.assert_close(every.double(), expected, rtol=8e-3, atol=1e-6)
     some = of(40)
@@ -132,7 +138,41 @@ def test_softmax_of_more_rows_than_are_staged(dtype: torch.dtype) -> None:
     assert torch.equal(some, every[: some.numel()])
 
 
-_LENGTHS = (0, 1, 31, 33, 130, 700, 0, 2500)  # of a warp, of a CTA, and of one that reads twice
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_softmax_of_long_rows_in_shares(dtype: torch.dtype) -> None:
+    """Rows that end in a warp's share, and those that end far behind it, wherever they begin."""
+    columns = (900, 1501, 3001, 4600, 4700)
+    rows = (400, 300, 333, 200, 200)
+    spec = spec_of(Layout(rows), kv_layout=Layout(columns), cross=True, dim=-1)
+    case = CASES["jagged2_softmax"]
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == f"cuda.jagged2_softmax.columns{STAGED}"
+    judge(case, spec, dtype, CUDA)
+
+
+# Of a warp, of a CTA, and of one that reads twice
+_LENGTHS = (0, 1, 31, 33, 130, 700, 0, 2500)
+
+
+@pytest.mark.parametrize("repeats", [300, 2100])
+@pytest.mark.parametrize("columns", [1, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_softmax_of_many_sequences(dtype: torch.dtype, columns: int, repeats: int) -> None:
+    """Large batches share their CTAs out otherwise: the same bits as of a small one."""
+    lengths = (0, 1, 31, 33, 130, 900, 0, 67)
+
+    def of(x: torch.Tensor, seqs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.requires_grad_()
+        offsets = torch.tensor([0, *itertools.accumulate(seqs)], device=CUDA)
+        out = jagged_cuda.jagged_softmax(x, offsets)
+        (gradient,) = torch.autograd.grad(out, x, x.detach())
+        return out.detach(), gradient
+
+    x = torch.randn(sum(lengths), columns, device=CUDA).to(dtype)
+    expected = of(x, lengths)
+    found = of(x.detach().repeat(repeats, 1), lengths * repeats)
+    for each, like in zip(found, expected, strict=True):
+        assert torch.equal(each.view(repeats, *like.shape), like.expand(repeats, *like.shape))
 
 
 @pytest.mark.parametrize("columns", [8, 12, 24, 64, 72, 264])

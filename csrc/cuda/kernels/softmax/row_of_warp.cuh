@@ -29,7 +29,8 @@ struct RowOfWarp {
   // The element at `end`, the other half of its word neutral.
   __device__ __forceinline__ uint32_t load_end(const Element* gRow) const {
     uint32_t half = kNeutral & 0xffff;
-    if constexpr (kPer == 2) ptx::ld_global_nc_2(half, gRow + end, -1, end);
+    constexpr auto kLoad = kStaged ? ptx::ld_2 : ptx::ld_global_nc_2;
+    if constexpr (kPer == 2) kLoad(half, gRow + end, -1, end);
     return kPer == 2 ? half | (kNeutral & 0xffff0000u) : kNeutral;
   }
 
@@ -48,7 +49,8 @@ struct RowOfWarp {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       rX[i] = kNeutral;
-      ptx::ld_global_nc_4(rX[i], gWords + 32 * kPer * i, first + lane + 32 * i, wholes);
+      constexpr auto kLoad = kStaged ? ptx::ld_4 : ptx::ld_global_nc_4;
+      kLoad(rX[i], gWords + 32 * kPer * i, first + lane + 32 * i, wholes);
     }
   }
   template <typename WordOf>

@@ -9,8 +9,9 @@
 //   - longer: the whole CTA, at the end (long_lines.cuh)
 //
 // *Staged* (compute capability 9.0), a warp's share is brought to its own shared memory by one bulk copy,
-// which starts before the warp knows its matrices. Rows that end too far behind the share, those in chunks
-// that are not whole at the vector's ends, and those longer than kMaxWords are read as they lie.
+// which starts before the warp knows its matrices; shares are then as small as fits. A row longer than
+// kMaxWords that ends too far behind the share is brought by a copy of its own. Shorter ones, and those
+// in chunks that are not whole at the vector's ends, are then read as they lie.
 //
 // Shared memory: the warps' shares; long_lines.cuh works where these were.
 // Barriers: whether any row is left to the CTA; those of long_lines.cuh; `arrived` of each warp, on which
@@ -24,6 +25,8 @@
 #include "cuda/kernels/softmax/row_of_warp.cuh"
 #include "cuda/kernels/softmax/shares.cuh"
 #include "cuda/kernels/softmax/short_rows.cuh"
+
+#include <algorithm>
 
 namespace jagged_cuda::softmax {
 
@@ -98,7 +101,9 @@ struct ShareOnStage {
   using Element = typename Config::Element;
   const Element* sX = nullptr;
   int64_t begin = 0, end = 0;
-  uint64_t* arrived = nullptr;
+  uint64_t* arrived = nullptr;  // null: nothing was copied
+  int parity = 0;
+  bool waited = false;
 
   __device__ __forceinline__ void load(const Element* gX, int64_t low, int64_t share,
                                        int64_t capacity) {
@@ -128,9 +133,10 @@ struct ShareOnStage {
     }
   }
   __device__ __forceinline__ void wait() {
-    if (Config::kStaged && arrived != nullptr) {
-      ptx::mbarrier_wait(*arrived, 0);
-      arrived = nullptr;
+    if (Config::kStaged && arrived != nullptr && !waited) {
+      ptx::mbarrier_wait(*arrived, parity);
+      parity ^= 1;
+      waited = true;
     }
   }
   // Where `count` elements from `first` on lie.
@@ -138,6 +144,31 @@ struct ShareOnStage {
                                                  int64_t count) const {
     return Config::kStaged && first >= begin && first + count <= end ? sX + (first - begin)
                                                                      : gX + first;
+  }
+  // The same of a row that is read more than once: if it ends behind what was copied, it takes that
+  // one's place, which no row behind it needs. Where it can't, it is read as it lies.
+  __device__ __forceinline__ const Element* bring(const Element* gX, int64_t first, int count,
+                                                  int64_t capacity) {
+    if constexpr (Config::kStaged) {
+      constexpr int kBytes = static_cast<int>(sizeof(Element));
+      const int before =
+          static_cast<int>(reinterpret_cast<uintptr_t>(gX + first) / kBytes % Config::kChunk);
+      const int elems = divide_up(before + count, Config::kChunk) * Config::kChunk;
+      const int64_t from = first - before;
+      if ((first < begin || first + count > end) && arrived != nullptr && elems <= Config::kStage &&
+          from >= 0 && from + elems <= capacity) {
+        __syncwarp();  // all lanes have read what lies there
+        if (threadIdx.x % 32 == 0) {
+          ptx::mbarrier_arrive_expect_tx(*arrived, elems * kBytes);
+          ptx::cp_async_bulk(const_cast<Element*>(sX), gX + from, elems * kBytes, *arrived);
+        }
+        begin = from;
+        end = from + elems;
+        waited = false;
+        wait();
+      }
+    }
+    return find(gX, first, count);
   }
 };
 
@@ -197,8 +228,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kCtas) void row_words_ker
         } else if (columns > Config::kMaxWords * kPerWord<Element>) {
 #pragma unroll 1
           for (int64_t row = begin; row < begin + rows * columns; row += columns) {
-            softmax_row_by_warp<Config>(gX + row, gGrad + row, gOut + row,
-                                        static_cast<int>(columns), scale);
+            softmax_row_by_warp<Config>(
+                stage.bring(gX, row, static_cast<int>(columns), matrices.capacity), gGrad + row,
+                gOut + row, static_cast<int>(columns), scale);
           }
         } else {
           softmax_short_rows_by_words<Config>(stage.find(gX, begin, rows * columns), gGrad + begin,
@@ -227,6 +259,16 @@ cudaError_t launch_row_words_of(const Params& params, int64_t share, cudaStream_
       Config::kThreads, kBytes, stream, kPath);
 }
 
+// Whether staged shares are the faster where not all fit the SMs at a time, by the elements of a mean
+// matrix: those of 128 to 300 columns, and those of rows that a warp would read three times as they lie,
+// if they fit its stage. The bits are the same.
+template <typename Params>
+bool fits_staged_waves(const Params& params) {
+  const int64_t mean =
+      params.matrices.capacity / std::max<int64_t>(1, params.matrices.rows.num_seqs);
+  return (mean >= 12'000 && mean <= 100'000) || (mean >= 600'000 && mean <= 20'000'000);
+}
+
 template <typename Element, typename Params>
 cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
   constexpr bool kBackward = Operands<Params>::kBackward;
@@ -238,19 +280,22 @@ cudaError_t launch_row_words(const Params& params, cudaStream_t stream) {
     return error;
   }
   const int64_t warps = int64_t{num_sms} * Config::kCtas * Config::kWarps;
-  int64_t share = (params.matrices.capacity + warps - 1) / warps;
-  if (share < Config::kMinElems) share = Config::kMinElems;
-  // Large batches in several waves: a warp whose share has long rows takes longer than others.
-  if (const int64_t waves = (share + Config::kWaveElems / 2) / Config::kWaveElems;
-      sizeof(Element) == 2 && waves > 1) {
-    share = (share + waves - 1) / waves;
-  }
+  // Equal shares of so many waves of CTAs
+  const auto share_of = [&](int64_t waves) {
+    const int64_t all = warps * waves;
+    return std::max<int64_t>(Config::kMinElems, (params.matrices.capacity + all - 1) / all);
+  };
   if constexpr (!kBackward && sizeof(Element) == 2) {
     using Staged = RowWordsConfig<Element, false, true>;
-    if (has_wgmma() && share + Staged::kBehind + Staged::kChunk <= Staged::kStage) {
-      return launch_row_words_of<Staged>(params, share, stream);
+    constexpr int64_t kMost = Staged::kStage - Staged::kBehind - Staged::kChunk;
+    const int64_t waves = (share_of(1) + kMost - 1) / kMost;
+    if (has_wgmma() && (waves == 1 || fits_staged_waves(params))) {
+      return launch_row_words_of<Staged>(params, share_of(waves), stream);
     }
   }
+  // Large batches in several waves: a warp whose share has long rows takes longer than others.
+  const int64_t waves = (share_of(1) + Config::kWaveElems / 2) / Config::kWaveElems;
+  const int64_t share = share_of(sizeof(Element) == 2 && waves > 1 ? waves : 1);
   return launch_row_words_of<Config>(params, share, stream);
 }
 
