@@ -5,7 +5,8 @@
 // that write zeros where there is no matrix (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
 // rows. A CTA walks its columns in tiles of up to kMaxColumns, all of them where it can, since then
 // x and y come from L2 once, and D in steps of 128 bytes. Its four warps are one warpgroup; each owns
-// 16 whole rows.
+// 16 whole rows. Few sequences, some of them long, would end with one CTA that walks 4,096 columns:
+// then x counts virtual tiles of 64 / kShares rows, and those of a sequence share its tiles evenly.
 //
 //     for each tile of columns:
 //         start the copies of as many steps as there are slots
@@ -50,14 +51,15 @@ constexpr int kColumnPart = 64;  // a part has a multiple of as many columns
 
 // kWide: all columns of most sequences in one tile. Chosen by time on an H200
 // (docs/performance_log.md).
-template <typename Math_, bool kWide_, bool kDeep_ = false>
+template <typename Math_, bool kWide_, bool kDeep_ = false, int kShares_ = 1>
 struct MatricesWgmmaConfig {
   using Math = Math_;
   using Element = typename Math::Element;
   static constexpr bool kWide = kWide_;
   static constexpr bool kDeep = kDeep_;  // D is more than kRoundedSteps steps
   static constexpr int kTileM = 64;
-  static constexpr int kRowBytes = 128;  // of a step of D
+  static constexpr int kShares = kShares_;  // CTAs for as many rows
+  static constexpr int kRowBytes = 128;     // of a step of D
   static constexpr int kStepK = kRowBytes / sizeof(Element);
   static constexpr int kProductK = 32 / sizeof(Element);  // of one wgmma
   static constexpr int kProducts = kStepK / kProductK;
@@ -190,7 +192,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     }
     ptx::fence_mbarrier_init();
   }
-  const JaggedTile tile = find_tile_narrow<kTileM>(params.matrices.rows, blockIdx.x);
+  constexpr int kShareRows = kTileM / Config::kShares;
+  const JaggedTile tile = find_tile_narrow<kShareRows>(params.matrices.rows, blockIdx.x);
   if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   // Copies do not wait for what only storing needs: of a matrix that does not fit nothing is stored.
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
@@ -203,16 +206,16 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   if (blockIdx.y * each >= pitch) return;
   const int begin = static_cast<int>(blockIdx.y * each);
   const int end = static_cast<int>(min(begin + each, pitch));
-  const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
   const int inner = static_cast<int>(params.inner), steps = (inner + kStepK - 1) / kStepK;
   const int warp = threadIdx.x / 32;
   uint32_t parities = 0;
   __syncthreads();  // the barriers are initialised
 
-  // The columns of a tile from n on, of which 8 kBlocks are computed.
-  const auto multiply_columns = [&](auto num_blocks, int n, int columns) {
+  // The columns of a tile, whose first row is `row`, from n on, of which 8 kBlocks are computed.
+  const auto multiply_columns = [&](auto num_blocks, int64_t row, int n, int columns) {
     constexpr int kBlocks = decltype(num_blocks)::value;
     Slots<Config, kBlocks> slots{shared.ring, shared.full, parities};
+    const int rows = static_cast<int>(min(tile.rows.len - row, int64_t{kTileM}));
     const int x_rows = copied_rows(rows), y_rows = copied_rows(columns);
     // To start a copy takes a thread some hundred cycles: one of each warp starts one, of x or of 64
     // rows of y, the first warp two where y has more than three times as many.
@@ -224,7 +227,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
       const int k = step * kStepK;
       ptx::mbarrier_arrive_expect_tx(full, (x_part + y_part_rows) * Config::kRowBytes);
       if (x_part > 0) {
-        copy_rows(slots.x(slot).data, launch.x, k, tile.rows.begin + tile.row, x_part, full);
+        copy_rows(slots.x(slot).data, launch.x, k, tile.rows.begin + row, x_part, full);
       }
       if (y_part_rows > 0) {
         copy_rows(slots.y(slot).data + y_part * kStepK, launch.y, k, all_columns.begin + n + y_part,
@@ -238,7 +241,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     multiply(sum, slots, steps, start_copies);
     parities = slots.parities;
     if (matrix.fits) {
-      Element* gRows = gOut + matrix.begin + (tile.row + 16 * warp) * pitch;
+      Element* gRows = gOut + matrix.begin + (row + 16 * warp) * pitch;
       shared.bands[warp].store(sum, gRows + n, pitch, rows - 16 * warp, columns);
     }
     shared.bands[warp].end_store();
@@ -246,22 +249,38 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   // Tiles alike, of a multiple of 32 columns.
   const int tiles = (end - begin + Config::kMaxColumns - 1) / Config::kMaxColumns;
   const int width = copied_rows((end - begin + tiles - 1) / tiles);
-  for (int n = begin; n < end; n += width) {
+  const auto multiply_tile = [&](int64_t row, int n, bool follows_another) {
     const int columns = min(end - n, width);
-    if (n > begin) {
+    if (follows_another) {
       ptx::fence_proxy_async();
       __syncthreads();  // the bands have been read, and written before copies replace them
     }
     if (width <= 64) {
-      multiply_columns(std::integral_constant<int, 8>{}, n, columns);
+      multiply_columns(std::integral_constant<int, 8>{}, row, n, columns);
     } else if (width <= 128) {
-      multiply_columns(std::integral_constant<int, 16>{}, n, columns);
+      multiply_columns(std::integral_constant<int, 16>{}, row, n, columns);
     } else if constexpr (Config::kMaxColumns > 128) {
       if (width <= 192) {
-        multiply_columns(std::integral_constant<int, 24>{}, n, columns);
+        multiply_columns(std::integral_constant<int, 24>{}, row, n, columns);
       } else {
-        multiply_columns(std::integral_constant<int, Config::kMaxColumns / 8>{}, n, columns);
+        multiply_columns(std::integral_constant<int, Config::kMaxColumns / 8>{}, row, n, columns);
       }
+    }
+  };
+  if constexpr (Config::kShares == 1) {
+    for (int n = begin; n < end; n += width) multiply_tile(tile.row, n, n > begin);
+  } else {
+    // Tiles of the whole sequence, those of 64 rows after each other.
+    const int64_t all = (tile.rows.len + kTileM - 1) / kTileM * tiles,
+                  shares = (tile.rows.len + kShareRows - 1) / kShareRows,
+                  share = tile.row / kShareRows, first = share * all / shares;
+    const int64_t count = (share + 1) * all / shares - first;
+    int64_t row = first / tiles * kTileM;
+    int n = static_cast<int>(first % tiles) * width;
+    for (int64_t i = 0; i < count; ++i) {
+      multiply_tile(row, n, i > 0);
+      n += width;
+      if (n >= end) n = 0, row += kTileM;
     }
   }
 }
@@ -282,16 +301,19 @@ cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStre
   };
   MatricesWgmmaParams launch_params;
   launch_params.product = params;
-  launch_params.row_tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
+  launch_params.row_tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM / Config::kShares);
   cudaError_t error = encode(launch_params.x, params.x, rows.total, params.x_stride);
   if (error == cudaSuccess) {
     error = encode(launch_params.y, params.y, columns.total, params.y_stride);
   }
   if (error != cudaSuccess) return error;
-  const ColumnSplit split = split_columns(columns.total, kColumnPart, launch_params.row_tiles);
+  const int64_t parts =
+      Config::kShares > 1
+          ? 1
+          : split_columns(columns.total, kColumnPart, launch_params.row_tiles).parts;
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch_overlapping<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
-      params.overlaps, launch_params, {ctas, split.parts}, Config::kThreads,
+      params.overlaps, launch_params, {ctas, parts}, Config::kThreads,
       sizeof(MatricesWgmmaStorage<Config>), stream, kPath<typename Config::Math>);
 }
 
@@ -305,8 +327,13 @@ cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
   const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
   constexpr int64_t kFewColumns = 48;  // on average: short sequences gain from more CTAs
   constexpr int64_t kFewTiles = 1024;
-  const bool is_wide = columns.total > kFewColumns * columns.num_seqs &&
-                       num_tiles(rows.total, rows.num_seqs, Deep::kTileM) >= kFewTiles;
+  const int64_t row_tiles = num_tiles(rows.total, rows.num_seqs, Deep::kTileM);
+  // On average of all rows: the longer ones are as long, or longer.
+  constexpr int64_t kLongRow = 256;
+  if (row_tiles < kFewTiles && params.matrices.capacity >= kLongRow * rows.total) {
+    return launch_config<MatricesWgmmaConfig<Math, true, false, 4>>(params, stream);
+  }
+  const bool is_wide = columns.total > kFewColumns * columns.num_seqs && row_tiles >= kFewTiles;
   return is_wide ? launch_config<MatricesWgmmaConfig<Math, true>>(params, stream)
                  : launch_config<MatricesWgmmaConfig<Math, false>>(params, stream);
 }
