@@ -304,24 +304,28 @@ def test_dense_products_of_many_sequences(transpose: bool, columns: int) -> None
         assert torch.equal(alone, found[rows])
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("which", ["few", "long", "many"])
 @PATH
 @pytest.mark.parametrize("inner", [8, 64, 200])
 @PRECISION
 def test_path_of_matrices(
-    precision: str, inner: int, path: str, many: bool, request: pytest.FixtureRequest
+    precision: str, inner: int, path: str, which: str, request: pytest.FixtureRequest
 ) -> None:
     """Sequences of one tile of columns and of many, any pitch, one step of D and several.
 
-    Where there are many, tiles are wider.
+    Where there are many, tiles are wider. Where there are few with long rows, CTAs share the tiles
+    of a sequence evenly.
     """
     dtype = in_precision(precision, request)
     case = CASES["jagged_jagged_bmm_jagged_out"]
-    layout, keys = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), None
-    if many:
+    layout, keys = Layout((150, 0, 33, 64, 1, 170), base=5, tail=9), None
+    if which == "long":
+        layout = Layout((150, 0, 33, 64, 1, 417, 700, 65), base=5, tail=9)
+        keys = Layout((417, 5, 64, 0, 300, 1000, 449, 33), base=2, tail=3)
+    if which == "many":
         layout = Layout((1, 3, 65, 2, 0, 5, 17, 1, 33, 4, 2, 1) * 86, base=5, tail=9)
         keys = Layout((30, 64, 65, 128, 129, 192, 193, 224, 225, 460, 0, 1) * 86, base=2, tail=3)
-    spec = spec_of(layout, kv_layout=keys, cross=many, D=inner)
+    spec = spec_of(layout, kv_layout=keys, cross=keys is not None, D=inner)
     kernel = f"mma_sync.{precision}"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     kernel = best_path(MATRICES, kernel) if path == "best" else f"{MATRICES}.{kernel}"
