@@ -69,6 +69,21 @@ def test_path_of_array_products(
     assert last_kernel("cuda") == names[not transpose]
 
 
+@pytest.mark.parametrize("length", [700, 1200])
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("columns", [64, 128, 264])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_array_products_of_many_long_sequences(
+    dtype: torch.dtype, columns: int, transpose: bool, length: int
+) -> None:
+    """Longer steps, and tiles of columns that follow each other."""
+    layout = Layout((1, length, 0, 65) * 50, base=5, tail=9)
+    spec = spec_of(layout, N=columns, transpose=transpose)
+    case = CASES["array_jagged_bmm_jagged_out"]
+    case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    judge(case, spec, dtype, CUDA)
+
+
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -304,24 +319,35 @@ def test_dense_products_of_many_sequences(transpose: bool, columns: int) -> None
         assert torch.equal(alone, found[rows])
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @PATH
-@pytest.mark.parametrize("inner", [8, 64, 200])
+@pytest.mark.parametrize(
+    ("which", "inner"),
+    [(which, inner) for which in ("few", "many", "long") for inner in (8, 64, 200)]
+    + [("longest", 264), ("many_long", 264)],
+)
 @PRECISION
 def test_path_of_matrices(
-    precision: str, inner: int, path: str, many: bool, request: pytest.FixtureRequest
+    precision: str, which: str, inner: int, path: str, request: pytest.FixtureRequest
 ) -> None:
     """Sequences of one tile of columns and of many, any pitch, one step of D and several.
 
-    Where there are many, tiles are wider.
+    Where there are many, tiles are wider. Where there are few with long rows, and of large D where
+    there are many, CTAs share the tiles of a sequence evenly; the longest have tiles of 128 rows.
     """
     dtype = in_precision(precision, request)
     case = CASES["jagged_jagged_bmm_jagged_out"]
-    layout, keys = Layout((150, 0, 33, 64, 1, 417), base=5, tail=9), None
-    if many:
+    layout, keys = Layout((150, 0, 33, 64, 1, 170), base=5, tail=9), None
+    if which == "long":
+        layout = Layout((150, 0, 33, 64, 1, 417, 1500, 65, 900), base=5, tail=9)
+        keys = Layout((417, 5, 64, 0, 300, 1000, 1300, 33, 3), base=2, tail=3)
+    if which == "longest":
+        layout = Layout((2000, 0, 2100, 33, 70), base=5, tail=9)
+    if which == "many_long":
+        layout = Layout((700, 690, 1) * 45, base=5, tail=9)
+    if which == "many":
         layout = Layout((1, 3, 65, 2, 0, 5, 17, 1, 33, 4, 2, 1) * 86, base=5, tail=9)
         keys = Layout((30, 64, 65, 128, 129, 192, 193, 224, 225, 460, 0, 1) * 86, base=2, tail=3)
-    spec = spec_of(layout, kv_layout=keys, cross=many, D=inner)
+    spec = spec_of(layout, kv_layout=keys, cross=keys is not None, D=inner)
     kernel = f"mma_sync.{precision}"
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     kernel = best_path(MATRICES, kernel) if path == "best" else f"{MATRICES}.{kernel}"

@@ -1,11 +1,12 @@
 // array_jagged_bmm_jagged_out on wgmma and TMA (compute capability 9.0), 16-bit elements: z_b = A_b
 // y_b, or A_b^T y_b, for each sequence b, f32 sums.
 //
-// Grid: x, one CTA for each virtual tile of 64 rows of the result (prim/jagged.cuh); y, tiles of
-// kTileN of its columns, so that up to 256 of them read A_b once. The four warps are one warpgroup;
-// each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
-// deterministic, and alike in any batch. Tensor cores truncate as they add, at most 2^-23 of the
-// sum for each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
+// Grid: one CTA for each virtual tile of 64 rows of the result (prim/jagged.cuh) and each kTileN of
+// its columns, so that up to 256 of them read A_b once. Those of more columns are the grid's y, or,
+// interleaved, follow each other in x, so that A_b comes from memory once. The four warps are one
+// warpgroup; each owns 16 whole rows. The sum runs over a sequence's rows in order, kStepK at a time:
+// deterministic, and alike in any batch. Tensor cores truncate as they add, at most 2^-23 of the sum for
+// each 16 rows; every kSumDepth rows the sum is added to a rounded one (RoundedSum).
 //
 // y_b comes by TMA. A_b begins at any element and has any pitch, which TMA cannot copy: its lines
 // come as aligned granules by cp.async (gemm/shifted.cuh), and a warp picks its fragments from them
@@ -31,6 +32,7 @@
 #include "cuda/kernels/array_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
+#include "cuda/kernels/gemm/matrices_shape.h"
 #include "cuda/kernels/gemm/raw_lines.cuh"
 #include "cuda/kernels/gemm/shifted.cuh"
 #include "cuda/kernels/prim/element.cuh"
@@ -45,16 +47,18 @@
 namespace jagged_cuda::gemm {
 namespace {
 
-template <typename Element_, int kTileN_, bool kTranspose_>
+// kStepK: where matrices are large, longer steps, of longer lines of A; the sums are the same.
+template <typename Element_, int kTileN_, bool kTranspose_, int kStepK_ = 32, int kSlots_ = 3,
+          int kMinCtas_ = kTileN_ == 256 ? 3 : 4, bool kInterleaved_ = false>
 struct ArrayWgmmaConfig {
   using Element = Element_;
-  static constexpr bool kTranspose = kTranspose_;
+  static constexpr bool kTranspose = kTranspose_, kInterleaved = kInterleaved_;
   static constexpr int kTileM = 64, kTileN = kTileN_;
   static constexpr int kThreads = 128;
   // Chosen by time on an H100 (docs/performance_log.md).
-  static constexpr int kStepK = 32;
-  static constexpr int kSlots = 3;
-  static constexpr int kMinCtas = kTileN == 256 ? 3 : 4;
+  static constexpr int kStepK = kStepK_;
+  static constexpr int kSlots = kSlots_;
+  static constexpr int kMinCtas = kMinCtas_;
 };
 
 template <typename Config>
@@ -75,6 +79,7 @@ struct ArrayWgmmaStorage {
 struct ArrayWgmmaParams {
   CUtensorMap y, y_half;  // boxes of kStepK rows, and half as many, and 64 columns
   ArrayJaggedBmmJaggedOutParams product;
+  uint32_t column_tiles;  // of the result's columns
 };
 
 template <typename Config>
@@ -103,11 +108,13 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     }
     ptx::fence_mbarrier_init();
   }
+  const uint32_t row_tile = Config::kInterleaved ? blockIdx.x / launch.column_tiles : blockIdx.x;
   const JaggedTile tile =
-      find_tile_narrow<kTileM>(kTranspose ? matrices.columns : matrices.rows, blockIdx.x);
+      find_tile_narrow<kTileM>(kTranspose ? matrices.columns : matrices.rows, row_tile);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
-  const int column = blockIdx.y * kTileN;
+  const int column =
+      (Config::kInterleaved ? blockIdx.x % launch.column_tiles : blockIdx.y) * kTileN;
 
   int depth = 0, y_row = 0;
   int64_t pitch = 0;
@@ -237,19 +244,58 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
   }
   if (error != cudaSuccess) return error;
   const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
+  const int64_t column_tiles = (params.columns + Config::kTileN - 1) / Config::kTileN;
+  launch_params.column_tiles = static_cast<uint32_t>(column_tiles);
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
+  const Grid grid = Config::kInterleaved ? Grid{tiles * column_tiles} : Grid{tiles, column_tiles};
+  if (!grid.is_possible()) return cudaErrorNotSupported;
   return launch_overlapping<array_jagged_bmm_jagged_out_wgmma<Config>>(
-      params.overlaps, launch_params,
-      {tiles, (params.columns + Config::kTileN - 1) / Config::kTileN}, Config::kThreads,
-      sizeof(ArrayWgmmaStorage<Config>), stream, kPath<Config>);
+      params.overlaps, launch_params, grid, Config::kThreads, sizeof(ArrayWgmmaStorage<Config>),
+      stream, kPath<Config>);
 }
 
 template <typename Element, bool kTranspose>
 cudaError_t launch_columns(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
-  if (params.columns <= 64)
+  // Which tile is a matter of time alone: the sums are the same. Chosen by time on an H100
+  // (docs/performance_log.md).
+  const MatricesView& matrices = params.matrices;
+  const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
+  const int64_t tiles = num_tiles(rows.total, rows.num_seqs, 64);
+  const MatricesShape shape(matrices.capacity, rows);
+  constexpr int64_t kFewTiles = 1024, kFewestTiles = 192;  // all tiles run at once; most SMs idle
+  constexpr int64_t kLong = 256, kLonger = 640, kLongest = 1024;
+  const bool is_few = tiles < kFewTiles;
+  // Few tiles that are alike end together, and lose where an SM holds fewer of them.
+  const bool is_uneven = !is_few || tiles < kFewestTiles || shape.skew >= 1.2;
+  if (params.columns <= 64) {
+    if (shape.row >= kLong && is_uneven) {
+      return launch_config<ArrayWgmmaConfig<Element, 64, kTranspose, 64>>(params, stream);
+    }
     return launch_config<ArrayWgmmaConfig<Element, 64, kTranspose>>(params, stream);
-  if (params.columns <= 128)
+  }
+  if (params.columns <= 128) {
+    if (shape.row >= kLong && is_few && is_uneven) {
+      return launch_config<ArrayWgmmaConfig<Element, 128, kTranspose, 64, 3, 3>>(params, stream);
+    }
+    if (shape.row >= (kTranspose || is_few ? kLongest : kLong)) {
+      return launch_config<ArrayWgmmaConfig<Element, 128, kTranspose, 64, 2>>(params, stream);
+    }
     return launch_config<ArrayWgmmaConfig<Element, 128, kTranspose>>(params, stream);
+  }
+  if constexpr (!kTranspose) {
+    constexpr int64_t kManyTiles = 1536;
+    if (tiles >= kManyTiles ? shape.row >= kLonger
+                            : is_few && shape.row >= kLong && shape.is_skewed()) {
+      return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose, 64, 2, 2, true>>(params,
+                                                                                       stream);
+    }
+  }
+  constexpr int64_t kInterleavedTiles = 512;
+  if (params.columns > 256 && tiles >= kInterleavedTiles &&
+      !(kTranspose && shape.row >= kLongest)) {
+    return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose, 32, 3, 3, true>>(params,
+                                                                                     stream);
+  }
   return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose>>(params, stream);
 }
 

@@ -5,7 +5,9 @@
 // that write zeros where there is no matrix (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
 // rows. A CTA walks its columns in tiles of up to kMaxColumns, all of them where it can, since then
 // x and y come from L2 once, and D in steps of 128 bytes. Its four warps are one warpgroup; each owns
-// 16 whole rows.
+// 16 whole rows. Where sequences are long, x counts virtual tiles of kTileM / kShares rows instead, and
+// those of a sequence share its tiles evenly: no CTA walks 4,096 columns while others have ended, and
+// those that run at once read the same rows. The longest have two warpgroups, and tiles of 128 rows.
 //
 //     for each tile of columns:
 //         start the copies of as many steps as there are slots
@@ -19,7 +21,7 @@
 //
 // Storing: rows of z_b begin at any element (gemm/ragged_band.cuh).
 //
-// Shared memory: kRingBytes, which hold slots of x [64, 128 bytes] and y [8 kBlocks, 128 bytes], as
+// Shared memory: kRingBytes, which hold slots of x [kTileM, 128 bytes] and y [8 kBlocks, 128 bytes], as
 // many as fit, and once these are read a band of 16 rows for each warp.
 //
 // Barriers: full[slot], on which the bytes of a slot complete; a thread of each warp arrives with
@@ -31,6 +33,7 @@
 // not filled; past D both operands are zeros.
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 #include "cuda/kernels/gemm/matrices.cuh"
+#include "cuda/kernels/gemm/matrices_shape.h"
 #include "cuda/kernels/gemm/ragged_band.cuh"
 #include "cuda/kernels/jagged_jagged_bmm_jagged_out.h"
 #include "cuda/kernels/prim/element.cuh"
@@ -50,23 +53,25 @@ constexpr int kColumnPart = 64;  // a part has a multiple of as many columns
 
 // kWide: all columns of most sequences in one tile. Chosen by time on an H200
 // (docs/performance_log.md).
-template <typename Math_, bool kWide_, bool kDeep_ = false>
+template <typename Math_, bool kWide_, bool kDeep_ = false, int kShares_ = 1, int kGroups_ = 1>
 struct MatricesWgmmaConfig {
   using Math = Math_;
   using Element = typename Math::Element;
   static constexpr bool kWide = kWide_;
-  static constexpr bool kDeep = kDeep_;  // D is more than kRoundedSteps steps
-  static constexpr int kTileM = 64;
-  static constexpr int kRowBytes = 128;  // of a step of D
+  static constexpr bool kDeep = kDeep_;     // D is more than kRoundedSteps steps
+  static constexpr int kGroups = kGroups_;  // warpgroups, of 64 rows each
+  static constexpr int kTileM = 64 * kGroups;
+  static constexpr int kShares = kShares_;  // CTAs for as many rows
+  static constexpr int kRowBytes = 128;     // of a step of D
   static constexpr int kStepK = kRowBytes / sizeof(Element);
   static constexpr int kProductK = 32 / sizeof(Element);  // of one wgmma
   static constexpr int kProducts = kStepK / kProductK;
   static constexpr int kRoundedSteps = kSumDepth / kStepK;
-  static constexpr int kThreads = 128;
+  static constexpr int kThreads = 128 * kGroups, kWarps = kThreads / 32;
   // Two slots of the widest tile, and as many CTAs per SM as fit beside it; in registers too.
-  static constexpr int kMaxColumns = kWide ? 224 : 128;
-  static constexpr int kMinCtas = kWide ? 3 : kDeep ? 3 : 4;
-  static constexpr int kRingBytes = (kWide ? 72 : 54) * 1024;
+  static constexpr int kMaxColumns = kGroups > 1 ? 192 : kWide ? 224 : 128;
+  static constexpr int kMinCtas = kGroups > 1 ? 2 : kWide ? 3 : kDeep ? 3 : 4;
+  static constexpr int kRingBytes = (kGroups > 1 ? 112 : kWide ? 72 : 54) * 1024;
   static constexpr int kMaxSlots = 4;
   static_assert(2 * (kTileM + kMaxColumns) * kRowBytes <= kRingBytes);
 };
@@ -107,9 +112,10 @@ __device__ __forceinline__ void copy_rows(void* shared, const RowBoxes& boxes, i
 // Where the operands of a tile of 8 kBlocks columns lie in the ring.
 template <typename Config, int kBlocks>
 struct Slots {
-  using XTile = WarpgroupTile<typename Config::Element, Config::kTileM, Config::kStepK>;
+  using XTile = WarpgroupTile<typename Config::Element, 64, Config::kStepK>;
   using YTile = WarpgroupTile<typename Config::Element, 8 * kBlocks, Config::kStepK>;
-  static constexpr int kSlotBytes = sizeof(XTile) + sizeof(YTile);
+  static constexpr int kXBytes = Config::kGroups * sizeof(XTile);
+  static constexpr int kSlotBytes = kXBytes + sizeof(YTile);
   static constexpr int kFitting = Config::kRingBytes / kSlotBytes;
   static constexpr int kCount = kFitting < Config::kMaxSlots ? kFitting : Config::kMaxSlots;
   static_assert(kCount >= 2);
@@ -118,11 +124,11 @@ struct Slots {
   uint64_t* full;
   uint32_t parities;  // bit i: of the phase of full[i] that comes next
 
-  __device__ __forceinline__ XTile& x(int slot) const {
-    return *reinterpret_cast<XTile*>(ring + slot * kSlotBytes);
+  __device__ __forceinline__ XTile& x(int slot, int group) const {
+    return reinterpret_cast<XTile*>(ring + slot * kSlotBytes)[group];
   }
   __device__ __forceinline__ YTile& y(int slot) const {
-    return *reinterpret_cast<YTile*>(ring + slot * kSlotBytes + sizeof(XTile));
+    return *reinterpret_cast<YTile*>(ring + slot * kSlotBytes + kXBytes);
   }
   __device__ __forceinline__ void wait(int slot) {
     ptx::mbarrier_wait(full[slot], parities >> slot & 1);
@@ -139,12 +145,14 @@ __device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], Slots<Config,
   using XTile = typename Slots<Config, kBlocks>::XTile;
   using YTile = typename Slots<Config, kBlocks>::YTile;
   RoundedSum<kBlocks> rounded;
+  const int group = Config::kGroups == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 #pragma unroll 1
   for (int step = 0, slot = 0; step < steps; ++step) {
     if (Config::kDeep && step > 0 && step % Config::kRoundedSteps == 0) rounded.add(sum);
     slots.wait(slot);
     ptx::wgmma_fence();
-    const ptx::MatrixDescriptor x = slots.x(slot).descriptor(), y = slots.y(slot).descriptor();
+    const ptx::MatrixDescriptor x = slots.x(slot, group).descriptor(),
+                                y = slots.y(slot).descriptor();
 #pragma unroll
     for (int p = 0; p < Config::kProducts; ++p) {
       const int k = p * Config::kProductK;
@@ -190,7 +198,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     }
     ptx::fence_mbarrier_init();
   }
-  const JaggedTile tile = find_tile_narrow<kTileM>(params.matrices.rows, blockIdx.x);
+  constexpr int kShareRows = kTileM / Config::kShares;
+  const JaggedTile tile = find_tile_narrow<kShareRows>(params.matrices.rows, blockIdx.x);
   if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   // Copies do not wait for what only storing needs: of a matrix that does not fit nothing is stored.
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
@@ -203,20 +212,24 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   if (blockIdx.y * each >= pitch) return;
   const int begin = static_cast<int>(blockIdx.y * each);
   const int end = static_cast<int>(min(begin + each, pitch));
-  const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
   const int inner = static_cast<int>(params.inner), steps = (inner + kStepK - 1) / kStepK;
   const int warp = threadIdx.x / 32;
   uint32_t parities = 0;
   __syncthreads();  // the barriers are initialised
 
-  // The columns of a tile from n on, of which 8 kBlocks are computed.
-  const auto multiply_columns = [&](auto num_blocks, int n, int columns) {
+  // The columns of a tile, whose first row is `row`, from n on, of which 8 kBlocks are computed.
+  const auto multiply_columns = [&](auto num_blocks, int64_t row, int n, int columns) {
     constexpr int kBlocks = decltype(num_blocks)::value;
     Slots<Config, kBlocks> slots{shared.ring, shared.full, parities};
-    const int x_rows = copied_rows(rows), y_rows = copied_rows(columns);
-    // To start a copy takes a thread some hundred cycles: one of each warp starts one, of x or of 64
-    // rows of y, the first warp two where y has more than three times as many.
-    const int x_part = warp == 0 ? x_rows : 0, y_part = (warp + 3) % 4 * 64,
+    const int rows = static_cast<int>(min(tile.rows.len - row, int64_t{kTileM}));
+    constexpr int kWarps = Config::kWarps, kGroups = Config::kGroups;
+    const int group = kGroups == 1 ? 0 : warp;  // whose rows of x this warp copies
+    const int x_rows = copied_rows(kGroups == 1 ? rows : min(max(rows - 64 * group, 0), 64)),
+              y_rows = copied_rows(columns);
+    // To start a copy takes a thread some hundred cycles: one of each warp starts one, of 64 rows of
+    // x or of y, the first warp two where y has more than three times as many as one warpgroup.
+    const int x_part = (kGroups == 1 ? warp == 0 : warp < kGroups) ? x_rows : 0,
+              y_part = (warp + kWarps - kGroups) % kWarps * 64,
               y_part_rows = min(max(y_rows - y_part, 0), 64);
     const auto start_copies = [&](int step, int slot) {
       if (step >= steps) return;
@@ -224,7 +237,8 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
       const int k = step * kStepK;
       ptx::mbarrier_arrive_expect_tx(full, (x_part + y_part_rows) * Config::kRowBytes);
       if (x_part > 0) {
-        copy_rows(slots.x(slot).data, launch.x, k, tile.rows.begin + tile.row, x_part, full);
+        copy_rows(slots.x(slot, group).data, launch.x, k, tile.rows.begin + row + 64 * group,
+                  x_part, full);
       }
       if (y_part_rows > 0) {
         copy_rows(slots.y(slot).data + y_part * kStepK, launch.y, k, all_columns.begin + n + y_part,
@@ -238,7 +252,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     multiply(sum, slots, steps, start_copies);
     parities = slots.parities;
     if (matrix.fits) {
-      Element* gRows = gOut + matrix.begin + (tile.row + 16 * warp) * pitch;
+      Element* gRows = gOut + matrix.begin + (row + 16 * warp) * pitch;
       shared.bands[warp].store(sum, gRows + n, pitch, rows - 16 * warp, columns);
     }
     shared.bands[warp].end_store();
@@ -246,22 +260,38 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   // Tiles alike, of a multiple of 32 columns.
   const int tiles = (end - begin + Config::kMaxColumns - 1) / Config::kMaxColumns;
   const int width = copied_rows((end - begin + tiles - 1) / tiles);
-  for (int n = begin; n < end; n += width) {
+  const auto multiply_tile = [&](int64_t row, int n, bool follows_another) {
     const int columns = min(end - n, width);
-    if (n > begin) {
+    if (follows_another) {
       ptx::fence_proxy_async();
       __syncthreads();  // the bands have been read, and written before copies replace them
     }
     if (width <= 64) {
-      multiply_columns(std::integral_constant<int, 8>{}, n, columns);
+      multiply_columns(std::integral_constant<int, 8>{}, row, n, columns);
     } else if (width <= 128) {
-      multiply_columns(std::integral_constant<int, 16>{}, n, columns);
+      multiply_columns(std::integral_constant<int, 16>{}, row, n, columns);
     } else if constexpr (Config::kMaxColumns > 128) {
       if (width <= 192) {
-        multiply_columns(std::integral_constant<int, 24>{}, n, columns);
-      } else {
-        multiply_columns(std::integral_constant<int, Config::kMaxColumns / 8>{}, n, columns);
+        multiply_columns(std::integral_constant<int, 24>{}, row, n, columns);
+      } else if constexpr (Config::kMaxColumns > 192) {
+        multiply_columns(std::integral_constant<int, Config::kMaxColumns / 8>{}, row, n, columns);
       }
+    }
+  };
+  if constexpr (Config::kShares == 1) {
+    for (int n = begin; n < end; n += width) multiply_tile(tile.row, n, n > begin);
+  } else {
+    // Tiles of the whole sequence, those of 64 rows after each other.
+    const int64_t all = (tile.rows.len + kTileM - 1) / kTileM * tiles,
+                  shares = (tile.rows.len + kShareRows - 1) / kShareRows,
+                  share = tile.row / kShareRows, first = share * all / shares;
+    const int64_t count = (share + 1) * all / shares - first;
+    int64_t row = first / tiles * kTileM;
+    int n = static_cast<int>(first % tiles) * width;
+    for (int64_t i = 0; i < count; ++i) {
+      multiply_tile(row, n, i > 0);
+      n += width;
+      if (n >= end) n = 0, row += kTileM;
     }
   }
 }
@@ -282,16 +312,19 @@ cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStre
   };
   MatricesWgmmaParams launch_params;
   launch_params.product = params;
-  launch_params.row_tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
+  launch_params.row_tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM / Config::kShares);
   cudaError_t error = encode(launch_params.x, params.x, rows.total, params.x_stride);
   if (error == cudaSuccess) {
     error = encode(launch_params.y, params.y, columns.total, params.y_stride);
   }
   if (error != cudaSuccess) return error;
-  const ColumnSplit split = split_columns(columns.total, kColumnPart, launch_params.row_tiles);
+  const int64_t parts =
+      Config::kShares > 1
+          ? 1
+          : split_columns(columns.total, kColumnPart, launch_params.row_tiles).parts;
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch_overlapping<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
-      params.overlaps, launch_params, {ctas, split.parts}, Config::kThreads,
+      params.overlaps, launch_params, {ctas, parts}, Config::kThreads,
       sizeof(MatricesWgmmaStorage<Config>), stream, kPath<typename Config::Math>);
 }
 
@@ -304,9 +337,31 @@ cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
   // Which tile is a matter of time alone: the sums are the same.
   const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
   constexpr int64_t kFewColumns = 48;  // on average: short sequences gain from more CTAs
-  constexpr int64_t kFewTiles = 1024;
-  const bool is_wide = columns.total > kFewColumns * columns.num_seqs &&
-                       num_tiles(rows.total, rows.num_seqs, Deep::kTileM) >= kFewTiles;
+  constexpr int64_t kFewTiles = 1024, kFewestTiles = 192;
+  const int64_t row_tiles = num_tiles(rows.total, rows.num_seqs, Deep::kTileM);
+  const bool is_few = row_tiles < kFewTiles;
+  // Long sequences are shared where this was faster on an H100 (docs/performance_log.md). A few rows
+  // with many columns are not: their columns are the grid's y.
+  constexpr int64_t kLong = 300, kLongest = 1024;        // columns
+  constexpr int64_t kEnough = 1 << 21, kMany = 1 << 23;  // elements
+  const MatricesShape shape(params.matrices.capacity, rows);
+  if (shape.row >= kLong && params.matrices.capacity >= kEnough &&
+      columns.total <= 2 * rows.total) {
+    const int64_t row_bytes = params.inner * static_cast<int64_t>(sizeof(typename Math::Element));
+    const bool is_longest = shape.row >= kLongest && params.matrices.capacity >= kMany;
+    if (is_longest && params.inner >= 256) {
+      return launch_config<MatricesWgmmaConfig<Math, true, false, 8, 2>>(params, stream);
+    }
+    if ((shape.is_skewed() && row_tiles < 2 * kFewTiles) ||
+        (row_bytes >= 1024 && row_tiles >= kFewestTiles) ||
+        (is_longest && (is_few || row_bytes >= 256))) {
+      return launch_config<MatricesWgmmaConfig<Math, true, false, 4>>(params, stream);
+    }
+    if (row_bytes >= 512 && !is_few) {
+      return launch_config<MatricesWgmmaConfig<Math, true, false, 2>>(params, stream);
+    }
+  }
+  const bool is_wide = columns.total > kFewColumns * columns.num_seqs && !is_few;
   return is_wide ? launch_config<MatricesWgmmaConfig<Math, true>>(params, stream)
                  : launch_config<MatricesWgmmaConfig<Math, false>>(params, stream);
 }
