@@ -158,7 +158,7 @@ _LENGTHS = (0, 1, 31, 33, 130, 700, 0, 2500)
 @pytest.mark.parametrize("columns", [1, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_softmax_of_many_sequences(dtype: torch.dtype, columns: int, repeats: int) -> None:
-    """Large batches share their CTAs out otherwise: the same bits as of a small one."""
+    """The same bits as of a few sequences."""
     lengths = (0, 1, 31, 33, 130, 900, 0, 67)
 
     def of(x: torch.Tensor, seqs: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

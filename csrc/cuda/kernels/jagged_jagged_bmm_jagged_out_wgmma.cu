@@ -281,7 +281,7 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
   if constexpr (Config::kShares == 1) {
     for (int n = begin; n < end; n += width) multiply_tile(tile.row, n, n > begin);
   } else {
-    // Tiles of the whole sequence, those of 64 rows after each other.
+    // Tiles of the whole sequence, those of the same kTileM rows after each other.
     const int64_t all = (tile.rows.len + kTileM - 1) / kTileM * tiles,
                   shares = (tile.rows.len + kShareRows - 1) / kShareRows,
                   share = tile.row / kShareRows, first = share * all / shares;
