@@ -51,20 +51,23 @@ NVCC_FLAGS = ("-O1", *COMMON_FLAGS, *SHOWN, "-Xcompiler=-fvisibility=hidden")
 # needed, so that neither libc10 nor libtorch_python, which `load` names, becomes a dependency.
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-lstdc++")
 LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
-# What the names of the files begin with that take longest to compile, longest first: 33 to 12 s of
-# one core. Started late, one of them would keep all others waiting.
-LONGEST = (
+# What the names of the files begin with that take longest to compile, longest first, with what they
+# are joined with: 27 to 9 s of one core. Started late, one of them would keep all others waiting.
+# Those of ALONE are joined with nothing.
+ALONE = (
     *("jagged2_softmax", "ranged_forward_", "backward_", "target_", "long_", "ranged_backward_"),
-    *("forward_", "few", "jagged_dense_bmm", "tiny", "fma", "wide", "tf32_"),
+    "forward_",
 )
+LONGEST = (*ALONE, "tf32_", "tiny", "few", "wide", "fma", "jagged_dense_bmm")
 # Reading headers, of torch or of CUDA, takes most of the time of a short file: several are compiled
 # as one that includes them. Of C++, so many of a folder, but for those of instruction sets; of
-# kernels the groups here, 1 to 9 s of one core each. No file with dynamic shared memory is beside
+# kernels the groups here, 1 to 25 s of one core each. No file with dynamic shared memory is beside
 # one with kernels that have none: its alignment would round up their static shared memory.
 JOINED_CPP = 16
 JOINED_KERNELS = (
     ("array_jagged_bmm_jagged_out", "jagged_mean"),
     ("bias_sums", "check_offsets", "hopper", "hstu_key_ranges", "launch"),
+    ("few", "short", "wide"),
     ("jagged_broadcast", "jagged_take", "jagged_to_padded", "padded_to_jagged"),
     ("jagged_concat", "jagged_sum"),
     ("jagged_dense_add", "jagged_dense_mul", "matrix_offsets"),
@@ -73,6 +76,8 @@ JOINED_KERNELS = (
     ("jagged_index_select", "jagged_sessionize", "jagged_slice", "padded_heads"),
     ("jagged_positions", "jagged_target_attention"),
     ("jagged_select", "jagged_topk"),
+    ("tf32_backward", "tf32_forward", "tf32_long"),
+    ("tiny", "tiny_wide"),
 )
 BUILDING = "building"  # a file that lies in a folder while a library is compiled there
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl")

@@ -292,7 +292,7 @@ def test_each_source_is_compiled_once_and_the_long_ones_alone() -> None:
         for group in groups:
             assert len({path.suffix for path in group}) == 1
             kernels = [path.name for path in group if path.suffix == ".cu"]
-            assert len(group) == 1 or not any(n.startswith(_build.LONGEST) for n in kernels)
+            assert len(group) == 1 or not any(n.startswith(_build.ALONE) for n in kernels)
     names = [path.stem for path in _build.library_sources(CSRC, "_C_cuda") if path.suffix == ".cu"]
     assert {name for group in _build.JOINED_KERNELS for name in group} <= set(names)
 

@@ -49,10 +49,10 @@ namespace {
 
 // kStepK: where matrices are large, longer steps, of longer lines of A; the sums are the same.
 template <typename Element_, int kTileN_, bool kTranspose_, int kStepK_ = 32, int kSlots_ = 3,
-          int kMinCtas_ = kTileN_ == 256 ? 3 : 4, bool kInterleaved_ = false>
+          int kMinCtas_ = kTileN_ == 256 ? 3 : 4>
 struct ArrayWgmmaConfig {
   using Element = Element_;
-  static constexpr bool kTranspose = kTranspose_, kInterleaved = kInterleaved_;
+  static constexpr bool kTranspose = kTranspose_;
   static constexpr int kTileM = 64, kTileN = kTileN_;
   static constexpr int kThreads = 128;
   // Chosen by time on an H100 (docs/performance_log.md).
@@ -79,7 +79,7 @@ struct ArrayWgmmaStorage {
 struct ArrayWgmmaParams {
   CUtensorMap y, y_half;  // boxes of kStepK rows, and half as many, and 64 columns
   ArrayJaggedBmmJaggedOutParams product;
-  uint32_t column_tiles;  // of the result's columns
+  uint32_t interleaved;  // tiles of the result's columns that follow each other in x
 };
 
 template <typename Config>
@@ -108,13 +108,12 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void array_jagged_bmm_jagg
     }
     ptx::fence_mbarrier_init();
   }
-  const uint32_t row_tile = Config::kInterleaved ? blockIdx.x / launch.column_tiles : blockIdx.x;
+  const uint32_t row_tile = blockIdx.x / launch.interleaved;
   const JaggedTile tile =
       find_tile_narrow<kTileM>(kTranspose ? matrices.columns : matrices.rows, row_tile);
   if (tile.row >= tile.rows.len) return;
   const int rows = static_cast<int>(min(tile.rows.len - tile.row, int64_t{kTileM}));
-  const int column =
-      (Config::kInterleaved ? blockIdx.x % launch.column_tiles : blockIdx.y) * kTileN;
+  const int column = (blockIdx.x % launch.interleaved + blockIdx.y) * kTileN;
 
   int depth = 0, y_row = 0;
   int64_t pitch = 0;
@@ -221,7 +220,8 @@ constexpr PathName kPath =
     ".wgmma." + kElementName<typename Config::Element>;
 
 template <typename Config>
-cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStream_t stream,
+                          bool interleaves = false) {
   using YTile = typename ArrayWgmmaStorage<Config>::YTile;
   constexpr bool kTranspose = Config::kTranspose;
   const MatricesView& matrices = params.matrices;
@@ -245,9 +245,9 @@ cudaError_t launch_config(const ArrayJaggedBmmJaggedOutParams& params, cudaStrea
   if (error != cudaSuccess) return error;
   const OffsetsView& rows = kTranspose ? matrices.columns : matrices.rows;
   const int64_t column_tiles = (params.columns + Config::kTileN - 1) / Config::kTileN;
-  launch_params.column_tiles = static_cast<uint32_t>(column_tiles);
+  launch_params.interleaved = interleaves ? static_cast<uint32_t>(column_tiles) : 1;
   const int64_t tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM);
-  const Grid grid = Config::kInterleaved ? Grid{tiles * column_tiles} : Grid{tiles, column_tiles};
+  const Grid grid = interleaves ? Grid{tiles * column_tiles} : Grid{tiles, column_tiles};
   if (!grid.is_possible()) return cudaErrorNotSupported;
   return launch_overlapping<array_jagged_bmm_jagged_out_wgmma<Config>>(
       params.overlaps, launch_params, grid, Config::kThreads, sizeof(ArrayWgmmaStorage<Config>),
@@ -286,17 +286,14 @@ cudaError_t launch_columns(const ArrayJaggedBmmJaggedOutParams& params, cudaStre
     constexpr int64_t kManyTiles = 1536;
     if (tiles >= kManyTiles ? shape.row >= kLonger
                             : is_few && shape.row >= kLong && shape.is_skewed()) {
-      return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose, 64, 2, 2, true>>(params,
-                                                                                       stream);
+      return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose, 64, 2, 2>>(params, stream,
+                                                                                 true);
     }
   }
   constexpr int64_t kInterleavedTiles = 512;
-  if (params.columns > 256 && tiles >= kInterleavedTiles &&
-      !(kTranspose && shape.row >= kLongest)) {
-    return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose, 32, 3, 3, true>>(params,
-                                                                                     stream);
-  }
-  return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose>>(params, stream);
+  const bool interleaves =
+      params.columns > 256 && tiles >= kInterleavedTiles && !(kTranspose && shape.row >= kLongest);
+  return launch_config<ArrayWgmmaConfig<Element, 256, kTranspose>>(params, stream, interleaves);
 }
 
 template <typename Element>

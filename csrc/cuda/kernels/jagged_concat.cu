@@ -128,10 +128,9 @@ __global__ __launch_bounds__(kThreads, kConcatCtas) void jagged_concat_kernel(
       (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * (kNumbers ? kLaneUnits * kRows : kRows);
   const int64_t left = params.rows - begin;
   if (left <= 0 || params.row_units == 0) return;
-  Segment segment = rows::segment_of_row(joined, begin);
   if constexpr (kNumbers) {
     Place places[kLaneUnits];
-    rows::find_places(joined, begin, segment, places);
+    rows::find_places(joined, begin, places);
     const int first = threadIdx.x % 32 * kLaneUnits;
     Unit units[kLaneUnits];
 #pragma unroll
@@ -142,7 +141,7 @@ __global__ __launch_bounds__(kThreads, kConcatCtas) void jagged_concat_kernel(
     store_units(static_cast<Unit*>(params.out) + begin + first, units, left - first);
   } else {
     Place place[1];
-    rows::find_places(joined, begin, segment, place);
+    rows::find_places(joined, begin, place);
     rows::copy_found_rows(
         find_row<Unit>(joined, place[0]), static_cast<Unit*>(params.out) + begin * params.row_units,
         left < kRows ? static_cast<int>(left) : kRows, params.row_units, launch.lanes_log2);
@@ -196,13 +195,11 @@ __global__ __launch_bounds__(kThreads, kConcatCtas) void jagged_concat_backward_
   const int64_t begin = warp * own_rows, left = own.offsets.total - begin;
   const int lane = threadIdx.x % 32;
   const bool is_dense = own.offsets.data == nullptr;
-  Segment segment{};
-  if (!is_dense) segment = rows::segment_of_row(own.offsets, begin);
   const Unit* gGrad = static_cast<const Unit*>(params.grad_out);
   if constexpr (kNumbers) {
     const int first = lane * kLaneUnits;
     Place places[kLaneUnits];
-    if (!is_dense) rows::find_places(own.offsets, begin, segment, places);
+    if (!is_dense) rows::find_places(own.offsets, begin, places);
     Unit units[kLaneUnits];
 #pragma unroll
     for (int i = 0; i < kLaneUnits; ++i) {
@@ -217,7 +214,7 @@ __global__ __launch_bounds__(kThreads, kConcatCtas) void jagged_concat_backward_
     if (is_dense) {
       place[0] = dense_place(joined, own, begin + lane);
     } else {
-      rows::find_places(own.offsets, begin, segment, place);
+      rows::find_places(own.offsets, begin, place);
     }
     const int64_t from = joined_row(joined, part, begin + lane, place[0]);
     rows::copy_found_rows(from < 0 ? nullptr : gGrad + from * params.stride,

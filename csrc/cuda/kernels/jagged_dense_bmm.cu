@@ -136,14 +136,16 @@ __global__ __launch_bounds__(kThreadsF64) void jagged_dense_bmm_f64_kernel(
     const double sum = multiply_f64({gX, params.x_stride, 1}, {gY + n * along_n, along_k, along_n},
                                     rows, params.columns - n, depth);
     if (row < rows && n + column < params.columns) {
-      double result = 0.0;
+      double result[1] = {};
       if (tile.seq >= 0) {
         const double* gBias = static_cast<const double*>(params.bias);
         const double bias =
             gBias != nullptr ? gBias[tile.seq * params.bias_stride + n + column] : 0.0;
-        result = activate(sum + bias, params.activation);
+        result[0] = sum + bias;
+        activate(result, params.activation);
       }
-      static_cast<double*>(params.out)[(global_row + row) * params.columns + n + column] = result;
+      static_cast<double*>(params.out)[(global_row + row) * params.columns + n + column] =
+          result[0];
     }
   }
 }

@@ -21,8 +21,8 @@
 // more at once.
 //
 // Shared memory: kStages stages of x [kTileM, 64] and y [64, kTileN] (y with stride 1 along D:
-// [kTileN, 64]); a band [16, kTileN] for each warp that multiplies; what the fillers know of a tile,
-// beside its first stage. 89, 97 and 209 KiB for kTileN = 64, 128 and 256.
+// [kTileN, 64]); a band [16, kTileN] for each warp that multiplies, which has the tile's biases first;
+// what the fillers know of a tile, beside its first stage. 89, 97 and 209 KiB for kTileN = 64, 128 and 256.
 //
 // Barriers: full[stage], on which the bytes of a stage complete; each filler arrives, all threads that
 // multiply wait. empty[stage]: all these arrive when they have read the stage, each filler waits.
@@ -148,6 +148,7 @@ __device__ __forceinline__ void copy_y(DenseWgmmaStorage<Config>& shared,
 template <typename Config>
 __device__ __forceinline__ void fill(DenseWgmmaStorage<Config>& shared,
                                      const DenseWgmmaLaunch& launch, int filler) {
+  using Element = typename Config::Element;
   const JaggedDenseBmmParams& params = launch.product;
   const uint32_t lane = threadIdx.x % 32;
   typename Ring<Config::kStages>::Position position;  // of the first lane
@@ -185,6 +186,10 @@ __device__ __forceinline__ void fill(DenseWgmmaStorage<Config>& shared,
             copy_y(shared, launch, stage, task, k);
           }
         }
+      }
+      if (filler == 1 && params.bias != nullptr && task.seq >= 0 && lane * 64 < task.columns) {
+        ptx::prefetch_l2(static_cast<const Element*>(params.bias) + task.seq * params.bias_stride +
+                         task.column + lane * 64);
       }
       __syncwarp();
     }
@@ -230,38 +235,58 @@ __device__ __forceinline__ void start_product(float (&sum)[Config::kTileN / 8][4
   }
 }
 
-// Applies bias and activation to a warp's sums, of which `columns` columns exist: 32 columns at a
-// time, after which the next ones take their place, so that the code of the activations stands once.
+// Brings the biases of `columns` columns, a multiple of 8 and at most 256, to a warp's shared memory.
+template <typename Element>
+__device__ __forceinline__ void load_biases(Element* sBiases, const Element* gBiases, int columns) {
+  const int column = threadIdx.x % 32 * 8;
+  if (column < columns) {
+    if (reinterpret_cast<uintptr_t>(gBiases) % 16 == 0) {
+      *reinterpret_cast<uint4*>(sBiases + column) =
+          *reinterpret_cast<const uint4*>(gBiases + column);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sBiases[column + i] = gBiases[column + i];
+    }
+  }
+  __syncwarp();
+}
+
 template <typename Element, int kBlocks>
-__device__ __forceinline__ void apply_to_sums(float (&sum)[kBlocks][4],
-                                              const Epilogue<Element>& epilogue, int columns) {
+__device__ __forceinline__ void add_biases(float (&sum)[kBlocks][4], const Element* sBiases) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const auto two =
+        *reinterpret_cast<const Vector<Element, 2>*>(sBiases + block * 8 + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[block][i] += to_sum(two.elems[i % 2]);
+  }
+  __syncwarp();  // their place is free
+}
+
+// Applies an activation to a warp's sums, 32 columns at a time, after which the next ones take their
+// place, so that the code of all but the shortest stands once.
+template <int kBlocks>
+__device__ __forceinline__ void activate_sums(float (&sum)[kBlocks][4], Activation activation) {
   constexpr int kFront = 4;
+  if (activation == Activation::kRelu) {
+#pragma unroll
+    for (int i = 0; i < kBlocks * 4; ++i) {
+      sum[i / 4][i % 4] = activate<Activation::kRelu>(sum[i / 4][i % 4]);
+    }
+    return;
+  }
 #pragma unroll 1
   for (int first = 0; first < kBlocks; first += kFront) {
+    float front[kFront * 4];
 #pragma unroll
-    for (int block = 0; block < kFront; ++block) {
+    for (int i = 0; i < kFront * 4; ++i) front[i] = sum[i / 4][i % 4];
+    activate(front, activation);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = (first + block) * 8 + threadIdx.x % 4 * 2 + c;
-        float bias = 0.0f;
-        if (epilogue.bias != nullptr && column < columns) bias = to_sum(epilogue.bias[column]);
-        sum[block][c] = activate(sum[block][c] + bias, epilogue.activation);
-        sum[block][2 + c] = activate(sum[block][2 + c] + bias, epilogue.activation);
-      }
+    for (int i = 0; i < (kBlocks - kFront) * 4; ++i) {
+      sum[i / 4][i % 4] = sum[kFront + i / 4][i % 4];
     }
-    if constexpr (kBlocks > kFront) {
-      float front[kFront][4];
 #pragma unroll
-      for (int i = 0; i < kFront * 4; ++i) front[i / 4][i % 4] = sum[i / 4][i % 4];
-#pragma unroll
-      for (int i = 0; i < (kBlocks - kFront) * 4; ++i) {
-        sum[i / 4][i % 4] = sum[kFront + i / 4][i % 4];
-      }
-#pragma unroll
-      for (int i = 0; i < kFront * 4; ++i) {
-        sum[kBlocks - kFront + i / 4][i % 4] = front[i / 4][i % 4];
-      }
-    }
+    for (int i = 0; i < kFront * 4; ++i) sum[kBlocks - kFront + i / 4][i % 4] = front[i];
   }
 }
 
@@ -352,16 +377,19 @@ __device__ __forceinline__ void multiply(DenseWgmmaStorage<Config>& shared,
       last = position.advance();
       start_product<Config>(sum, shared, last, warpgroup, params.y_along_inner);
     }
+    const Element* gBiases = static_cast<const Element*>(params.bias);  // [B, N] or null
+    Element* sBiases = reinterpret_cast<Element*>(&shared.bands[warp]);
+    if (gBiases != nullptr) {  // on their way while the product ends
+      load_biases(sBiases, gBiases + task.seq * params.bias_stride + task.column, task.columns);
+    }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(sum);
     shared.ring.release(last);
     rounded.finish(sum);
     if (task.rows <= own_row) continue;
 
-    const Element* gBias = static_cast<const Element*>(params.bias);  // [B, N] or null
-    if (gBias != nullptr) gBias += task.seq * params.bias_stride + task.column;
-    const Epilogue<Element> epilogue{gBias, params.activation};
-    if (epilogue.exists()) apply_to_sums(sum, epilogue, task.columns);
+    if (gBiases != nullptr) add_biases(sum, sBiases);
+    if (params.activation != Activation::kNone) activate_sums(sum, params.activation);
     store_sums(sum, shared.bands[warp], gOut + own_row * params.columns, params.columns,
                task.rows - own_row, task.columns);
   }

@@ -5,7 +5,7 @@
 // that write zeros where there is no matrix (gemm/matrices.cuh); y, parts of the sequence's columns, more than one only where there are few
 // rows. A CTA walks its columns in tiles of up to kMaxColumns, all of them where it can, since then
 // x and y come from L2 once, and D in steps of 128 bytes. Its four warps are one warpgroup; each owns
-// 16 whole rows. Where sequences are long, x counts virtual tiles of kTileM / kShares rows instead, and
+// 16 whole rows. Where sequences are long, x counts virtual tiles of fewer rows instead, *shares*, and
 // those of a sequence share its tiles evenly: no CTA walks 4,096 columns while others have ended, and
 // those that run at once read the same rows. The longest have two warpgroups, and tiles of 128 rows.
 //
@@ -53,7 +53,7 @@ constexpr int kColumnPart = 64;  // a part has a multiple of as many columns
 
 // kWide: all columns of most sequences in one tile. Chosen by time on an H200
 // (docs/performance_log.md).
-template <typename Math_, bool kWide_, bool kDeep_ = false, int kShares_ = 1, int kGroups_ = 1>
+template <typename Math_, bool kWide_, bool kDeep_ = false, bool kShared_ = false, int kGroups_ = 1>
 struct MatricesWgmmaConfig {
   using Math = Math_;
   using Element = typename Math::Element;
@@ -61,8 +61,8 @@ struct MatricesWgmmaConfig {
   static constexpr bool kDeep = kDeep_;     // D is more than kRoundedSteps steps
   static constexpr int kGroups = kGroups_;  // warpgroups, of 64 rows each
   static constexpr int kTileM = 64 * kGroups;
-  static constexpr int kShares = kShares_;  // CTAs for as many rows
-  static constexpr int kRowBytes = 128;     // of a step of D
+  static constexpr bool kShared = kShared_;  // in shares
+  static constexpr int kRowBytes = 128;      // of a step of D
   static constexpr int kStepK = kRowBytes / sizeof(Element);
   static constexpr int kProductK = 32 / sizeof(Element);  // of one wgmma
   static constexpr int kProducts = kStepK / kProductK;
@@ -97,6 +97,7 @@ struct MatricesWgmmaParams {
   RowBoxes x, y;
   JaggedJaggedBmmJaggedOutParams product;
   int64_t row_tiles;
+  int share_log2;  // rows of a share
 };
 
 // Rows by 32, as copies bring them.
@@ -198,8 +199,9 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
     }
     ptx::fence_mbarrier_init();
   }
-  constexpr int kShareRows = kTileM / Config::kShares;
-  const JaggedTile tile = find_tile_narrow<kShareRows>(params.matrices.rows, blockIdx.x);
+  const JaggedTile tile =
+      Config::kShared ? find_tile_narrow(params.matrices.rows, blockIdx.x, launch.share_log2)
+                      : find_tile_narrow<kTileM>(params.matrices.rows, blockIdx.x);
   if (tile.seq < 0 || tile.row >= tile.rows.len) return;
   // Copies do not wait for what only storing needs: of a matrix that does not fit nothing is stored.
   const Matrix matrix = find_matrix(params.matrices, tile.seq);
@@ -278,13 +280,13 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
       }
     }
   };
-  if constexpr (Config::kShares == 1) {
+  if constexpr (!Config::kShared) {
     for (int n = begin; n < end; n += width) multiply_tile(tile.row, n, n > begin);
   } else {
     // Tiles of the whole sequence, those of the same kTileM rows after each other.
     const int64_t all = (tile.rows.len + kTileM - 1) / kTileM * tiles,
-                  shares = (tile.rows.len + kShareRows - 1) / kShareRows,
-                  share = tile.row / kShareRows, first = share * all / shares;
+                  shares = ((tile.rows.len - 1) >> launch.share_log2) + 1,
+                  share = tile.row >> launch.share_log2, first = share * all / shares;
     const int64_t count = (share + 1) * all / shares - first;
     int64_t row = first / tiles * kTileM;
     int n = static_cast<int>(first % tiles) * width;
@@ -299,8 +301,10 @@ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_jagged_bmm_jag
 template <typename Math>
 constexpr PathName kPath = PathName("cuda.jagged_jagged_bmm_jagged_out.wgmma.") + Math::kName;
 
+// share_log2: of the rows of a share, where the tiles are in shares.
 template <typename Config>
-cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream) {
+cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStream_t stream,
+                          int share_log2 = 0) {
   const OffsetsView &rows = params.matrices.rows, &columns = params.matrices.columns;
   const auto encode = [&](RowBoxes& boxes, const void* data, int64_t count, int64_t stride) {
     // A tensor without rows is never copied from, but its map must be valid.
@@ -312,16 +316,17 @@ cudaError_t launch_config(const JaggedJaggedBmmJaggedOutParams& params, cudaStre
   };
   MatricesWgmmaParams launch_params;
   launch_params.product = params;
-  launch_params.row_tiles = num_tiles(rows.total, rows.num_seqs, Config::kTileM / Config::kShares);
+  launch_params.share_log2 = share_log2;
+  launch_params.row_tiles =
+      num_tiles(rows.total, rows.num_seqs, Config::kShared ? 1 << share_log2 : Config::kTileM);
   cudaError_t error = encode(launch_params.x, params.x, rows.total, params.x_stride);
   if (error == cudaSuccess) {
     error = encode(launch_params.y, params.y, columns.total, params.y_stride);
   }
   if (error != cudaSuccess) return error;
   const int64_t parts =
-      Config::kShares > 1
-          ? 1
-          : split_columns(columns.total, kColumnPart, launch_params.row_tiles).parts;
+      Config::kShared ? 1
+                      : split_columns(columns.total, kColumnPart, launch_params.row_tiles).parts;
   const int64_t ctas = launch_params.row_tiles + num_zero_ctas(params.matrices.capacity);
   return launch_overlapping<jagged_jagged_bmm_jagged_out_wgmma<Config>>(
       params.overlaps, launch_params, {ctas, parts}, Config::kThreads,
@@ -342,6 +347,7 @@ cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
   const bool is_few = row_tiles < kFewTiles;
   // Long sequences are shared where this was faster on an H100 (docs/performance_log.md). A few rows
   // with many columns are not: their columns are the grid's y.
+  constexpr int kRows16 = 4, kRows32 = 5;                // log2 of a share's
   constexpr int64_t kLong = 300, kLongest = 1024;        // columns
   constexpr int64_t kEnough = 1 << 21, kMany = 1 << 23;  // elements
   const MatricesShape shape(params.matrices.capacity, rows);
@@ -350,15 +356,16 @@ cudaError_t launch_math(const JaggedJaggedBmmJaggedOutParams& params, cudaStream
     const int64_t row_bytes = params.inner * static_cast<int64_t>(sizeof(typename Math::Element));
     const bool is_longest = shape.row >= kLongest && params.matrices.capacity >= kMany;
     if (is_longest && params.inner >= 256) {
-      return launch_config<MatricesWgmmaConfig<Math, true, false, 8, 2>>(params, stream);
+      return launch_config<MatricesWgmmaConfig<Math, true, false, true, 2>>(params, stream,
+                                                                            kRows16);
     }
     if ((shape.is_skewed() && row_tiles < 2 * kFewTiles) ||
         (row_bytes >= 1024 && row_tiles >= kFewestTiles) ||
         (is_longest && (is_few || row_bytes >= 256))) {
-      return launch_config<MatricesWgmmaConfig<Math, true, false, 4>>(params, stream);
+      return launch_config<MatricesWgmmaConfig<Math, true, false, true>>(params, stream, kRows16);
     }
     if (row_bytes >= 512 && !is_few) {
-      return launch_config<MatricesWgmmaConfig<Math, true, false, 2>>(params, stream);
+      return launch_config<MatricesWgmmaConfig<Math, true, false, true>>(params, stream, kRows32);
     }
   }
   const bool is_wide = columns.total > kFewColumns * columns.num_seqs && !is_few;

@@ -63,9 +63,8 @@ __global__ __launch_bounds__(kThreads, 8) void positions_kernel(
   const bool from_end = params.from_end;
   // Without targets, and from the beginning, a row's place is its position.
   const bool needs_len = from_end || params.targets.data != nullptr || params.targets.same != 0;
-  Segment segment = rows::segment_of_row(offsets, begin);
   rows::Place places[kLaneRows];
-  rows::find_places(offsets, begin, segment, places);
+  rows::find_places(offsets, begin, places);
   int32_t positions[kLaneRows];
 #pragma unroll
   for (int i = 0; i < kLaneRows; ++i) {

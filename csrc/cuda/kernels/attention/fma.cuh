@@ -195,21 +195,51 @@ struct SeenKeys {
   }
 };
 
-// Scores become logits: rows are queries from `row` on, of which the tile has `rows`, columns are
-// keys from `key` on, out of `keys`.
+// Calls visit(s[i][j], i, j) for one score after another. The loop over 16 of them stays one, at the
+// first place of registers that move on: unrolled, with what a bucket takes for every score, it was most
+// of a kernel.
+template <typename Config, typename Visit>
+__device__ __forceinline__ void for_each_in_turn(ScoreTile<Config>& s, Visit visit) {
+  constexpr int kEach = Config::kPerThread, kScores = kEach * kEach;
+#pragma unroll kScores> 4 ? 1 : kScores
+  for (int n = 0; n < kScores; ++n) {
+    visit(s[0][0], n / kEach, n % kEach);
+    const typename Config::T first = s[0][0];
+#pragma unroll
+    for (int m = 1; m < kScores; ++m) {
+      s[(m - 1) / kEach][(m - 1) % kEach] = s[m / kEach][m % kEach];
+    }
+    s[kEach - 1][kEach - 1] = first;
+  }
+}
+
+// Scores become logits: scale s[i][j] and, where there are biases, bias_of(i, j).
+template <typename Config, typename BiasOf>
+__device__ __forceinline__ void add_biases(ScoreTile<Config>& s, typename Config::T scale, bool any,
+                                           BiasOf bias_of) {
+  using T = typename Config::T;
+  if (any) {
+    for_each_in_turn<Config>(
+        s, [&](T& score, int i, int j) { score = fma(score, scale, bias_of(i, j)); });
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kPerThread; ++i) {
+#pragma unroll
+    for (int j = 0; j < Config::kPerThread; ++j) s[i][j] *= scale;
+  }
+}
+
+// Rows are queries from `row` on, of which the tile has `rows`, columns are keys from `key` on, out of
+// `keys`.
 template <typename Config>
 __device__ __forceinline__ void add_biases(ScoreTile<Config>& s, typename Config::T scale,
                                            const HeadBias<typename Config::T>& bias, int64_t row,
                                            int rows, int64_t key, int64_t keys, int x, int y) {
-#pragma unroll
-  for (int i = 0; i < Config::kPerThread; ++i) {
-    const int64_t at = row + min(y + Config::kSide * i, rows - 1);
-#pragma unroll
-    for (int j = 0; j < Config::kPerThread; ++j) {
-      s[i][j] *= scale;
-      if (bias.any) s[i][j] += bias.of(at, min(key + x + Config::kSide * j, keys - 1));
-    }
-  }
+  add_biases<Config>(s, scale, bias.any, [&](int i, int j) {
+    return bias.of(row + min(y + Config::kSide * i, rows - 1),
+                   min(key + x + Config::kSide * j, keys - 1));
+  });
 }
 
 template <typename Config>
@@ -372,13 +402,16 @@ __device__ __forceinline__ void backward_dq_of_tile(const AttentionBackwardParam
         const T ds = params.silu ? delta[i] * silu_slope(z, precise_sigmoid(z)) * dp[i][j]
                                  : exp(z - lse[i]) * (dp[i][j] - delta[i]);
         s[i][j] = row < rows && seen.contains(x + Config::kSide * j) ? ds : T(0);
-        if constexpr (kTables) {
-          sums.add(bias, tile.row + min(row, tile_rows - 1),
-                   min(key + x + Config::kSide * j, kv.len - 1), s[i][j]);
-        }
       }
     }
-    if constexpr (!kTables) accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
+    if constexpr (kTables) {
+      for_each_in_turn<Config>(s, [&](T ds, int i, int j) {
+        sums.add(bias, tile.row + min(y + Config::kSide * i, tile_rows - 1),
+                 min(key + x + Config::kSide * j, kv.len - 1), ds);
+      });
+    } else {
+      accumulate<Config>(dq, s, shared.sP, shared.sK, x, y);
+    }
   }
   if constexpr (!kTables) {
     T scales[kPerThread];
@@ -457,6 +490,10 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
       ScoreTile<Config> p, dp;  // transposed: keys by queries
       scores<Config>(p, shared.sK, shared.sQ, x, y);
       scores<Config>(dp, shared.sV, shared.sGradOut, x, y);
+      add_biases<Config>(p, scale, bias.any, [&](int i, int j) {
+        return bias.of(min(query + x + Config::kSide * j, queries.len - 1),
+                       min(tile.row + y + Config::kSide * i, num_keys - 1));
+      });
       T delta[kPerThread];
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
@@ -473,10 +510,7 @@ __global__ __launch_bounds__(Config::kThreads) void backward_dkdv_fma(
           const int64_t key = tile.row + y + Config::kSide * i;
           const VisibleColumns visible(window, key, query, kTile, queries.len);
           const bool seen = visible.contains(column) && (!ranged || ranges.contains(key));
-          T z = p[i][j] * scale;
-          if (bias.any) {
-            z += bias.of(query + (valid ? column : 0), min(key, num_keys - 1));
-          }
+          const T z = p[i][j];
           if (params.silu) {
             const T gate = precise_sigmoid(z);
             p[i][j] = seen ? delta[j] * (z * gate) : T(0);

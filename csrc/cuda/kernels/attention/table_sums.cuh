@@ -164,9 +164,19 @@ struct WarpTableSums {
         PendingSum::add_of_all(times + bucket, sum, lane);
       }
     } else {
+      // One element after another, of all in registers.
+#pragma unroll 1
+      for (int element = 0; element < kSome * 4; ++element) {
+        int bucket = 0;
+        float value = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kSome * 4; ++i)
-        add_by_bucket(times, buckets[block + i / 4][i % 4], ds[0][block + i / 4][i % 4]);
+        for (int i = 0; i < kSome * 4; ++i) {
+          if (i != element) continue;
+          bucket = buckets[block + i / 4][i % 4];
+          value = ds[0][block + i / 4][i % 4];
+        }
+        add_by_bucket(times, bucket, value);
+      }
     }
   }
 

@@ -323,10 +323,28 @@ struct Accumulator {
     }
   }
 
-  // In place of the finished sum.
-  __device__ __forceinline__ void set(int i, int j, int e, float value) {
-    total[i][j][e] = value;
-    if constexpr (Config::Math::kCompensated) small[i][j][e] = 0.0f;
+  // From now on total has the finished sums.
+  __device__ __forceinline__ void finish() {
+    if constexpr (Config::Math::kCompensated) {
+#pragma unroll
+      for (int n = 0; n < Config::kFragmentsM * Config::kFragmentsN * 4; ++n) {
+        const int i = n / (Config::kFragmentsN * 4), j = n / 4 % Config::kFragmentsN;
+        total[i][j][n % 4] = value(i, j, n % 4);
+        small[i][j][n % 4] = 0.0f;
+      }
+    }
+  }
+
+  // Moves the totals of each block of columns to the place before it, and the first to the end.
+  __device__ __forceinline__ void rotate() {
+#pragma unroll
+    for (int n = 0; n < Config::kFragmentsM * 4; ++n) {
+      const int i = n / 4, e = n % 4;
+      const float first = total[i][0][e];
+#pragma unroll
+      for (int j = 0; j + 1 < Config::kFragmentsN; ++j) total[i][j][e] = total[i][j + 1][e];
+      total[i][Config::kFragmentsN - 1][e] = first;
+    }
   }
 
   // The finished sum.

@@ -10,11 +10,11 @@ namespace jagged_cuda {
 
 #ifdef __CUDACC__
 
-// The tile with index `tile`, out of num_tiles(); all 32 lanes of a warp together. The first step looks
-// at 32 segments that follow each other, where the tile's would lie if all were alike: as a rule it is
-// among them.
-template <int kTile>
-__device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile) {
+// The tile with index `tile`, out of num_tiles(), of 2^rows_log2 rows; all 32 lanes of a warp together.
+// The first step looks at 32 segments that follow each other, where the tile's would lie if all were
+// alike: as a rule it is among them.
+__device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile,
+                                                       int rows_log2) {
   const uint32_t lane = threadIdx.x % 32, total = static_cast<uint32_t>(offsets.total),
                  segments = static_cast<uint32_t>(offsets.num_seqs) + 2;
   // The first row of segment `index`, which lies within (0, segments).
@@ -24,7 +24,7 @@ __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offset
   // The first tile of `low` is not behind `tile`, that of `high` is; begin and end are their bounds.
   uint32_t low = 0, high = segments, begin = 0, end = total;
   const float share =
-      __fdividef(static_cast<float>(tile), static_cast<float>(total / kTile + segments));
+      __fdividef(static_cast<float>(tile), static_cast<float>((total >> rows_log2) + segments));
   const uint32_t likely =
       min(static_cast<uint32_t>(share * static_cast<float>(segments)), segments);
   uint32_t base = likely <= 16 ? 0 : likely - 16, step = 1;
@@ -34,7 +34,8 @@ __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offset
     const bool exists = probe < high;
     const uint32_t bound = exists ? bound_of(probe) : total;
     // The lanes before the first that has not passed: with wrong offsets others may follow.
-    const unsigned stopped = ~__ballot_sync(0xffffffffu, exists && bound / kTile + probe <= tile);
+    const unsigned stopped =
+        ~__ballot_sync(0xffffffffu, exists && (bound >> rows_log2) + probe <= tile);
     const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
     const uint32_t first = __shfl_sync(0xffffffffu, bound, passed - 1),
                    last = __shfl_sync(0xffffffffu, bound, passed);
@@ -54,7 +55,13 @@ __device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offset
   const uint32_t len = end > begin ? end - begin : 0;
   return {inside ? static_cast<int64_t>(low) - 1 : -1,
           {static_cast<int64_t>(begin), static_cast<int64_t>(len)},
-          static_cast<int64_t>((tile - (begin / kTile + low)) * kTile)};
+          static_cast<int64_t>((tile - ((begin >> rows_log2) + low)) << rows_log2)};
+}
+
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile) {
+  static_assert((kTile & (kTile - 1)) == 0);
+  return find_tile_narrow(offsets, tile, 31 - __builtin_clz(kTile));
 }
 
 // The same of any tensor.

@@ -118,9 +118,8 @@ __global__ __launch_bounds__(kThreads, kCombineCtas) void combine_kernel(
   const int64_t begin = (blockIdx.x * int64_t{kWarps} + threadIdx.x / 32) * kRows;
   const int64_t left = params.offsets.total - begin;
   if (left <= 0) return;
-  Segment segment = segment_of_row(params.offsets, begin);
   Place place[1];
-  find_places(params.offsets, begin, segment, place);
+  find_places(params.offsets, begin, place);
   const auto [seq, row] = place[0];
   int64_t x_begin = kNothing, y_begin = kNothing;
   if (seq >= 0 && row < params.max_len) {

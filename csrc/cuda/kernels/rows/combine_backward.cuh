@@ -162,9 +162,8 @@ __global__ __launch_bounds__(kThreads, kGradientCtas<Combine>) void combine_back
   tile.first = lane >> launch.lanes_log2;
   tile.step = 32 >> launch.lanes_log2;
   tile.load(params);  // on its way during the search
-  Segment segment = segment_of_row(params.offsets, begin);
   Place place[1];
-  find_places(params.offsets, begin, segment, place);
+  find_places(params.offsets, begin, place);
   const auto [seq, row] = place[0];
   int64_t y_begin = kNothing, grad_y_begin = kNothing;
   if (seq >= 0 && row < params.max_len) {

@@ -54,21 +54,25 @@ __device__ __forceinline__ Segment segment_of_row(const Offsets& offsets, int64_
   return {low, begin, end};
 }
 
-// Lane i gets the places of rows first_row + kEach i to first_row + kEach (i + 1) - 1. `segment` is
-// one that holds first_row or lies before it without rows between; it becomes that of the last row.
-// All lanes of a warp together.
+// Lane i gets the places of rows first_row + kEach i to first_row + kEach (i + 1) - 1. All lanes of a
+// warp together.
 //
-// The lanes load the bounds of the next 32 segments, and each counts those at or before its rows. Are
-// these too few, because many sequences are short, a search goes on behind all that begin where the
-// last of them does: at least one row is gained each time.
+// Behind the segment of the first row the lanes load the bounds of the next 32, and each counts those at
+// or before its rows. Are these too few, because many sequences are short, a search goes on behind all
+// that begin where the last of them does: at least one row is gained each time.
 template <int kEach, typename Offsets>
 __device__ __forceinline__ void find_places(const Offsets& offsets, int64_t first_row,
-                                            Segment& segment, Place (&places)[kEach]) {
+                                            Place (&places)[kEach]) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   constexpr int kSpan = 32 * kEach;
   const int lane = threadIdx.x % 32;
   int64_t index[kEach] = {}, begin[kEach] = {};  // wrong offsets may leave some out
+  int64_t wanted = first_row, before = -1;
+#pragma unroll 1
   while (true) {
+    const Segment segment = segment_of_row(offsets, wanted);
+    if (segment.index <= before) break;  // with wrong offsets alone
+    before = segment.index;
     const int64_t bound = segment_bound(offsets, segment.index + 1 + lane);
     const int64_t ahead = bound - first_row;
     const int place = ahead < 0 ? 0 : (ahead < kSpan ? static_cast<int>(ahead) : kSpan);
@@ -91,14 +95,9 @@ __device__ __forceinline__ void find_places(const Offsets& offsets, int64_t firs
         begin[e] = segment.begin;
       }
     }
-    const int64_t last = __shfl_sync(kAllLanes, bound, 31);
-    if (last >= first_row + kSpan || segment.index + 32 > offsets.num_seqs) break;
-    const Segment next = segment_of_row(offsets, last);
-    if (next.index <= segment.index) break;  // with wrong offsets alone
-    segment = next;
+    wanted = __shfl_sync(kAllLanes, bound, 31);
+    if (wanted >= first_row + kSpan || segment.index + 32 > offsets.num_seqs) break;
   }
-  segment.index = __shfl_sync(kAllLanes, index[kEach - 1], 31);
-  segment.begin = __shfl_sync(kAllLanes, begin[kEach - 1], 31);
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     const int64_t row = first_row + kEach * lane + e;

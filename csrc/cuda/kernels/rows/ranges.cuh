@@ -107,9 +107,8 @@ static __global__ __launch_bounds__(kFillThreads) void fill_index_kernel(
   const int64_t begin = (blockIdx.x * int64_t{kFillThreads / 32} + threadIdx.x / 32) * kFillRows;
   if (begin >= params.total) return;
   const OffsetsView planned{params.planned, params.num_ranges, params.total, params.offsets.wide};
-  Segment segment = segment_of_row(planned, begin);
   Place places[kLaneRows];
-  find_places(planned, begin, segment, places);
+  find_places(planned, begin, places);
   const int64_t first = begin + threadIdx.x % 32 * kLaneRows;
   int64_t rows[kLaneRows];
 #pragma unroll
