@@ -612,6 +612,33 @@ def test_target_attention_is_named(
     assert found.startswith("jagged_target_attention: torch.func.grad, vjp and jacrev are not")
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_target_attention_is_named_where_it_is_compiled(dynamic: bool) -> None:
+    q, x, right = torch.zeros(2, 3, 2, 8), torch.zeros(6, 2, 8), torch.tensor([0, 2, 6])
+
+    def attend(*operands: torch.Tensor) -> Any:
+        bias = torch.zeros(operands[1].shape[0], device=operands[1].device)
+        return jagged_target_attention(*operands, kv_bias=bias)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for operands, text in (
+        ((q[0], x, x, right), "q must be [B, N, H, D], got [3, 2, 8]"),
+        ((q, x, x[None], right), "v must be [6, 2, Dv], got [1, 6, 2, 8]"),
+        ((q, x, x[:3], right), "v must be [6, 2, Dv], got [3, 2, 8]"),
+        ((q, x[..., :4], x, right), "k must be [6, 2, 8], got [6, 2, 4]"),
+        ((q, x.bfloat16(), x, right), "k must be float32, got bfloat16"),
+        ((q, x, x, right[:2]), "offsets must be [3], got [2]"),
+        (
+            (q, *x.repeat(2, 1, 2, 1)[:, :, :3], right),
+            "q must be [B, N, H, D] with H a multiple of 3, got [2, 3, 2, 8]",
+        ),
+    ):
+        torch._dynamo.reset()
+        found = sentence(compiled, *operands)
+        assert f"'jagged_target_attention: {text}'" in found, found
+        assert "jagged_flash_attention" not in found
+
+
 def test_checks_hold_target_attention_to_max_len(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,15 +107,18 @@ def test_compile(case: Case, backend: str, device: str, cross: bool) -> None:
         check(case, sample, found, cotangents)
 
 
-def test_compile_with_sizes_that_only_the_run_knows(device: torch.device) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_compile_with_sizes_that_only_the_run_knows(biased: bool, device: torch.device) -> None:
     """As TorchRec's features have them, and queries made of those."""
 
     def function(counts: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
         rows, queries = counts.tolist()
         x = k.new_ones(rows, 1, 8)
         q = jagged_cuda.jagged_sum(x, offsets)[:, None].expand(-1, queries, -1, -1)
-        return jagged_cuda.jagged_target_attention(q, k, k, offsets)
+        kv_bias = k[:, 0, 0] if biased else None
+        return jagged_cuda.jagged_target_attention(q, k, k, offsets, kv_bias=kv_bias)
 
+    torch._dynamo.reset()
     offsets = torch.tensor([0, 2, 5], device=device)
     k = torch.randn(5, 1, 8, device=device)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

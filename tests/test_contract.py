@@ -65,7 +65,7 @@ def right_call(op: str, sizes: dict[str, Any], optional: bool = True) -> dict[st
         rule = rules.get(argument.name)
         if rule is None:
             value = argument.default_value
-            bounds = [words for words, _ in contract.relations if argument.name in words]
+            bounds = [r.words for r in contract.relations if argument.name in r.words]
             if bounds and isinstance(value, int | None):
                 value = next(int(word) for word in bounds[0] if word.lstrip("-").isdigit())
             arguments[argument.name] = 1.0 if str(argument.type) == "float" else value or 0
@@ -121,7 +121,8 @@ def wrong_tensors(op: str, contract: Contract) -> Iterator[Wrong]:
 
 def wrong_relations(op: str, contract: Contract) -> Iterator[Wrong]:
     """Each relation broken, on each side of it."""
-    for words, unless in contract.relations:
+    for relation in contract.relations:
+        words, unless = relation.words, relation.unless
         check, text = " ".join(words), " ".join(words)
         numbers = [int(word) for word in words if word.lstrip("-").isdigit()]
         if len(words) == 5 and words[1] == "<=":
@@ -220,7 +221,7 @@ def test_whatever_is_changed_both_say_the_same(op: str, device: torch.device) ->
 def test_every_check_of_a_line_is_reached(op: str) -> None:
     """Some call breaks each tensor's rank, dtype, place and sizes, and each relation."""
     _, contract = operators()[op]
-    expected, known = {" ".join(words) for words, _ in contract.relations}, set()
+    expected, known = {" ".join(relation.words) for relation in contract.relations}, set()
     for rule in contract.rules:
         expected |= {f"{rule.name}: rank", f"{rule.name}: dtype"}
         if rule is not contract.rules[0]:

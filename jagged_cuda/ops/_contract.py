@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +32,8 @@ def fail_argument(op: str, argument: str, expected: str, actual: object) -> NoRe
 
 
 def shape_text(shape: Sequence[object]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+    # torch.compile formats a size that it does not know, and takes no str() of it.
+    return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -81,9 +81,36 @@ class _Rule:
 
 
 @dataclass(frozen=True)
+class _Relation:
+    """Between sizes and integers: ``words``, or ``words unless argument``."""
+
+    words: tuple[str, ...]
+    unless: str
+    names: tuple[str, ...]  # of what the words compare
+    compare: Callable[..., Any]
+
+    @staticmethod
+    def parse(text: str) -> _Relation:
+        expression, _, unless = text.partition(" unless ")
+        words = tuple(expression.split())
+        names = tuple(dict.fromkeys(word for word in words if word.isidentifier()))
+        # A function, which torch.compile can trace, as it cannot eval().
+        return _Relation(words, unless, names, eval(f"lambda {', '.join(names)}: {expression}"))
+
+    def holds(self, arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool:
+        """Whether it is true; an integer may be None."""
+        values = [sizes[n] if n in sizes else arguments.get(n) for n in self.names]
+        if any(value is None for value in values):
+            return True
+        if self.words[1] == "%" and values[1] == 0:  # of 0, only 0 is a multiple
+            return _may_be_true(values[0] == 0)
+        return _may_be_true(self.compare(*values))
+
+
+@dataclass(frozen=True)
 class Contract:
     rules: tuple[_Rule, ...]
-    relations: tuple[tuple[tuple[str, ...], str], ...]  # words, and the argument after `unless`
+    relations: tuple[_Relation, ...]
     results: tuple[_Rule, ...]
 
     @staticmethod
@@ -92,9 +119,7 @@ class Contract:
         rules, *relations = left.split("; ")
         parts = [re.split(r", (?![^\[]*\])", text) for text in (rules, right) if text]
         rule, result = (tuple(map(_Rule.parse, part)) for part in (*parts, [])[:2])
-        pairs = (relation.partition(" unless ")[::2] for relation in relations)
-        words = tuple((tuple(text.split()), unless) for text, unless in pairs)
-        return Contract(rule, words, result)
+        return Contract(rule, tuple(map(_Relation.parse, relations)), result)
 
     def check(self, op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sizes of a call of `op`; what does not fit raises RuntimeError."""
@@ -102,11 +127,11 @@ class Contract:
         for rule in self.rules:
             if arguments.get(rule.name) is not None:
                 self._check_tensor(op, rule, arguments, sizes)
-        for words, unless in self.relations:
-            if not (unless and arguments.get(unless) is not None) and not _holds(
-                words, arguments, sizes
-            ):
-                self._fail_relation(op, words, unless, arguments, sizes)
+        for relation in self.relations:
+            unless = relation.unless
+            given = unless != "" and arguments.get(unless) is not None
+            if not given and not relation.holds(arguments, sizes):
+                self._fail_relation(op, relation.words, unless, arguments, sizes)
         return sizes
 
     def _check_tensor(
@@ -114,7 +139,8 @@ class Contract:
     ) -> None:
         tensor, first = arguments[rule.name], arguments[self.rules[0].name]
         rest = tensor.shape[len(rule.leading) :]
-        fits = len(tensor.shape) >= len(rule.leading) and (rule.dims[-1] == "..." or not rest)
+        fits = len(tensor.shape) >= len(rule.leading)
+        fits = fits and (rule.dims[-1] == "..." or len(rest) == 0)
         if not fits:
             _fail_shape(op, rule, tensor, sizes)
         allowed = rule.dtypes or (rule.dtype(arguments),)
@@ -151,7 +177,7 @@ class Contract:
         subject = words[2] if words[0] not in sizes and words[0] not in arguments else words[0]
         owner = next((rule for rule in self.rules if subject in rule.dims), None)
         foreign = {} if owner is None else {k: v for k, v in sizes.items() if k not in owner.dims}
-        words = tuple(str(foreign.get(word, word)) for word in words)
+        words = tuple([f"{foreign.get(word, word)}" for word in words])
         text = " ".join(words[1:])
         if subject != words[0]:
             text = f"from {words[0]} to {words[4]}"
@@ -183,28 +209,14 @@ def _fail_shape(op: str, rule: _Rule, tensor: Tensor, sizes: Mapping[str, Any]) 
     fail_argument(op, rule.name, shape_text(rule.shape(sizes)), shape_text(tensor.shape))
 
 
-def _holds(words: tuple[str, ...], arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool:
-    """Whether a relation, which is an expression of Python's, is true; an integer may be None."""
-    values = {word: sizes.get(word, arguments.get(word)) for word in words if word.isidentifier()}
-    if any(value is None for value in values.values()):
-        return True
-    if words[1] == "%" and values[words[2]] == 0:  # of 0, only 0 is a multiple
-        return _may_be_true(values[words[0]] == 0)
-    return _may_be_true(eval(_compiled(words), {}, values))
-
-
 def _may_be_true(condition: Any) -> bool:
     """Of a condition on sizes. What only the run of a graph knows, its kernels check then."""
-    if isinstance(condition, torch.SymBool):
+    # To what torch.compile traces, a SymBool is a bool.
+    if torch.compiler.is_compiling() or isinstance(condition, torch.SymBool):
         from torch.fx.experimental.symbolic_shapes import guard_or_true
 
         return guard_or_true(condition)
     return bool(condition)
-
-
-@functools.cache
-def _compiled(words: tuple[str, ...]) -> CodeType:
-    return compile(" ".join(words), "operators.h", "eval")
 
 
 @functools.cache

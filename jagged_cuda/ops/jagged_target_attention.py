@@ -9,10 +9,10 @@ from torch import Tensor
 
 from jagged_cuda.ops import _attention, _bias
 from jagged_cuda.ops._contract import (
-    check,
     check_numbers,
     dtype_name,
     fail_argument,
+    operators,
     shape_text,
 )
 from jagged_cuda.ops._dispatch import (
@@ -23,6 +23,9 @@ from jagged_cuda.ops._dispatch import (
     refuse_transforms,
     register,
 )
+
+# torch.compile traces its check, and could not load it.
+_CONTRACT = operators()["jagged_target_attention"][1]
 
 
 @overridable
@@ -132,10 +135,8 @@ def _as_jagged(
     """The same by jagged_flash_attention, with q as sequences of N rows."""
     op = "jagged_target_attention"
     refuse_transforms(op, (q, k, v, kv_bias))
-    # What a compiler traces is jagged_flash_attention's to check.
-    if not torch.compiler.is_compiling():
-        q, k, v = lower_precision(q), lower_precision(k), lower_precision(v)
-        check(op, q=q, k=k, v=v, offsets=offsets, max_len=max_len)
+    q, k, v = lower_precision(q), lower_precision(k), lower_precision(v)
+    _CONTRACT.check(op, {"q": q, "k": k, "v": v, "offsets": offsets, "max_len": max_len})
     if kv_lengths is not None:
         check_numbers(op, "kv_lengths", offsets, kv_lengths)
         if kv_lengths.dtype != offsets.dtype:

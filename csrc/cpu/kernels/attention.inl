@@ -269,6 +269,41 @@ JAGGED_INLINE void softmax_grad_row(T* prob, T* dscore, const RowKeys& keys,
   fill_outside(dscore, keys, columns, T(0));
 }
 
+// Whether one block holds all keys of a sequence. Then delta is the mean of dP, weighted by P, as
+// exact as they are, less grad_lse. Else it is rowsum(grad_out * out) - grad_lse: what rounds out
+// may be most of a small dP - delta, such as that of a key whose P is near 1.
+inline bool is_one_block(const Sequence& keys) { return keys.len <= kKeyBlock; }
+
+// P in place of the logits; 0 in place of dP where a key is not seen.
+template <class T>
+JAGGED_INLINE void probability_row(T* prob, T* dprob, const RowKeys& keys,
+                                   const ScoreColumns& columns, T lse) {
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    store<T>(prob + j, vector_exp<T>(load(prob + j) - lse));
+  }
+  fill_outside(prob, keys, columns, T(0));
+  fill_outside(dprob, keys, columns, T(0));
+}
+
+// dS in place of dP, of a row whose keys are all in the block.
+template <class T>
+JAGGED_INLINE void subtract_mean_row(const T* prob, T* dscore, const RowKeys& keys,
+                                     const ScoreColumns& columns, T grad_lse) {
+  Vector<T> lane_sum{}, lane_product{};
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    const Vector<T> e = load(prob + j);
+    lane_sum += e;
+    lane_product += e * load(dscore + j);
+  }
+  // The sum is about 1, as lse is rounded; 0 where no key is seen, or kv_bias hides all.
+  const T sum = reduce_sum<T>(lane_sum), product = reduce_sum<T>(lane_product);
+  const T delta = (sum == T(0) ? T(0) : product / sum) - grad_lse;
+  for (int64_t j = columns.begin; j < columns.end; j += kLanes<T>) {
+    store<T>(dscore + j, load(prob + j) * (load(dscore + j) - delta));
+  }
+  if (!std::isfinite(delta)) fill_outside(dscore, keys, columns, T(0));
+}
+
 // The same of silu: weight silu(z) in place of the logits z, weight silu'(z) dP in place of dP.
 template <class T>
 JAGGED_INLINE void silu_grad_row(T* score, T* dscore, const RowKeys& keys,
@@ -295,7 +330,8 @@ void load_grad_out(const AttentionParams& p, const AttentionItem& item, const Vi
   }
 }
 
-// lse and delta = rowsum(grad_out * out) - grad_lse of the item's rows, or their weights.
+// lse and delta = rowsum(grad_out * out) - grad_lse of the item's rows, or their weights; where
+// is_one_block, grad_lse in place of delta.
 template <class T>
 void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
                          const VisibleKeys& visible, int64_t head,
@@ -308,18 +344,16 @@ void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
     }
     return;
   }
+  const bool one_block = is_one_block(item.kv);
   for (int64_t row = item.row_begin; row < item.row_end; row += kQueryBlock) {
     const int64_t rows = std::min(kQueryBlock, item.row_end - row);
-    load_grad_out(p, item, visible, head, row, rows, buffers.grad_out, buffers.v_row);
-    load_rows(buffers.out, buffers.v_row,
-              rows_at<T>(p.out_rows, p.element, item.q.begin + row, head), p.out_rows.row_stride,
-              p.element, rows, rows, p.dim_v);
+    if (!one_block) {
+      load_grad_out(p, item, visible, head, row, rows, buffers.grad_out, buffers.v_row);
+      load_rows(buffers.out, buffers.v_row,
+                rows_at<T>(p.out_rows, p.element, item.q.begin + row, head), p.out_rows.row_stride,
+                p.element, rows, rows, p.dim_v);
+    }
     for (int64_t i = 0; i < rows; ++i) {
-      Vector<T> product{};
-      for (int64_t j = 0; j < p.dim_v; j += kLanes<T>) {
-        product += load(buffers.grad_out + i * buffers.v_row + j) *
-                   load(buffers.out + i * buffers.v_row + j);
-      }
       const int64_t index = (item.q.begin + row + i) * p.heads + head;
       const int64_t local = row + i - item.row_begin;
       // Of a row all of whose keys kv_bias hides: their P is 0 then. Likewise where an LSE of f32 is
@@ -327,8 +361,17 @@ void load_row_statistics(const AttentionParams& p, const AttentionItem& item,
       constexpr T kLeast = sizeof(T) == 4 ? T(-16777216) : std::numeric_limits<T>::lowest();
       const bool hidden = p.bias.any() && lse[index] < kLeast;
       buffers.lse[local] = hidden ? T(0) : lse[index];
-      buffers.delta[local] =
-          reduce_sum<T>(product) - (grad_lse != nullptr ? grad_lse[index] : T(0));
+      const T of_lse = grad_lse != nullptr ? grad_lse[index] : T(0);
+      if (one_block) {
+        buffers.delta[local] = of_lse;
+        continue;
+      }
+      Vector<T> product{};
+      for (int64_t j = 0; j < p.dim_v; j += kLanes<T>) {
+        product += load(buffers.grad_out + i * buffers.v_row + j) *
+                   load(buffers.out + i * buffers.v_row + j);
+      }
+      buffers.delta[local] = reduce_sum<T>(product) - of_lse;
     }
   }
 }
@@ -354,6 +397,7 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
   const int64_t item_rows = item.row_end - item.row_begin;
   const int64_t item_keys = item.key_end - item.key_begin;
   const int64_t group = p.heads / p.kv_heads, kv_head = item.head;
+  const bool one_block = !p.silu && is_one_block(item.kv);
   const int64_t qk_columns = round_up(p.dim_qk, kLanes<T>);
   const int64_t v_columns = round_up(p.dim_v, kLanes<T>);
   if (item.wants_dkv) {
@@ -418,9 +462,20 @@ void attention_backward(const AttentionBackwardSize& size, const AttentionItem& 
           if (p.bias.any()) add_biases(score, p, item, head, block + i, key_block, columns);
           if (p.silu) {
             silu_grad_row<T>(score, dscore, seen, columns, buffers.delta[local]);
+          } else if (one_block) {
+            probability_row<T>(score, dscore, seen, columns, buffers.lse[local]);
           } else {
             softmax_grad_row<T>(score, dscore, seen, columns, buffers.lse[local],
                                 buffers.delta[local]);
+          }
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+          const T* prob = buffers.prob + i * kScoreRow;
+          T* dscore = buffers.dscore + i * kScoreRow;
+          if (one_block) {
+            const RowKeys seen = visible.of(block + i).counted_from(key_block);
+            subtract_mean_row<T>(prob, dscore, seen, columns,
+                                 buffers.delta[block + i - item.row_begin]);
           }
           add_to_buckets(dscore, p, item, head, block + i, key_block, columns);
           if (sums_keys) {
