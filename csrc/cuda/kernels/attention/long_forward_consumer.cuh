@@ -369,22 +369,14 @@ struct LongForwardConsumer {
     ptx::fence_operands(o[0]);
     release_slot(stage);
   }
-  // Rows of V from `rows` on become zeros. All warpgroups write the same. kRolled is less code.
-  template <bool kRolled = false>
+  // Rows of V from `rows` on become zeros. All warpgroups write the same.
   __device__ __forceinline__ void zero_values(int stage, int rows) {
     if constexpr (Config::Values::kWarps == 0) {
       constexpr int kChunks = Storage::KeyRows::kChunks;
       if (rows >= kTileN) return;
-      const auto zero_chunk = [&](int index) {
+      for (int index = threadIdx.x % 128; index < (kTileN - rows) * kChunks; index += 128) {
         *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
             rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
-      };
-      const int end = (kTileN - rows) * kChunks;
-      if constexpr (kRolled) {
-#pragma unroll 1
-        for (int index = threadIdx.x % 128; index < end; index += 128) zero_chunk(index);
-      } else {
-        for (int index = threadIdx.x % 128; index < end; index += 128) zero_chunk(index);
       }
       ptx::fence_proxy_async();
       ptx::bar_sync(kZeroedBarrier + warpgroup, 128);

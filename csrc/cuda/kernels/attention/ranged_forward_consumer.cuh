@@ -95,7 +95,7 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
       // Steps from `next` on are other warpgroups' alone.
       if (next < mask.last()) this->skip_scores();
       value_slot = this->wait_for_slot();
-      this->template zero_values<true>(value_slot, item.tile.num_keys - key);
+      zero_values(value_slot, item.tile.num_keys - key);
       this->start_output(value_slot);
       float factor[2];
       finish_sums(stage, factor);
@@ -173,6 +173,18 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
     store_quads(o, factor,
                 row_of<Element>(attention.out, item.tile.global_row + first_row, item.head),
                 attention.out.row_stride, item.tile.rows - first_row, attention.dim_v, lane);
+  }
+  // As the base's, in less code.
+  __device__ __forceinline__ void zero_values(int stage, int rows) {
+    constexpr int kChunks = Base::Storage::KeyRows::kChunks;
+    if (rows >= Config::kTileN) return;
+#pragma unroll 1
+    for (int index = threadIdx.x % 128; index < (Config::kTileN - rows) * kChunks; index += 128) {
+      *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
+          rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(Base::kZeroedBarrier + warpgroup, 128);
   }
 };
 
