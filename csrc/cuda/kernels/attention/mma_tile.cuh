@@ -6,6 +6,7 @@
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jagged_cuda {
 
@@ -233,23 +234,31 @@ __device__ __forceinline__ void store_rows(const Accumulator<kRowBlocks, kBlocks
     }
   }
   __syncwarp();
-#pragma unroll
-  for (int index = lane; index < kRowBlocks * 16 * kBlocks; index += 32) {
+  const auto store_chunk = [&](int index, auto is_aligned) {
     const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
-    if (row >= rows || first >= columns) continue;
+    if (row >= rows || first >= columns) return;
     const Element* source = tile.chunk(row, first / kChunkElems);
     Element* target = g + row * row_stride + first;
-    if (aligned) {
+    if constexpr (is_aligned) {
       *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
     } else {
       for (int e = 0; e < kChunkElems && first + e < columns; ++e) target[e] = source[e];
     }
+  };
+  constexpr int kChunks = kRowBlocks * 16 * kBlocks;
+  if (aligned) {
+#pragma unroll
+    for (int index = lane; index < kChunks; index += 32) store_chunk(index, std::true_type{});
+  } else {  // rare, and in the code of every kernel: it stays a loop
+#pragma unroll 1
+    for (int index = lane; index < kChunks; index += 32) store_chunk(index, std::false_type{});
   }
 }
 
 // Zeros for rows that belong to no sequence.
 template <int kThreads, typename Element>
 __device__ __forceinline__ void store_zeros(Element* g, int64_t row_stride, int rows, int columns) {
+#pragma unroll 1
   for (int index = threadIdx.x; index < rows * columns; index += kThreads) {
     g[index / columns * row_stride + index % columns] = Element(0.0f);
   }
