@@ -129,17 +129,18 @@ template <typename Element, typename Tile>
 __device__ __forceinline__ float row_dot(Tile& sGradOut, int row, const Element* gOut, int columns,
                                          bool aligned, int lane) {
   float sum = 0.0f;
-  for (int first = lane % 4 * 8; first < columns; first += 32) {
-    const Element* grad = sGradOut.chunk(row, first / 8);
-    if (aligned) {
+  if (aligned) {
+    for (int first = lane % 4 * 8; first < columns; first += 32) {
+      const Element* grad = sGradOut.chunk(row, first / 8);
       const uint4 packed = *reinterpret_cast<const uint4*>(gOut + first);
       const Element* out = reinterpret_cast<const Element*>(&packed);
 #pragma unroll
       for (int e = 0; e < 8; ++e) sum += static_cast<float>(grad[e]) * static_cast<float>(out[e]);
-    } else {
-      for (int e = 0; e < 8 && first + e < columns; ++e) {
-        sum += static_cast<float>(grad[e]) * static_cast<float>(gOut[first + e]);
-      }
+    }
+  } else {
+    for (int column = lane % 4; column < columns; column += 4) {
+      const Element grad = sGradOut.chunk(row, column / 8)[column % 8];
+      sum += static_cast<float>(grad) * static_cast<float>(gOut[column]);
     }
   }
   return quad_sum(sum);

@@ -259,8 +259,10 @@ __device__ __forceinline__ void store_rows(const Accumulator<kRowBlocks, kBlocks
 template <int kThreads, typename Element>
 __device__ __forceinline__ void store_zeros(Element* g, int64_t row_stride, int rows, int columns) {
 #pragma unroll 1
-  for (int index = threadIdx.x; index < rows * columns; index += kThreads) {
-    g[index / columns * row_stride + index % columns] = Element(0.0f);
+  for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+#pragma unroll 1
+    for (int column = threadIdx.x % 32; column < columns; column += 32)
+      g[row * row_stride + column] = Element(0.0f);
   }
 }
 

@@ -51,9 +51,8 @@ __device__ __forceinline__ bool nothing_is_left(const AttentionParams& params) {
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_tile_of(const AttentionParams& params,
                                                    const OffsetsView& offsets) {
-  if (params.longer_in_slabs)
-    return find_longer_tile<kTile>(offsets, tiny_limit(params), blockIdx.x);
-  return find_tile<kTile>(offsets, blockIdx.x);
+  return find_tile_or_longer<kTile>(offsets, params.longer_in_slabs ? tiny_limit(params) : 0,
+                                    blockIdx.x);
 }
 
 // The tiles of longer sequences among those of this CTA in a grid of looped_grid(), where

@@ -138,6 +138,19 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
   }
 }
 
+// Writes the first `count` elements of those in `words`, one after another: they are not aligned.
+template <typename Element>
+__device__ __forceinline__ void store_elements(Element* g, const uint32_t (&words)[4], int count) {
+  uint32_t left[4] = {words[0], words[1], words[2], words[3]};
+#pragma unroll 1
+  for (int e = 0; e < count; ++e) {
+    reinterpret_cast<uint16_t*>(g)[e] = static_cast<uint16_t>(left[0]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) left[i] = __funnelshift_r(left[i], left[i + 1], 16);
+    left[3] >>= 16;
+  }
+}
+
 // Writes the 16 rows of a warp times `scale`. `g` is the first row and column, `rows` and
 // `columns` what exists from there on. Vectors of 16 bytes if `aligned`, built from four blocks by
 // an exchange between the lanes of a quad.
@@ -149,7 +162,7 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
   for (int half = 0; half < 2; ++half) {
     const int row = half * 8 + lane / 4;
     Element* g_row = g + row * row_stride;
-    if (kBlocks % 4 == 0 && aligned) {
+    if constexpr (kBlocks % 4 == 0) {
 #pragma unroll
       for (int block = 0; block < kBlocks / 4 * 4; block += 4) {
         uint32_t words[4];
@@ -160,9 +173,12 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
         }
         transpose_quad(words, lane);
         const int column = (block + lane % 4) * 8;
-        if (row < rows && column < columns) {
+        if (row >= rows || column >= columns) continue;
+        if (aligned) {
           *reinterpret_cast<uint4*>(g_row + column) =
               make_uint4(words[0], words[1], words[2], words[3]);
+        } else {
+          store_elements(g_row + column, words, min(columns - column, 8));
         }
       }
     } else if (row < rows) {

@@ -73,15 +73,15 @@ struct Tf32DkdvStorage {
 __device__ __forceinline__ float row_dot_f32(const float* gGradOut, const float* gOut, int columns,
                                              bool aligned, int lane) {
   float sum = 0.0f;
-  for (int first = lane % 4 * 4; first < columns; first += 16) {
-    if (aligned) {
+  if (aligned) {
+    for (int first = lane % 4 * 4; first < columns; first += 16) {
       const float4 grad = *reinterpret_cast<const float4*>(gGradOut + first),
                    out = *reinterpret_cast<const float4*>(gOut + first);
       sum += grad.x * out.x + grad.y * out.y + (grad.z * out.z + grad.w * out.w);
-    } else {
-      for (int e = 0; e < 4 && first + e < columns; ++e)
-        sum += gGradOut[first + e] * gOut[first + e];
     }
+  } else {
+    for (int column = lane % 4; column < columns; column += 4)
+      sum += gGradOut[column] * gOut[column];
   }
   return quad_sum(sum);
 }

@@ -91,15 +91,18 @@ struct TimeCells {
   // By all threads, between two barriers. Whatever the boundaries are, cells name buckets.
   template <int kThreads>
   __device__ __forceinline__ void fill(const ScoreBias& bias) {
+#pragma unroll 1
     for (int index = threadIdx.x; index < kCells; index += kThreads) cells[index] = {kLimit, 0};
     __syncthreads();
     const int last = bias.time_buckets - 1;
+#pragma unroll 1
     for (int bucket = threadIdx.x; bucket <= last; bucket += kThreads) {
       const auto boundary = [&](int index) {
         return index < last ? __ldg(bias.boundaries + index) : LLONG_MAX;
       };
       const int64_t next = boundary(bucket), after = boundary(bucket + 1);
       const int end = cell_behind(next);
+#pragma unroll 1
       for (int index = bucket == 0 ? 0 : cell_behind(boundary(bucket - 1)); index < end; ++index) {
         const int64_t cell_end = index + 1 < kCells ? begin_of(index + 1) : kLimit;
         cells[index] = {next < cell_end ? static_cast<uint32_t>(next) : kLimit,

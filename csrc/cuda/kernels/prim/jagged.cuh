@@ -149,7 +149,21 @@ __device__ __forceinline__ JaggedTile find_longer_tile(const OffsetsView& offset
   return longer_tile_of<kTile>(offsets, segment, slab, slab_rows, tile % 2 == 0);
 }
 
-// The same, of another tile in each lane.
+// find_longer_tile(), or find_tile() where slab_rows is 0, by one search in the code.
+template <int kTile>
+__device__ __forceinline__ JaggedTile find_tile_or_longer(const OffsetsView& offsets, int slab_rows,
+                                                          int64_t tile) {
+  const bool longer = slab_rows > 0;
+  const int64_t slab = tile / 2 * slab_rows, last = offsets.total - 1,
+                row = min(slab + tile % 2 * (slab_rows - 1), last);
+  const Segment segment = find_segment(offsets, [&](int64_t bound, int64_t index) {
+    return (longer ? bound : bound / kTile + index) <= (longer ? row : tile);
+  });
+  if (longer) return longer_tile_of<kTile>(offsets, segment, slab, slab_rows, tile % 2 == 0);
+  return tile_of(offsets, segment, (tile - (segment.begin / kTile + segment.index)) * kTile);
+}
+
+// The same as find_longer_tile(), of another tile in each lane.
 template <int kTile>
 __device__ __forceinline__ JaggedTile find_longer_tile_of_lane(const OffsetsView& offsets,
                                                                int slab_rows, int64_t tile) {
