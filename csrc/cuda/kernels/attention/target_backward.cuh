@@ -138,16 +138,24 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
   }
 }
 
-// Writes the first `count` elements of those in `words`, one after another: they are not aligned.
+// Writes the elements of words[i], i from 0 to 3, to columns `column` + 8 i and the next ones, as far
+// as they are below `columns`; `row` is column 0. `paired`: these pairs are at multiples of 4 bytes.
 template <typename Element>
-__device__ __forceinline__ void store_elements(Element* g, const uint32_t (&words)[4], int count) {
+__device__ __forceinline__ void store_word_pairs(Element* row, const uint32_t (&words)[4],
+                                                 int column, int columns, bool paired) {
   uint32_t left[4] = {words[0], words[1], words[2], words[3]};
 #pragma unroll 1
-  for (int e = 0; e < count; ++e) {
-    reinterpret_cast<uint16_t*>(g)[e] = static_cast<uint16_t>(left[0]);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) left[i] = __funnelshift_r(left[i], left[i + 1], 16);
-    left[3] >>= 16;
+  for (int i = 0; i < 4; ++i, column += 8) {
+    auto* two = reinterpret_cast<uint16_t*>(row + column);
+    if (paired && column + 1 < columns) {
+      *reinterpret_cast<uint32_t*>(two) = left[0];
+    } else {
+      if (column < columns) two[0] = static_cast<uint16_t>(left[0]);
+      if (column + 1 < columns) two[1] = static_cast<uint16_t>(left[0] >> 16);
+    }
+    left[0] = left[1];
+    left[1] = left[2];
+    left[2] = left[3];
   }
 }
 
@@ -158,6 +166,7 @@ template <typename Element, int kBlocks>
 __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>& acc, float scale,
                                                   Element* g, int64_t row_stride, int rows,
                                                   int columns, bool aligned, int lane) {
+  const bool paired = reinterpret_cast<uintptr_t>(g) % 4 == 0 && row_stride % 2 == 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = half * 8 + lane / 4;
@@ -171,14 +180,15 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
           words[i] = pack<Element>(acc[0][block + i][2 * half] * scale,
                                    acc[0][block + i][2 * half + 1] * scale);
         }
-        transpose_quad(words, lane);
-        const int column = (block + lane % 4) * 8;
-        if (row >= rows || column >= columns) continue;
         if (aligned) {
-          *reinterpret_cast<uint4*>(g_row + column) =
-              make_uint4(words[0], words[1], words[2], words[3]);
-        } else {
-          store_elements(g_row + column, words, min(columns - column, 8));
+          transpose_quad(words, lane);
+          const int column = (block + lane % 4) * 8;
+          if (row < rows && column < columns) {
+            *reinterpret_cast<uint4*>(g_row + column) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+          }
+        } else if (row < rows) {
+          store_word_pairs(g_row, words, block * 8 + 2 * (lane % 4), columns, paired);
         }
       }
     } else if (row < rows) {
@@ -186,7 +196,7 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
       for (int block = 0; block < kBlocks; ++block) {
         const int column = block * 8 + 2 * (lane % 4);
         store_pair(g_row + column, acc[0][block][2 * half] * scale,
-                   acc[0][block][2 * half + 1] * scale, column, columns, aligned);
+                   acc[0][block][2 * half + 1] * scale, column, columns, paired);
       }
     }
   }

@@ -79,7 +79,6 @@ struct Scale {
 template <typename Element>
 __device__ __forceinline__ void store_zeros(Element* global, int64_t count, int thread,
                                             int threads) {
-#pragma unroll 1
   for (int64_t i = thread; i < count; i += threads) global[i] = from_sum<Element>(0);
 }
 
