@@ -52,13 +52,13 @@ NVCC_FLAGS = ("-O1", *COMMON_FLAGS, *SHOWN, "-Xcompiler=-fvisibility=hidden")
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-lstdc++")
 LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
 # What the names of the files begin with that take longest to compile, longest first, with what they
-# are joined with: 27 to 9 s of one core. Started late, one of them would keep all others waiting.
-# Those of ALONE are joined with nothing.
-ALONE = (
-    *("jagged2_softmax", "ranged_forward_", "backward_", "target_", "long_", "ranged_backward_"),
-    "forward_",
+# are joined with: 32 to 12 s of one core. Started late, one of them would keep all others waiting.
+LONGEST = (
+    *("few", "jagged2_softmax", "tiny", "ranged_", "tf32_", "long_", "backward_", "jagged_broadcast"),
+    *("forward_", "target_", "fma", "jagged_dense_bmm"),
 )
-LONGEST = (*ALONE, "tf32_", "tiny", "few", "wide", "fma", "jagged_dense_bmm")
+# Those among them that are joined with nothing.
+ALONE = ("jagged2_softmax", "ranged_", "long_", "backward_", "forward_", "target_")
 # Reading headers, of torch or of CUDA, takes most of the time of a short file: several are compiled
 # as one that includes them. Of C++, so many of a folder, but for those of instruction sets; of
 # kernels the groups here, 1 to 25 s of one core each. No file with dynamic shared memory is beside
@@ -66,16 +66,20 @@ LONGEST = (*ALONE, "tf32_", "tiny", "few", "wide", "fma", "jagged_dense_bmm")
 JOINED_CPP = 16
 JOINED_KERNELS = (
     ("array_jagged_bmm_jagged_out", "jagged_mean"),
-    ("bias_sums", "check_offsets", "hopper", "hstu_key_ranges", "launch"),
+    (
+        *("bias_sums", "check_offsets", "hopper", "hstu_key_ranges", "launch"),
+        *("jagged_topk", "matrix_offsets"),
+    ),
     ("few", "short", "wide"),
-    ("jagged_broadcast", "jagged_take", "jagged_to_padded", "padded_to_jagged"),
-    ("jagged_concat", "jagged_sum"),
-    ("jagged_dense_add", "jagged_dense_mul", "matrix_offsets"),
+    (
+        *("jagged_broadcast", "jagged_concat", "jagged_dense_add", "jagged_dense_mul"),
+        *("jagged_index_select", "jagged_select", "jagged_slice", "jagged_sum", "jagged_take"),
+        *("jagged_to_padded", "padded_heads", "padded_to_jagged"),
+    ),
     ("jagged_flash_attention", "jagged_jagged_bmm"),
     ("jagged_hstu_attention", "jagged_jagged_bmm_jagged_out"),
-    ("jagged_index_select", "jagged_sessionize", "jagged_slice", "padded_heads"),
     ("jagged_positions", "jagged_target_attention"),
-    ("jagged_select", "jagged_topk"),
+    ("jagged_sessionize", "layer_norm_mul_dropout"),
     ("tf32_backward", "tf32_forward", "tf32_long"),
     ("tiny", "tiny_wide"),
 )

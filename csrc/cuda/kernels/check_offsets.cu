@@ -11,7 +11,7 @@
 namespace jagged_cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kCheckThreads = 1024;
 
 template <typename Rule>
 __device__ void check(const Rule& rule, const char* op, const char* argument, ErrorWord* error) {
@@ -19,7 +19,7 @@ __device__ void check(const Rule& rule, const char* op, const char* argument, Er
   constexpr unsigned long long kNowhere = ~0ull;
   if (threadIdx.x == 0) first_wrong = kNowhere;
   __syncthreads();
-  for (int64_t index = threadIdx.x; index <= rule.num_seqs; index += kThreads) {
+  for (int64_t index = threadIdx.x; index <= rule.num_seqs; index += kCheckThreads) {
     if (rule.at(index).fault != Fault::kNone) {
       atomicMin(&first_wrong, static_cast<unsigned long long>(index));
       break;
@@ -39,29 +39,29 @@ __device__ void check(const Rule& rule, const char* op, const char* argument, Er
 }
 
 template <typename Offset>
-__global__ __launch_bounds__(kThreads) void check_offsets(const CheckOffsetsParams params) {
+__global__ __launch_bounds__(kCheckThreads) void check_offsets(const CheckOffsetsParams params) {
   const OffsetsRule<Offset> rule{static_cast<const Offset*>(params.offsets), params.num_seqs,
                                  params.total, params.max_len};
   check(rule, params.op, params.argument, params.error);
 }
 
 template <typename Count>
-__global__ __launch_bounds__(kThreads) void check_counts(const CheckCountsParams params) {
+__global__ __launch_bounds__(kCheckThreads) void check_counts(const CheckCountsParams params) {
   const CountsRule<Count> rule{static_cast<const Count*>(params.counts), params.num_seqs};
   check(rule, params.op, params.argument, params.error);
 }
 
-__global__ __launch_bounds__(kThreads) void check_capacity(const CheckCapacityParams params) {
+__global__ __launch_bounds__(kCheckThreads) void check_capacity(const CheckCapacityParams params) {
   check(CapacityRule{params.needed, 0, params.capacity}, params.op, params.argument, params.error);
 }
 
-__global__ __launch_bounds__(kThreads) void check_index(const CheckIndexParams params) {
+__global__ __launch_bounds__(kCheckThreads) void check_index(const CheckIndexParams params) {
   check(IndexRule{params.index, params.size, params.num_seqs}, params.op, params.argument,
         params.error);
 }
 
 template <typename Offset>
-__global__ __launch_bounds__(kThreads) void check_matrix_offsets(
+__global__ __launch_bounds__(kCheckThreads) void check_matrix_offsets(
     const CheckMatrixOffsetsParams params) {
   const MatrixOffsetsRule<Offset> rule{static_cast<const Offset*>(params.rows),
                                        static_cast<const Offset*>(params.columns),
@@ -73,38 +73,38 @@ __global__ __launch_bounds__(kThreads) void check_matrix_offsets(
 
 cudaError_t launch_check_offsets(const CheckOffsetsParams& params, cudaStream_t stream) {
   if (params.wide) {
-    check_offsets<int64_t><<<1, kThreads, 0, stream>>>(params);
+    check_offsets<int64_t><<<1, kCheckThreads, 0, stream>>>(params);
   } else {
-    check_offsets<int32_t><<<1, kThreads, 0, stream>>>(params);
+    check_offsets<int32_t><<<1, kCheckThreads, 0, stream>>>(params);
   }
   return cudaGetLastError();
 }
 
 cudaError_t launch_check_counts(const CheckCountsParams& params, cudaStream_t stream) {
   if (params.wide) {
-    check_counts<int64_t><<<1, kThreads, 0, stream>>>(params);
+    check_counts<int64_t><<<1, kCheckThreads, 0, stream>>>(params);
   } else {
-    check_counts<int32_t><<<1, kThreads, 0, stream>>>(params);
+    check_counts<int32_t><<<1, kCheckThreads, 0, stream>>>(params);
   }
   return cudaGetLastError();
 }
 
 cudaError_t launch_check_capacity(const CheckCapacityParams& params, cudaStream_t stream) {
-  check_capacity<<<1, kThreads, 0, stream>>>(params);
+  check_capacity<<<1, kCheckThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
 cudaError_t launch_check_index(const CheckIndexParams& params, cudaStream_t stream) {
-  check_index<<<1, kThreads, 0, stream>>>(params);
+  check_index<<<1, kCheckThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
 cudaError_t launch_check_matrix_offsets(const CheckMatrixOffsetsParams& params,
                                         cudaStream_t stream) {
   if (params.wide) {
-    check_matrix_offsets<int64_t><<<1, kThreads, 0, stream>>>(params);
+    check_matrix_offsets<int64_t><<<1, kCheckThreads, 0, stream>>>(params);
   } else {
-    check_matrix_offsets<int32_t><<<1, kThreads, 0, stream>>>(params);
+    check_matrix_offsets<int32_t><<<1, kCheckThreads, 0, stream>>>(params);
   }
   return cudaGetLastError();
 }
