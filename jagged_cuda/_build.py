@@ -54,8 +54,8 @@ LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
 # What the names of the files begin with that take longest to compile, longest first, with what they
 # are joined with: 32 to 12 s of one core. Started late, one of them would keep all others waiting.
 LONGEST = (
-    *("few", "jagged2_softmax", "tiny", "ranged_", "tf32_", "long_", "backward_", "jagged_broadcast"),
-    *("forward_", "target_", "fma", "jagged_dense_bmm"),
+    *("few", "jagged2_softmax", "tiny", "ranged_", "tf32_", "long_", "backward_"),
+    *("jagged_broadcast", "forward_", "target_", "fma", "jagged_dense_bmm"),
 )
 # Those among them that are joined with nothing.
 ALONE = ("jagged2_softmax", "ranged_", "long_", "backward_", "forward_", "target_")

@@ -175,7 +175,7 @@ class _Rewriting:
     def jagged_flash_attention(self, *args: Any, **options: Any) -> Any:
         out, lse = jagged_cuda.jagged_flash_attention(*args, **options)
         if STORES_IN_BULK.fullmatch(last_kernel("cuda")):
-            self.reads_before |= out.size(2) % 8 != 0
+            self.reads_before |= out.size(-1) % 8 != 0
             words = out.data.view(torch.int16)  # of `data`: autograd does not see a change
             copy = torch.zeros_like(words)  # which initcheck takes for written
             torch.bitwise_xor(words, 0, out=copy)
