@@ -138,14 +138,17 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
   }
 }
 
-// Writes the elements of words[i], i from 0 to 3, to columns `column` + 8 i and the next ones, as far
-// as they are below `columns`; `row` is column 0. `paired`: these pairs are at multiples of 4 bytes.
-template <typename Element>
-__device__ __forceinline__ void store_word_pairs(Element* row, const uint32_t (&words)[4],
+// Writes the elements of words[i] to columns `column` + 8 i and the next ones, as far as they are below
+// `columns`; `row` is column 0. `paired`: these pairs are at multiples of 4 bytes. One after another
+// through the same register, so that the code is short.
+template <typename Element, int kWords>
+__device__ __forceinline__ void store_word_pairs(Element* row, const uint32_t (&words)[kWords],
                                                  int column, int columns, bool paired) {
-  uint32_t left[4] = {words[0], words[1], words[2], words[3]};
+  uint32_t left[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) left[i] = words[i];
 #pragma unroll 1
-  for (int i = 0; i < 4; ++i, column += 8) {
+  for (int i = 0; i < kWords; ++i, column += 8) {
     auto* two = reinterpret_cast<uint16_t*>(row + column);
     if (paired && column + 1 < columns) {
       *reinterpret_cast<uint32_t*>(two) = left[0];
@@ -153,9 +156,8 @@ __device__ __forceinline__ void store_word_pairs(Element* row, const uint32_t (&
       if (column < columns) two[0] = static_cast<uint16_t>(left[0]);
       if (column + 1 < columns) two[1] = static_cast<uint16_t>(left[0] >> 16);
     }
-    left[0] = left[1];
-    left[1] = left[2];
-    left[2] = left[3];
+#pragma unroll
+    for (int next = 1; next < kWords; ++next) left[next - 1] = left[next];
   }
 }
 
@@ -171,33 +173,27 @@ __device__ __forceinline__ void store_accumulator(const Accumulator<1, kBlocks>&
   for (int half = 0; half < 2; ++half) {
     const int row = half * 8 + lane / 4;
     Element* g_row = g + row * row_stride;
-    if constexpr (kBlocks % 4 == 0) {
+    const auto packed = [&](int block) {
+      return pack<Element>(acc[0][block][2 * half] * scale, acc[0][block][2 * half + 1] * scale);
+    };
+    if (kBlocks % 4 == 0 && aligned) {
 #pragma unroll
       for (int block = 0; block < kBlocks / 4 * 4; block += 4) {
         uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          words[i] = pack<Element>(acc[0][block + i][2 * half] * scale,
-                                   acc[0][block + i][2 * half + 1] * scale);
-        }
-        if (aligned) {
-          transpose_quad(words, lane);
-          const int column = (block + lane % 4) * 8;
-          if (row < rows && column < columns) {
-            *reinterpret_cast<uint4*>(g_row + column) =
-                make_uint4(words[0], words[1], words[2], words[3]);
-          }
-        } else if (row < rows) {
-          store_word_pairs(g_row, words, block * 8 + 2 * (lane % 4), columns, paired);
+        for (int i = 0; i < 4; ++i) words[i] = packed(block + i);
+        transpose_quad(words, lane);
+        const int column = (block + lane % 4) * 8;
+        if (row < rows && column < columns) {
+          *reinterpret_cast<uint4*>(g_row + column) =
+              make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
     } else if (row < rows) {
+      uint32_t words[kBlocks];
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int column = block * 8 + 2 * (lane % 4);
-        store_pair(g_row + column, acc[0][block][2 * half] * scale,
-                   acc[0][block][2 * half + 1] * scale, column, columns, paired);
-      }
+      for (int block = 0; block < kBlocks; ++block) words[block] = packed(block);
+      store_word_pairs(g_row, words, 2 * (lane % 4), columns, paired);
     }
   }
 }
