@@ -52,7 +52,7 @@ NVCC_FLAGS = ("-O1", *COMMON_FLAGS, *SHOWN, "-Xcompiler=-fvisibility=hidden")
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-lstdc++")
 LINK_CUDA = ("-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed")
 # What the names of the files begin with that take longest to compile, longest first, with what they
-# are joined with: 32 to 12 s of one core. Started late, one of them would keep all others waiting.
+# are joined with: 32 to 10 s of one core. Started late, one of them would keep all others waiting.
 LONGEST = (
     *("few", "jagged2_softmax", "tiny", "ranged_", "tf32_", "long_", "backward_"),
     *("jagged_broadcast", "forward_", "target_", "fma", "jagged_dense_bmm"),

@@ -147,12 +147,17 @@ def test_initcheck_may_name_the_one_read_that_is_meant(
     assert (named in verdict.output) == (status != 0 and total == 1)
 
 
+@pytest.mark.parametrize("heads", [None, (2, 2)])  # None: [T, D], without a dim of heads
 @pytest.mark.parametrize(("dim", "is_seen"), [(64, True), (52, False)])
 def test_what_leaves_by_bulk_stores_is_written_again(
-    dim: int, is_seen: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dim: int,
+    is_seen: bool,
+    heads: tuple[int, int] | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = rare_draws(device.type, str(device))[0]
-    choices = found.spec.choices | {"dims": (dim, dim)}
+    choices = found.spec.choices | {"dims": (dim, dim), "heads": heads}
     layout = Layout((300, 40), base=5, tail=7)
     spec = dataclasses.replace(found.spec, choices=choices, layout=layout)
     given = dataclasses.replace(found, spec=spec)
