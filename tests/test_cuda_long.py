@@ -248,6 +248,38 @@ def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (4, 2)])
+def test_first_tiles_of_keys_store(heads: tuple[int, int], dim: int) -> None:
+    """Of many sequences and heads (all but the first of these) nothing is cleared: the first tile stores
+    dq, the others add to that. Beside the same in order, with NaN where the sums will be."""
+    lengths = torch.randint(1, 2500, (200,), generator=torch.Generator().manual_seed(1))
+    offsets = jagged_cuda.offsets_from_lengths(lengths.to(CUDA))
+    torch.manual_seed(0)
+    total = int(lengths.sum())
+    leaves = [
+        torch.randn(total, count, dim, device=CUDA, dtype=torch.bfloat16).requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    ]
+    for options in ({}, {"causal": True}, {"window_size": (-1, 100)}):
+        out = jagged_cuda.jagged_flash_attention(*leaves, offsets, **options)
+        given = torch.randn_like(out)
+        torch.use_deterministic_algorithms(True)
+        try:
+            in_order = jagged_cuda.jagged_flash_attention(*leaves, offsets, **options)
+            wanted = torch.autograd.grad(in_order, leaves, given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for _ in range(3):  # of workspaces, freed at once
+            torch.full((2 * total * heads[0] * dim,), torch.nan, device=CUDA)
+        found = torch.autograd.grad(out, leaves, given)
+        if HOPPER:
+            assert last_kernel("cuda") == f"cuda.attention.backward.long.d{dim}"
+        for gradient, expected in zip(found, wanted, strict=True):
+            bound = 2**-6 * expected.double().abs().max()
+            assert ((gradient.double() - expected.double()).abs() <= bound).all(), options
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_long_backward_does_not_depend_on_neighbours(dim: int) -> None:
     """Nor on the places that a sequence's sums have in the workspace."""
     layout = Layout((1100, 40, 2500, 1024, 4000), base=5, tail=7)

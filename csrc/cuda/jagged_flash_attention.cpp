@@ -135,7 +135,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
         allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
     long_grad_q =
         allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
-    if (deterministic) {
+    params.long_in_order = deterministic;
+    if (deterministic || first_tile_may_store(params)) {
       tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
       params.long_tickets = tickets.mutable_data_ptr<int>();
     }

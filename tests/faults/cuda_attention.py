@@ -152,6 +152,14 @@ FAULTS = (
         "tests/test_cuda_long.py -k test_long_backward_gives_the_same_bits",
     ),
     Fault(
+        "first tile of keys not waited for",
+        "cuda",
+        "cuda/kernels/attention/long_backward_producer.cuh",
+        "while (ptx::ld_acquire_gpu(ticket) < Config::kWarpgroups * 4)",
+        "while (ptx::ld_acquire_gpu(ticket) < 0)",
+        "tests/test_cuda_long.py -k test_first_tiles_of_keys_store",
+    ),
+    Fault(
         "dS not waited for",
         "cuda",
         "cuda/kernels/attention/long_backward_consumer.cuh",

@@ -152,7 +152,9 @@ struct AttentionBackwardParams : AttentionParams {
   // Workspace of the kernel for long sequences, beside long_plan; null as that, and for wide heads.
   float* long_statistics;  // [long_statistics_floats]
   float* long_grad_q;      // [long_grad_q_floats]
-  int* long_tickets;       // [num_long_tickets]: sums in order; null: in any
+  // [num_long_tickets]; null: all tiles of keys add to sums that a kernel before them clears.
+  int* long_tickets;
+  bool long_in_order;  // tiles add in order; else the first stores, and the others add to that
 };
 
 // What each tile of 64 queries sees (attention/visible.cuh).
@@ -204,9 +206,16 @@ constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads, bool is
 constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, bool is_narrow) {
   return long_steps(queries, is_narrow) * heads * kLongNarrowStep * kLongStep;
 }
-// and of each half of these, how many tiles of keys are in it.
+// and of each half of these, how many tiles of keys are in it, or whether the first is.
 constexpr int64_t num_long_tickets(int64_t queries, int64_t heads, bool is_narrow) {
   return long_steps(queries, is_narrow) * heads * 2;
+}
+
+// Whether the first tile of keys of each sequence is seen by all queries, so that its part of dq can be
+// stored, and the others' added to that.
+inline bool first_tile_may_store(const AttentionBackwardParams& params) {
+  return params.q_offsets.data == params.kv_offsets.data &&
+         params.window_left >= AttentionParams::kUnbounded;
 }
 
 // Whether the backward kernel for long sequences takes these operands, if it gets its workspace.

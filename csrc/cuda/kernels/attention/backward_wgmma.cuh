@@ -227,6 +227,31 @@ __device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardPa
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
 }
 
+// Whether most rows are likely those of long sequences, which have a kernel of their own: then those of
+// the kernels here are looked for by sequence, in few CTAs.
+inline bool most_are_long(const AttentionBackwardParams& params) {
+  return params.long_plan != nullptr && !params.longer_in_slabs &&
+         params.q_offsets.data == params.kv_offsets.data &&
+         params.q_offsets.total / kLongMinRows >= params.q_offsets.num_seqs;
+}
+
+// The tiles of a CTA in slabs, or where params.longer_in_slabs is false by sequence.
+template <int kRows>
+class LoopedTilesOfCta {
+ public:
+  __device__ __forceinline__ LoopedTilesOfCta(const AttentionParams& params,
+                                              const OffsetsView& offsets)
+      : in_slabs_(params.longer_in_slabs), longer_(params, offsets), shorter_(params, offsets) {}
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    return in_slabs_ ? longer_.next(tile) : shorter_.next(tile);
+  }
+
+ private:
+  bool in_slabs_;
+  TilesOfCta<kRows> longer_;
+  ShorterTilesOfCta<kRows, kLongBackwardRows> shorter_;
+};
+
 // Visits the tiles of a CTA. If kLimit, those of sequences of more rows (kLooped), or of all others.
 template <int kRows, bool kLooped, int kLimit, typename Visit>
 __device__ __forceinline__ void visit_backward_tiles(const AttentionBackwardParams& params,
@@ -235,8 +260,8 @@ __device__ __forceinline__ void visit_backward_tiles(const AttentionBackwardPara
   if constexpr (kLooped && kLimit > 0) {
     visit_tiles(LongTilesOfCta<kRows, kLimit>(offsets), shared_tile, visit);
   } else if constexpr (kLooped) {
-    if (nothing_is_left(params)) return;
-    visit_tiles(TilesOfCta<kRows>(params, offsets), shared_tile, visit);
+    if (params.longer_in_slabs && nothing_is_left(params)) return;
+    visit_tiles(LoopedTilesOfCta<kRows>(params, offsets), shared_tile, visit);
   } else {
     const JaggedTile tile = find_tile<kRows>(offsets, blockIdx.x);
     if (kLimit == 0 || tile.seq < 0 || tile.rows.len <= kLimit) visit(tile);
@@ -421,15 +446,27 @@ cudaError_t launch_dkdv(const AttentionBackwardParams& params, const Grid& grid,
       params, grid, Config::kThreads, sizeof(DkdvWgmmaStorage<Config>), stream);
 }
 
+// A grid for ShorterTilesOfCta.
+inline Grid shorter_grid(const OffsetsView& offsets, int tile_rows, int heads) {
+  constexpr int64_t kManyCtas = 4224;
+  const int64_t tiles = offsets.num_seqs * ((kLongBackwardRows + tile_rows - 1) / tile_rows),
+                enough = (kManyCtas + heads - 1) / heads;
+  return {tiles < enough ? tiles : enough, heads};
+}
+
 template <typename Element, int kDim, int kStep, bool kLooped>
 cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
-  const cudaError_t error = launch_dq<Dq, kLooped>(
-      params, looped_grid(params, params.q_offsets, Dq::kRows, params.heads), stream);
+  const auto grid = [&](const OffsetsView& offsets, int tile_rows, int heads) {
+    return kLooped && !params.longer_in_slabs ? shorter_grid(offsets, tile_rows, heads)
+                                              : looped_grid(params, offsets, tile_rows, heads);
+  };
+  const cudaError_t error =
+      launch_dq<Dq, kLooped>(params, grid(params.q_offsets, Dq::kRows, params.heads), stream);
   if (error != cudaSuccess) return error;
-  return launch_dkdv<Dkdv, kLooped>(
-      params, looped_grid(params, params.kv_offsets, Dkdv::kRows, params.kv_heads), stream);
+  return launch_dkdv<Dkdv, kLooped>(params, grid(params.kv_offsets, Dkdv::kRows, params.kv_heads),
+                                    stream);
 }
 
 // Whether long sequences hide among short ones, in self-attention of head dims up to 32, where no other
@@ -477,6 +514,10 @@ cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStr
     }
     if constexpr (dim.value == 32) {
       if (hides_long(params)) return launch_backward_with_long<Element>(params, stream);
+    }
+    if constexpr (dim.value > 32) {
+      if (most_are_long(params))
+        return launch_backward_step<Element, dim.value, 64, true>(params, stream);
     }
     if (!has_long_sequences(params))
       return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);

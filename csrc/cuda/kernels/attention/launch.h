@@ -120,7 +120,7 @@ cudaError_t launch_forward_long(const AttentionParams& params, cudaStream_t stre
 template <typename Element>
 cudaError_t launch_forward_ranged(const AttentionParams& params, cudaStream_t stream);
 // The same as launch_forward_long in the backward pass, with the workspaces beside long_plan. Without
-// long_tickets dq differs from run to run by the order of its sums.
+// long_in_order dq differs from run to run by the order of its sums.
 template <typename Element>
 cudaError_t launch_backward_long(const AttentionBackwardParams& params, cudaStream_t stream);
 

@@ -3,7 +3,7 @@
 // dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
 // Kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
-//     prepare_long     lse and delta of all queries; zeros for the sums of dQ, or for the tickets
+//     prepare_long     lse and delta of all queries; zeros for the tickets, or the sums of dQ
 //     long_backward    the five products; dK and dV leave it, dQ is added to sums in f32
 //     finish_long      the sums, rounded, to dQ; not where tiles of keys add in order
 //
@@ -36,6 +36,11 @@
 // columns, each of which one warp adds in one piece (cp.reduce.async.bulk). Their order is that of
 // arrival, so dQ may differ in its last bits from run to run; dK and dV do not.
 //
+// Where all queries see the first tile of keys (first_tile_stores), that tile stores its dQ in place of
+// adding, and nothing is cleared. The others begin once its ticket says that all of it is there: the
+// copier waits for that. So first tiles are taken long before the others of their sequence
+// (PlannedItems::next_first_ahead). A tile waits only for one that was taken before it.
+//
 // kOrdered: a sender adds a warpgroup's part of a step in one piece. Tiles of keys add in order:
 // the part's ticket counts those that have. The first tile stores in place of adding, so nothing is
 // cleared; for the last one what the others have added comes to shared memory, so that the
@@ -62,6 +67,7 @@
 //     sums_ready[w]   sender w: room for dQ, or the sum    warpgroup w
 //                     of the other tiles is there
 //     sums_full[w]    warpgroup w, dQ is there or done     sender w
+//     tickets         computing warps, after a first item  copiers of other CTAs
 //     kZeroed + w     warpgroup w                          the same, after it has written zeros
 //
 // A copy may reach into the next sequence: rows past the end are overwritten with zeros, since 0
@@ -137,7 +143,7 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   // Several CTAs per SM, but no more, since often there is nothing to do.
   const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
                 slots = 8 * num_sms / attention.heads + 1;
-  const Grid rows{tiles < slots ? tiles : slots, attention.heads};
+  const Grid rows{attention.heads, tiles < slots ? tiles : slots};
   error = launch_plan<Config::kTileN, AttentionBackwardParams>(true, attention, stream);
   if (error != cudaSuccess) return error;
   error = launch_dependent<prepare_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
@@ -156,7 +162,7 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
 
 template <typename Element, int kDim>
 cudaError_t launch_long_backward_of(const AttentionBackwardParams& params, cudaStream_t stream) {
-  return params.long_tickets != nullptr
+  return params.long_in_order
              ? launch_long_backward<LongBackwardConfig<Element, kDim, true>>(params, stream)
              : launch_long_backward<LongBackwardConfig<Element, kDim, false>>(params, stream);
 }

@@ -290,12 +290,23 @@ struct LongBackwardConsumer {
   __device__ __forceinline__ void send_grad_q() {
     if (Config::kOrdered && is_staged) ptx::mbarrier_arrive(shared.sums_full[warpgroup]);
     if (!Config::kOrdered && lane == 0 && sums != nullptr) {
-      ptx::cp_reduce_async_bulk_add(sums, shared.sGradQ[warpgroup * 4 + warp],
-                                    LongWorkspace<Config>::kChunk * 4);
+      constexpr int kBytes = LongWorkspace<Config>::kChunk * 4;
+      const float* staged = shared.sGradQ[warpgroup * 4 + warp];
+      if (flags.stores()) {
+        ptx::cp_async_bulk_store(sums, staged, kBytes);
+      } else {
+        ptx::cp_reduce_async_bulk_add(sums, staged, kBytes);
+      }
       ptx::cp_async_bulk_commit();
     }
     is_staged = false;
     sums = nullptr;
+  }
+  // Other tiles of keys may add to what this warp has stored of dQ, once that has arrived. Lane 0.
+  __device__ __forceinline__ void pass_on(const KeyItem& item) {
+    ptx::cp_async_bulk_wait();
+    ptx::fence_proxy_async();
+    ptx::red_release_gpu_add(LongWorkspace<Config>::item_ticket(attention, item), 1);
   }
   __device__ __forceinline__ void send_grad_q_now() {
     ptx::fence_proxy_async();
@@ -422,6 +433,7 @@ struct LongBackwardConsumer {
         if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
       }
       store_item(item);
+      if (!Config::kOrdered && lane == 0 && item.joins == JoinsSums::kStores) pass_on(item);
       shared.items.release(stage);
     }
     if (!Config::kOrdered && lane == 0) ptx::cp_async_bulk_wait();

@@ -7,11 +7,19 @@
 
 namespace jagged_cuda::attention {
 
+// How many sequences and heads later the other tiles of keys of one come than its first, which they
+// wait for.
+__device__ __forceinline__ int first_tiles_ahead(const AttentionBackwardParams& attention,
+                                                 const PlannedItems& items) {
+  const int64_t units = items.num_units(), ctas = gridDim.x;
+  return static_cast<int>(ctas < units ? ctas : units);
+}
+
 // Takes items from the plan; one warp.
 template <typename Config>
 __device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
                                               LongBackwardStorage<Config>& shared) {
-  const AttentionParams& attention = params.attention;
+  const AttentionBackwardParams& attention = params.attention;
   RingPosition<LongBackwardStorage<Config>::kItems> place;
   const auto publish = [&](const KeyItem& item) {
     publish_item(shared.items, place, shared.item, item);
@@ -20,10 +28,14 @@ __device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
   PlannedSequence sequence;
   int64_t index = 0;
   int tile = 0, head = 0, wanted_parity = 1;
+  const bool stores = first_tile_stores<Config>(attention);
+  const int ahead = stores ? first_tiles_ahead(attention, items) : 0;
   for (;;) {
     if constexpr (Config::kOrdered) {
       ptx::mbarrier_wait(shared.wanted, wanted_parity);
       if (!items.next_apart(sequence, tile, head)) break;
+    } else if (stores) {
+      if (!items.template next_first_ahead<Config::kTileN>(sequence, tile, head, ahead)) break;
     } else {
       if (!items.next(sequence, index)) break;
     }
@@ -32,7 +44,7 @@ __device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
                             : sequence_rows(attention.kv_offsets, sequence.seq);
     const int num_keys = static_cast<int>(kv.len);
     const int tiles = (num_keys + Config::kTileN - 1) / Config::kTileN;
-    if constexpr (!Config::kOrdered) {
+    if (!Config::kOrdered && !stores) {
       tile = static_cast<int>(index % tiles);
       head = static_cast<int>(index / tiles);
     }
@@ -45,6 +57,9 @@ __device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
     item.num_keys = num_keys;
     item.kv_head = head;
     item.is_end = false;
+    item.joins = !stores     ? JoinsSums::kAdds
+                 : tile == 0 ? JoinsSums::kStores
+                             : JoinsSums::kWaits;
     const StepOrder<Config> order(attention, item);
     item.first_step = order.count() > 0 ? order.flags(item, 0, 0) : 0;
     publish(item);
@@ -53,6 +68,16 @@ __device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
   KeyItem end = {};
   end.is_end = true;
   publish(end);
+}
+
+// Waits until the first tile of keys has stored its dQ; one thread.
+template <typename Config>
+__device__ __forceinline__ void wait_for_first_tile(const AttentionBackwardParams& attention,
+                                                    const KeyItem& item) {
+  const int* ticket = LongWorkspace<Config>::item_ticket(attention, item);
+  while (ptx::ld_acquire_gpu(ticket) < Config::kWarpgroups * 4) {
+  }
+  ptx::fence_proxy_async();
 }
 
 // Copies what the items need, in the order of its use; one thread.
@@ -74,6 +99,8 @@ __device__ __forceinline__ void copy_steps(const BackwardOperands& params,
     if (item.is_end) return;
     const StepOrder<Config> order(attention, item);
     int steps_left = group * order.count();
+    if (!Config::kOrdered && steps_left > 0 && item.joins == JoinsSums::kWaits)
+      wait_for_first_tile<Config>(attention, item);
     if (Config::kOrdered && steps_left == 0) ptx::mbarrier_arrive(shared.wanted);
     for (int member = 0; member < group; ++member) {
       const int head = item.kv_head * group + member;

@@ -35,6 +35,13 @@ struct LongBackwardConfig {
 
 // --- items
 
+// How the dQ of an item joins that of others.
+enum class JoinsSums : int {
+  kAdds,    // to sums that were cleared, or in order
+  kStores,  // it is the first
+  kWaits,   // it adds to what the first has stored
+};
+
 struct KeyItem {
   int query_begin;  // in q
   int key_begin;    // the tile, in k and v
@@ -45,6 +52,7 @@ struct KeyItem {
   int kv_head;
   int is_end;      // there are no more
   int first_step;  // flags
+  JoinsSums joins;
 };
 
 // Queries [query, query + kStep) of one head.
@@ -71,6 +79,8 @@ struct StepFlags {
   // Whether some query does not see a key of this warpgroup's.
   __device__ __forceinline__ bool cuts(int warpgroup) const { return bits >> (8 + warpgroup) & 1; }
   __device__ __forceinline__ bool is_last() const { return bits >> 16 & 1; }  // of the item
+  // Whether its dQ is the first in its sums; the same in all steps of an item, and behind the last.
+  __device__ __forceinline__ bool stores() const { return bits >> 17 & 1; }
 };
 
 // Steps of an item: for each head of the group all queries that see one of its keys. Without an
@@ -92,11 +102,13 @@ struct StepRange {
 template <typename Config>
 class StepOrder {
  public:
-  __device__ __forceinline__ StepOrder(const AttentionParams& attention, const KeyItem& item)
+  __device__ __forceinline__ StepOrder(const AttentionBackwardParams& attention,
+                                       const KeyItem& item)
       : window_(queries_window(attention, item)),
         range_(item, window_),
         heads_(attention.heads / attention.kv_heads),
-        rises_(!Config::kOrdered || keys_fall(attention)) {
+        rises_(!Config::kOrdered || keys_fall(attention)),
+        stores_(item.joins == JoinsSums::kStores) {
     const bool rotates = !Config::kOrdered &&
                          attention.window_left >= AttentionParams::kUnbounded &&
                          attention.window_right >= AttentionParams::kUnbounded;
@@ -117,6 +129,7 @@ class StepOrder {
     }
     const int row = query(index);
     int bits = min(item.num_queries - row, Config::kStep);
+    if (stores_) bits |= 1 << 17;
 #pragma unroll
     for (int w = 0; w < Config::kWarpgroups; ++w) {
       if (item.keys < (w + 1) * 64 ||
@@ -130,7 +143,7 @@ class StepOrder {
   WindowOf<int> window_;
   StepRange<Config::kStep> range_;
   int heads_;
-  bool rises_;
+  bool rises_, stores_;
   int start_ = 0;
 };
 

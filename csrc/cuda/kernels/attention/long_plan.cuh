@@ -246,11 +246,19 @@ class PlannedItems {
 
   // False if there are no more.
   __device__ __forceinline__ bool next(PlannedSequence& sequence, int64_t& item_in_sequence) {
-    const int lane = threadIdx.x % 32;
     if (plan_ == nullptr) return next_of_own(sequence, item_in_sequence);
+    return find(take(), sequence, item_in_sequence);
+  }
+  // The number of calls before, of all warps.
+  __device__ __forceinline__ int64_t take() {
     unsigned long long taken = 0;
-    if (lane == 0) taken = atomicAdd(&plan_->next_item, 1ull);
-    const int64_t item = static_cast<int64_t>(__shfl_sync(0xffffffffu, taken, 0));
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(&plan_->next_item, 1ull);
+    return static_cast<int64_t>(__shfl_sync(0xffffffffu, taken, 0));
+  }
+  // Whether there is such an item, and where it is; no lower one than at the call before.
+  __device__ __forceinline__ bool find(int64_t item, PlannedSequence& sequence,
+                                       int64_t& item_in_sequence) {
+    const int lane = threadIdx.x % 32;
     if (item >= num_items_) return false;
     // Items only rise, so the search starts at the last sequence; next ones are likely near.
     int high = num_sequences_;
@@ -263,11 +271,42 @@ class PlannedItems {
       rank_ += step * passed;
       if (passed < 32) high = min(high, rank_ + step);
     }
-    const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_->sequences[rank_]));
-    sequence = {found.x, found.y, found.z, found.w};
-    item_in_sequence = item - static_cast<int64_t>(found.x) * heads_;
+    sequence = sequence_at(rank_);
+    item_in_sequence = item - static_cast<int64_t>(sequence.first_tile) * heads_;
     return true;
   }
+  __device__ __forceinline__ PlannedSequence sequence_at(int rank) const {
+    const int4 found = __ldcg(reinterpret_cast<const int4*>(&plan_->sequences[rank]));
+    return {found.x, found.y, found.z, found.w};
+  }
+  // The same in another order, in which the first tile of each sequence and head comes before the other
+  // tiles of those that are `ahead` sequences and heads before it in the plan. Of sequences that have
+  // all a tile of kTile rows. `ahead` is at most their number times the heads.
+  template <int kTile>
+  __device__ __forceinline__ bool next_first_ahead(PlannedSequence& sequence, int& tile, int& head,
+                                                   int ahead) {
+    for (;;) {
+      const int64_t turn = take();
+      int unit = static_cast<int>(turn);  // sequence and head, as they follow each other in the plan
+      if (turn >= ahead) {
+        int64_t index;
+        if (!find(turn - ahead, sequence, index)) return false;
+        const int tiles = (sequence.num_queries + kTile - 1) / kTile;
+        tile = static_cast<int>(index) % tiles;
+        head = static_cast<int>(index) / tiles;
+        if (tile > 0) return true;
+        unit = rank_ * heads_ + head + ahead;
+        if (unit >= num_units()) continue;
+      }
+      tile = 0;
+      head = unit % heads_;
+      sequence = sequence_at(unit / heads_);
+      return true;
+    }
+  }
+  // Sequences with all their heads; memory has no room for the operands of 2^30.
+  __device__ __forceinline__ int num_units() const { return num_sequences_ * heads_; }
+  __device__ __forceinline__ int64_t num_items() const { return num_items_; }
   // The same in another order, in which tiles of one sequence and head lie at least kApart items apart
   // where there are so many: heads fastest, then sequences that lie together in the plan, then tiles,
   // from the first to the last.

@@ -1,10 +1,13 @@
 // The workspaces of the backward kernel for long sequences (long_backward.cuh), and the kernels
 // before and behind it, which fill and empty them:
 //     statistics   lse and delta of a step's queries: prepare_long writes them
-//     sums         dQ of a step, in f32: prepare_long clears them, finish_long rounds them to dQ
-//     tickets      kOrdered: how many tiles of keys have added to a part of the sums: prepare_long
-//                  clears them; the sums need nothing
-// Grid of both kernels: x = CTAs that share the tiles of long sequences, y = heads.
+//     sums         dQ of a step, in f32: finish_long rounds them to dQ; prepare_long clears them where
+//                  no tile of keys stores before the others add
+//     tickets      prepare_long clears them; kOrdered: how many tiles of keys have added to a part of
+//                  the sums; else how many warps have stored their part of the first tile's, one for each
+//                  sequence and kv head
+// Grid of both kernels: x = heads, which lie beside each other in memory, y = CTAs that share the tiles
+// of long sequences.
 #pragma once
 
 #include "cuda/kernels/attention/backward_tiles.cuh"
@@ -48,6 +51,13 @@ struct LongWorkspace {
                                                 int warpgroup) {
     return params.long_tickets + step * Config::kWarpgroups + warpgroup;
   }
+  // Without an order: one for the tiles of keys of a sequence and kv head.
+  template <typename Item>
+  __device__ __forceinline__ static int* item_ticket(const AttentionBackwardParams& params,
+                                                     const Item& item) {
+    const int head = item.kv_head * (params.heads / params.kv_heads);
+    return ticket(params, step(params, item.query_begin, 0, head), 0);
+  }
 };
 
 // Which tiles of keys see some of the queries of the step at row `row`: exactly those in whose
@@ -68,6 +78,16 @@ struct TileRange {
 // --- the kernels before and behind: tiles of kPreparedRows queries of one head
 
 constexpr int kPreparedRows = 128, kPrepareThreads = 256;
+
+// Whether of each sequence and head the first tile of keys stores dQ, and the others add to it: causal,
+// where it is the longest, or where first tiles alone keep the GPU busy. Needs the plan.
+constexpr int kManyFirstTiles = 128;
+template <typename Config>
+__device__ __forceinline__ bool first_tile_stores(const AttentionBackwardParams& params) {
+  if (Config::kOrdered || params.long_tickets == nullptr) return false;
+  const int num_sequences = __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences);
+  return int64_t{num_sequences} * params.kv_heads >= kManyFirstTiles;
+}
 
 // Zeros for the sums of a tile of kPreparedRows queries.
 template <typename Config>
@@ -108,16 +128,17 @@ __device__ __forceinline__ void zero_unseen_queries(const AttentionBackwardParam
 }
 
 // lse, in units of log2, and delta of a tile: a thread multiplies one chunk of O by that of dO for
-// every kRowStep-th row. All that it needs is asked for first.
-template <typename Config>
+// every kRowStep-th row. All that it needs is asked for first; find_next() runs while that comes.
+template <typename Config, typename FindNext>
 __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
-                                             const JaggedTile& tile) {
+                                             const JaggedTile& tile, bool clears,
+                                             FindNext find_next) {
   using Element = typename Config::Element;
   using Workspace = LongWorkspace<Config>;
   constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks,
                 kRows = kPreparedRows / kRowStep;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
-  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.x;
   const int chunk = threadIdx.x % kChunks, own_row = static_cast<int>(threadIdx.x) / kChunks;
   const bool has_chunk = chunk * 8 < params.dim_v;
   uint4 out[kRows], grad_out[kRows];
@@ -130,7 +151,8 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
     grad_out[i] =
         ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
   }
-  if constexpr (!Config::kOrdered) clear_sums<Config>(params, tile, rows, head);
+  find_next();
+  if (!Config::kOrdered && clears) clear_sums<Config>(params, tile, rows, head);
   if constexpr (Config::kOrdered) zero_unseen_queries<Config>(params, tile, rows, head);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -169,7 +191,7 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
   using Workspace = LongWorkspace<Config>;
   constexpr int kChunks = Config::kDim / 64, kUnits = kPreparedRows / 16 * kChunks;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
-  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
 #pragma unroll
@@ -198,14 +220,26 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
   }
 }
 
-// Calls visit(tile) for the tiles of long sequences, of which this CTA takes every gridDim.x-th.
+// Calls visit(tile, find_next) for the tiles of long sequences, of which this CTA takes every
+// gridDim.y-th; visit calls find_next(), which looks for the next one.
 template <typename Visit>
 __device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
   const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
-  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const JaggedTile tile = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
-    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len))
-      visit(tile);
+  int64_t index = int64_t{blockIdx.y} - gridDim.y;
+  JaggedTile next = {-1, {0, 0}, 0};
+  const auto find_next = [&] {
+    index += gridDim.y;
+    if (index < count)
+      next = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
+  };
+  find_next();
+  while (index < count) {
+    const JaggedTile tile = next;
+    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len)) {
+      visit(tile, find_next);
+    } else {
+      find_next();
+    }
   }
 }
 __device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params) {
@@ -217,7 +251,8 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     const __grid_constant__ AttentionBackwardParams params) {
   ptx::griddepcontrol_wait();
   if (!plans_any(params)) return;
-  if constexpr (Config::kOrdered) {
+  const bool stores = first_tile_stores<Config>(params);
+  if (Config::kOrdered || stores) {
     // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
     const int64_t tickets =
         num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
@@ -226,7 +261,9 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
          index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
       params.long_tickets[index] = 0;
   }
-  for_long_tiles(params, [&](const JaggedTile& tile) { prepare_tile<Config>(params, tile); });
+  for_long_tiles(params, [&](const JaggedTile& tile, auto find_next) {
+    prepare_tile<Config>(params, tile, !stores, find_next);
+  });
 }
 
 template <typename Config>
@@ -234,7 +271,10 @@ __global__ __launch_bounds__(kPrepareThreads) void finish_long(
     const __grid_constant__ AttentionBackwardParams params) {
   ptx::griddepcontrol_wait();
   if (!plans_any(params)) return;
-  for_long_tiles(params, [&](const JaggedTile& tile) { finish_tile<Config>(params, tile); });
+  for_long_tiles(params, [&](const JaggedTile& tile, auto find_next) {
+    finish_tile<Config>(params, tile);
+    find_next();
+  });
 }
 
 }  // namespace jagged_cuda::attention

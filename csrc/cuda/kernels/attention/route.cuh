@@ -148,6 +148,61 @@ class LongTilesOfCta {
   int before_ = 0;  // tiles, modulo the number of CTAs
 };
 
+// The tiles of sequences of up to kMost rows, and of the rows outside all sequences, among those of this
+// CTA, in self-attention. All lanes of a warp; a lane looks at a tile that a sequence may have.
+template <int kTile, int kMost>
+class ShorterTilesOfCta {
+ public:
+  __device__ __forceinline__ ShorterTilesOfCta(const AttentionParams& params,
+                                               const OffsetsView& offsets)
+      : params_(params), offsets_(offsets), first_(blockIdx.x), outside_(blockIdx.x) {}
+
+  // False if there are no more.
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    constexpr int kOfSequence = (kMost + kTile - 1) / kTile;
+    const int64_t count = offsets_.num_seqs * kOfSequence;
+    while (left_ == 0) {
+      if (first_ >= count) return next_outside(tile);
+      own_ = first_ + int64_t{threadIdx.x % 32} * gridDim.x;
+      bool found = false;
+      if (own_ < count) {
+        const int64_t len = sequence_rows(offsets_, own_ / kOfSequence).len;
+        found = len <= kMost && own_ % kOfSequence * kTile < len &&
+                !left_to_tiny(params_, len, len) && !left_to_short(params_, len, len);
+      }
+      left_ = __ballot_sync(0xffffffffu, found);
+      first_ += int64_t{32} * gridDim.x;
+    }
+    const int source = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    const int64_t index = __shfl_sync(0xffffffffu, own_, source);
+    tile.seq = index / kOfSequence;
+    tile.row = index % kOfSequence * kTile;
+    tile.rows = sequence_rows(offsets_, tile.seq);
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ bool next_outside(JaggedTile& tile) {
+    if (params_.split_by_length) return false;  // those for tiny sequences take them
+    const int64_t begin = clamped_offset(offsets_, 0),
+                  end = clamped_offset(offsets_, offsets_.num_seqs),
+                  before = (begin + kTile - 1) / kTile;
+    tile.seq = -1;
+    tile.rows = outside_ < before ? RowRange{0, begin} : RowRange{end, offsets_.total - end};
+    tile.row = (outside_ < before ? outside_ : outside_ - before) * kTile;
+    outside_ += gridDim.x;
+    return tile.row < tile.rows.len;
+  }
+
+  const AttentionParams& params_;
+  const OffsetsView& offsets_;
+  int64_t first_;  // of 32 tiles to look for next
+  int64_t outside_;
+  unsigned left_ = 0;
+  int64_t own_ = 0;
+};
+
 // Calls visit(tile) for each of a CTA's tiles in all of its threads. One warp searches: the loads of a
 // search meet no line twice.
 template <typename Tiles, typename Visit>
