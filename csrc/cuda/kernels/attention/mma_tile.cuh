@@ -255,14 +255,24 @@ __device__ __forceinline__ void store_rows(const Accumulator<kRowBlocks, kBlocks
   }
 }
 
-// Zeros for rows that belong to no sequence.
-template <int kThreads, typename Element>
+// Zeros for rows that belong to no sequence. kOneIndex: the same stores, but a thread's row and column
+// come from one index of the loop. Which of the two leaves more registers to the code behind it
+// depends on the kernel.
+template <int kThreads, bool kOneIndex = false, typename Element>
 __device__ __forceinline__ void store_zeros(Element* g, int64_t row_stride, int rows, int columns) {
+  const auto store_row = [&](int row, int first) {
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
-#pragma unroll 1
-    for (int column = threadIdx.x % 32; column < columns; column += 32)
+    for (int column = first; column < columns; column += 32)
       g[row * row_stride + column] = Element(0.0f);
+  };
+  if constexpr (kOneIndex) {
+#pragma unroll 1
+    for (int index = threadIdx.x; index < rows * 32; index += kThreads)
+      store_row(index / 32, index % 32);
+  } else {
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32)
+      store_row(row, threadIdx.x % 32);
   }
 }
 
