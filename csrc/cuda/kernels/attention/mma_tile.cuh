@@ -6,7 +6,6 @@
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <cstdint>
-#include <type_traits>
 
 namespace jagged_cuda {
 
@@ -234,24 +233,24 @@ __device__ __forceinline__ void store_rows(const Accumulator<kRowBlocks, kBlocks
     }
   }
   __syncwarp();
-  const auto store_chunk = [&](int index, auto is_aligned) {
-    const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
-    if (row >= rows || first >= columns) return;
-    const Element* source = tile.chunk(row, first / kChunkElems);
-    Element* target = g + row * row_stride + first;
-    if constexpr (is_aligned) {
-      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
-    } else {
-      for (int e = 0; e < kChunkElems && first + e < columns; ++e) target[e] = source[e];
-    }
-  };
   constexpr int kChunks = kRowBlocks * 16 * kBlocks;
   if (aligned) {
 #pragma unroll
-    for (int index = lane; index < kChunks; index += 32) store_chunk(index, std::true_type{});
+    for (int index = lane; index < kChunks; index += 32) {
+      const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
+      if (row >= rows || first >= columns) continue;
+      *reinterpret_cast<uint4*>(g + row * row_stride + first) =
+          *reinterpret_cast<const uint4*>(tile.chunk(row, first / kChunkElems));
+    }
   } else {  // rare, and in the code of every kernel: it stays a loop
 #pragma unroll 1
-    for (int index = lane; index < kChunks; index += 32) store_chunk(index, std::false_type{});
+    for (int index = lane; index < kChunks; index += 32) {
+      const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
+      if (row >= rows || first >= columns) continue;
+      const Element* source = tile.chunk(row, first / kChunkElems);
+      Element* target = g + row * row_stride + first;
+      for (int e = 0; e < kChunkElems && first + e < columns; ++e) target[e] = source[e];
+    }
   }
 }
 
