@@ -6,7 +6,6 @@
 #include "cuda/kernels/prim/ptx.cuh"
 
 #include <cstdint>
-#include <type_traits>
 
 namespace jagged_cuda {
 
@@ -234,35 +233,45 @@ __device__ __forceinline__ void store_rows(const Accumulator<kRowBlocks, kBlocks
     }
   }
   __syncwarp();
-  const auto store_chunk = [&](int index, auto is_aligned) {
-    const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
-    if (row >= rows || first >= columns) return;
-    const Element* source = tile.chunk(row, first / kChunkElems);
-    Element* target = g + row * row_stride + first;
-    if constexpr (is_aligned) {
-      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
-    } else {
-      for (int e = 0; e < kChunkElems && first + e < columns; ++e) target[e] = source[e];
-    }
-  };
   constexpr int kChunks = kRowBlocks * 16 * kBlocks;
   if (aligned) {
 #pragma unroll
-    for (int index = lane; index < kChunks; index += 32) store_chunk(index, std::true_type{});
+    for (int index = lane; index < kChunks; index += 32) {
+      const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
+      if (row >= rows || first >= columns) continue;
+      *reinterpret_cast<uint4*>(g + row * row_stride + first) =
+          *reinterpret_cast<const uint4*>(tile.chunk(row, first / kChunkElems));
+    }
   } else {  // rare, and in the code of every kernel: it stays a loop
 #pragma unroll 1
-    for (int index = lane; index < kChunks; index += 32) store_chunk(index, std::false_type{});
+    for (int index = lane; index < kChunks; index += 32) {
+      const int row = tile_row + index / kBlocks, first = column + index % kBlocks * kChunkElems;
+      if (row >= rows || first >= columns) continue;
+      const Element* source = tile.chunk(row, first / kChunkElems);
+      Element* target = g + row * row_stride + first;
+      for (int e = 0; e < kChunkElems && first + e < columns; ++e) target[e] = source[e];
+    }
   }
 }
 
-// Zeros for rows that belong to no sequence.
-template <int kThreads, typename Element>
+// Zeros for rows that belong to no sequence. kOneIndex: the same stores, but a thread's row and column
+// come from one index of the loop. Which of the two leaves more registers to the code behind it
+// depends on the kernel.
+template <int kThreads, bool kOneIndex = false, typename Element>
 __device__ __forceinline__ void store_zeros(Element* g, int64_t row_stride, int rows, int columns) {
+  const auto store_row = [&](int row, int first) {
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
-#pragma unroll 1
-    for (int column = threadIdx.x % 32; column < columns; column += 32)
+    for (int column = first; column < columns; column += 32)
       g[row * row_stride + column] = Element(0.0f);
+  };
+  if constexpr (kOneIndex) {
+#pragma unroll 1
+    for (int index = threadIdx.x; index < rows * 32; index += kThreads)
+      store_row(index / 32, index % 32);
+  } else {
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32)
+      store_row(row, threadIdx.x % 32);
   }
 }
 

@@ -23,6 +23,9 @@ struct RangedBackwardConfig {
   static constexpr bool kHasFloatRange = std::is_same_v<Element, __nv_bfloat16>;
   // Whether dQ of a step is still computed while S of the next is: where few CTAs share an SM.
   static constexpr bool kOverlapsSteps = kDim == 128;
+  // How store_zeros finds its places: by the other way loops of silu with 64 dims spill more (with all
+  // biases less).
+  static constexpr bool kZerosByOneIndex = kSilu && kDim == 64 && kBias != BiasKind::kAny;
   static constexpr int kThreads = 128;
   static constexpr int kRows = 64;  // queries or keys that a CTA owns
   static constexpr int kStep = 64;  // keys or queries of an iteration

@@ -150,10 +150,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kDkdvCtas) void ranged_dk
   Element* gGradK = row_of<Element>(params.grad_k, global_row, kv_head);
   Element* gGradV = row_of<Element>(params.grad_v, global_row, kv_head);
   if (stored > rows) {
-    store_zeros<kThreads>(gGradK + rows * params.grad_k.row_stride, params.grad_k.row_stride,
-                          stored - rows, params.dim_qk);
-    store_zeros<kThreads>(gGradV + rows * params.grad_v.row_stride, params.grad_v.row_stride,
-                          stored - rows, params.dim_v);
+    store_zeros<kThreads, Config::kZerosByOneIndex>(gGradK + rows * params.grad_k.row_stride,
+                                                    params.grad_k.row_stride, stored - rows,
+                                                    params.dim_qk);
+    store_zeros<kThreads, Config::kZerosByOneIndex>(gGradV + rows * params.grad_v.row_stride,
+                                                    params.grad_v.row_stride, stored - rows,
+                                                    params.dim_v);
     if (rows == 0) return;
   }
   shared.barriers.init();

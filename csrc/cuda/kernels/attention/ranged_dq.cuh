@@ -83,8 +83,9 @@ __device__ __forceinline__ void ranged_dq_of_tile(const BackwardOperands& kernel
   const int head = blockIdx.y, kv_head = head / (params.heads / params.kv_heads);
   const int64_t global_row = tile.rows.begin + row;
   if (tile.seq < 0) {
-    store_zeros<kThreads>(row_of<Element>(params.grad_q, global_row, head),
-                          params.grad_q.row_stride, rows, params.dim_qk);
+    store_zeros<kThreads, Config::kZerosByOneIndex>(
+        row_of<Element>(params.grad_q, global_row, head), params.grad_q.row_stride, rows,
+        params.dim_qk);
     return;
   }
   const bool copies = threadIdx.x == 0;
