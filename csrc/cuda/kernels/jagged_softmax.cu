@@ -12,6 +12,8 @@
 //   - up to kItems vectors for each lane of one warp: one warp; sums go by shuffles
 //   - up to kItems vectors for each thread: the CTA, which keeps the sequence in registers: one pass
 //   - longer: the CTA reads it twice, with a running maximum and sum the first time
+// Gradients of batches of long means go to another kernel, which reads long sequences once or little more
+// and has the same bits (softmax/sequence_ring.cuh).
 //
 // Shared memory: the partial results of 4 warps for a group, two buffers in turn (1,024 bytes).
 // Barriers: one __syncthreads in each reduction over the CTA, between writing and reading its
@@ -24,6 +26,8 @@
 #include "cuda/kernels/jagged_softmax.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/softmax/sequence_backward.cuh"
+#include "cuda/kernels/softmax/sequence_ring.cuh"
 #include "cuda/kernels/softmax/words.cuh"
 
 #include <algorithm>
@@ -32,18 +36,12 @@
 namespace jagged_cuda {
 namespace {
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kItems = 4;        // vectors that a thread keeps in registers
-constexpr int kGroupBytes = 64;  // of a row beside each other: what DRAM reads at a time
+using namespace sequence_softmax;
+
 // Rows of no more elements than these go by vectors of 4, so that more threads share a column's sums.
 constexpr int kNarrow = 16;
 // Up to here, each sequence has a CTA of its own.
 constexpr int kManySeqs = 2048;
-
-struct SharedStorage {
-  alignas(16) unsigned char partial[2][kWarps * kGroupBytes * 2];
-};
-static_assert(sizeof(SharedStorage) == 1024, "as the header says");
 
 using softmax::kAllLanes;
 using softmax::kLog2E;
@@ -112,70 +110,6 @@ struct Packed {
     return negative ? -x : x;
   }
 };
-
-// What the compiler knows of the values is of no use to it afterwards.
-template <typename Element, int kVector>
-__device__ __forceinline__ void forget(Vector<Element, kVector>& vector) {
-  if constexpr (sizeof(vector) % 4 == 0) {
-    auto* words = reinterpret_cast<uint32_t*>(vector.elems);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(vector) / 4); ++i) asm("" : "+r"(words[i]));
-  }
-}
-
-// The place of a thread among those that share a sequence: a warp, or the whole CTA.
-struct Place {
-  bool in_cta;
-  int row;  // first row; the others follow at row_step
-  int row_step;
-  int lanes;       // vectors beside each other, a power of two
-  int64_t column;  // of the thread's vector
-  bool exists;     // column < columns
-
-  __device__ __forceinline__ Place(bool in_cta, int lanes_log2, int64_t first_vector, int vector,
-                                   int64_t columns)
-      : in_cta(in_cta) {
-    const int thread = in_cta ? threadIdx.x : threadIdx.x % 32;
-    lanes = 1 << lanes_log2;
-    row = thread >> lanes_log2;
-    row_step = (in_cta ? kThreads : 32) >> lanes_log2;
-    column = (first_vector + (thread & (lanes - 1))) * vector;
-    exists = column < columns;
-  }
-};
-
-// Combines value[] of all threads at the place that hold the same columns; every thread gets the
-// result. `buffer` is 0 and 1 in turn.
-template <int kCount, typename Value, typename Combine>
-__device__ __forceinline__ void reduce_rows(Value (&value)[kCount], const Place& place,
-                                            SharedStorage& shared, int buffer, Combine combine) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    if (offset < place.lanes) break;
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      value[e] = combine(value[e], __shfl_xor_sync(0xffffffffu, value[e], offset));
-    }
-  }
-  if (place.in_cta) {
-    // [kWarps, place.lanes, kCount]
-    auto* sPartial = reinterpret_cast<Value*>(shared.partial[buffer]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = place.lanes * kCount;
-    if (lane < place.lanes) {
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) sPartial[warp * all + lane * kCount + e] = value[e];
-    }
-    __syncthreads();
-    const int own = (lane & (place.lanes - 1)) * kCount;
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      Value result = sPartial[own + e];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) result = combine(result, sPartial[w * all + own + e]);
-      value[e] = result;
-    }
-  }
-}
 
 // ---- Forward -----------------------------------------------------------------------------------
 
@@ -351,97 +285,6 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxParams& params,
 
 // ---- Backward ----------------------------------------------------------------------------------
 
-template <typename Element, int kVector>
-struct SoftmaxBackwardView {
-  using S = Sum<Element>;
-  using Loaded = Vector<Element, kVector>;
-
-  const Element* gGrad;  // [len, kVector], grad_stride apart
-  const Element* gP;     // [len, kVector], p_stride apart
-  Element* gGradX;       // [len, kVector], columns apart
-  int64_t grad_stride;
-  int64_t p_stride;
-  int64_t columns;
-  int64_t len;  // 0 for a thread without columns
-  S scale;
-
-  __device__ __forceinline__ SoftmaxBackwardView(const JaggedSoftmaxBackwardParams& params,
-                                                 const RowRange& range, const Place& place)
-      : gGrad(static_cast<const Element*>(params.grad_out) + range.begin * params.grad_out_stride +
-              place.column),
-        gP(static_cast<const Element*>(params.out) + range.begin * params.out_stride +
-           place.column),
-        gGradX(static_cast<Element*>(params.grad_x) + range.begin * params.columns + place.column),
-        grad_stride(params.grad_out_stride),
-        p_stride(params.out_stride),
-        columns(params.columns),
-        len(place.exists ? range.len : 0),
-        scale(static_cast<S>(params.scale)) {}
-
-  __device__ __forceinline__ void load(Loaded& rGrad, Loaded& rP, int64_t row) const {
-    rGrad = *reinterpret_cast<const Loaded*>(gGrad + row * grad_stride);
-    rP = *reinterpret_cast<const Loaded*>(gP + row * p_stride);
-  }
-
-  // sum += grad * p
-  static __device__ __forceinline__ void add(S (&sum)[kVector], const Loaded& rGrad,
-                                             const Loaded& rP) {
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      sum[e] = fma(to_sum(rGrad.elems[e]), to_sum(rP.elems[e]), sum[e]);
-    }
-  }
-
-  __device__ __forceinline__ void store(const S (&sum)[kVector], const Loaded& rGrad,
-                                        const Loaded& rP, int64_t row) const {
-    Loaded result;
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      result.elems[e] =
-          from_sum<Element>(scale * to_sum(rP.elems[e]) * (to_sum(rGrad.elems[e]) - sum[e]));
-    }
-    *reinterpret_cast<Loaded*>(gGradX + row * columns) = result;
-  }
-};
-
-// A sequence of at most kItems rows for each thread, kept in registers.
-template <typename Element, int kVector>
-__device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams& params,
-                                              const RowRange& range, const Place& place,
-                                              SharedStorage& shared) {
-  using View = SoftmaxBackwardView<Element, kVector>;
-  using S = Sum<Element>;
-  const View view(params, range, place);
-  const int len = static_cast<int>(view.len), last = static_cast<int>(range.len);
-  // Rows of item i, which some thread has
-  const auto some = [&](int i) { return i * place.row_step < last; };
-  const auto row_of = [&](int i) { return place.row + i * place.row_step; };
-  typename View::Loaded rGrad[kItems] = {}, rP[kItems] = {};
-  S sum[kVector];
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) sum[e] = S(0);
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (some(i) && row_of(i) < len) view.load(rGrad[i], rP[i], row_of(i));
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (some(i) && row_of(i) < len) View::add(sum, rGrad[i], rP[i]);
-  }
-  reduce_rows(sum, place, shared, 0, [](S a, S b) { return a + b; });
-  // So that what they are as floats is not kept
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    forget(rGrad[i]);
-    forget(rP[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (some(i) && row_of(i) < len) view.store(sum, rGrad[i], rP[i], row_of(i));
-  }
-  if (place.in_cta) __syncthreads();  // one reduction per sequence: its buffer is used again
-}
-
 // A longer one, read twice by the whole CTA.
 template <typename Element, int kVector>
 __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& params,
@@ -471,225 +314,11 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& 
 
 // ---- Backward by a ring, for long means ---------------------------------------------------------
 
-// Batches of more rows than these for each sequence take the ring.
-constexpr int kLongMean = 64;
-// Stages of the ring. kItems vectors of both operands for each thread are a stage.
-constexpr int kStages = 3;
-// Per SM, as shared memory allows, and registers for vectors of 8 bytes.
-template <int kVectorBytes>
-constexpr int kRingCtas = kVectorBytes == 16 ? 4 : 6;
-
-template <int kVectorBytes>
-struct RingStorage {
-  // What a thread copies there, it alone reads. [stage, item, dp or p, thread]
-  alignas(16) unsigned char slots[kStages][kItems][2][kThreads][kVectorBytes];
-  SharedStorage reduced;
-};
-static_assert(sizeof(RingStorage<16>) == 50'176 && sizeof(RingStorage<8>) == 25'600,
-              "as the header says");
-
-// The rows of a sequence that the CTA takes, kItems for each thread at a time: a stage.
-template <typename Element, int kVector>
-struct StagedSequence {
-  SoftmaxBackwardView<Element, kVector> view;
-  int stages;
-
-  __device__ __forceinline__ StagedSequence(const JaggedSoftmaxBackwardParams& params,
-                                            const RowRange& range, const Place& place)
-      : view(params, range, place) {
-    const int rows = place.row_step * kItems;
-    stages = static_cast<int>((range.len + rows - 1) / rows);
-  }
-};
-
-template <typename Element, int kVector>
-class BackwardRing {
- public:
-  using View = SoftmaxBackwardView<Element, kVector>;
-  using Sequence = StagedSequence<Element, kVector>;
-  using Loaded = typename View::Loaded;
-  using S = typename View::S;
-  using Storage = RingStorage<sizeof(Loaded)>;
-
-  __device__ __forceinline__ BackwardRing(Storage& shared, const Place& place)
-      : shared_(shared), place_(place) {}
-
-  // Starts copies of the stages of `sequence`, the next one, that find room beside the `taken` ones
-  // of the sequence before.
-  __device__ __forceinline__ void start(const Sequence& sequence, int taken) {
-#pragma unroll 1
-    for (int stage = 0; stage < min(kStages - taken, sequence.stages); ++stage) {
-      copy(sequence, stage, !flipped_);
-    }
-  }
-
-  // Gradients of `sequence`, which start() has seen. Copies of `next` take its places as soon as
-  // they are free.
-  __device__ __forceinline__ void take(const Sequence& sequence, const Sequence& next) {
-    flipped_ = !flipped_;
-    start(next, sequence.stages);
-    S sum[kVector];
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) sum[e] = S(0);
-#pragma unroll 1
-    for (int stage = 0; stage < sequence.stages; ++stage) {
-      wait();
-      for_each_row(sequence, stage, [&](const Loaded& rGrad, const Loaded& rP, int64_t) {
-        View::add(sum, rGrad, rP);
-      });
-      if (stage + kStages < sequence.stages) copy(sequence, stage + kStages, flipped_);
-    }
-    reduce_rows(sum, place_, shared_.reduced, flipped_ ? 1 : 0, [](S a, S b) { return a + b; });
-#pragma unroll 1
-    for (int stage = sequence.stages - 1; stage >= 0; --stage) {
-      if (stage + kStages < sequence.stages) wait();
-      for_each_row(sequence, stage, [&](const Loaded& rGrad, const Loaded& rP, int64_t row) {
-        sequence.view.store(sum, rGrad, rP, row);
-      });
-      if (stage >= kStages) {
-        copy(sequence, stage - kStages, flipped_);
-      } else if (kStages - 1 - stage < next.stages) {
-        copy(next, kStages - 1 - stage, !flipped_);
-      }
-    }
-  }
-
- private:
-  using Slots = unsigned char[kItems][2][kThreads][sizeof(Loaded)];
-
-  // Where a stage lies, whether it goes forwards or backwards. A sequence leaves the place of its
-  // stage 0 last, so that the next one has that for its stage kStages - 1, in flipped order.
-  __device__ __forceinline__ Slots& slots_of(int stage, bool flipped) const {
-    const int index = stage % kStages;
-    return shared_.slots[flipped ? kStages - 1 - index : index];
-  }
-
-  __device__ __forceinline__ int64_t first_row(int stage) const {
-    return place_.row + int64_t{stage} * (kItems * place_.row_step);
-  }
-
-  __device__ __forceinline__ void copy(const Sequence& sequence, int stage, bool flipped) {
-    const View& view = sequence.view;
-    const int64_t first = first_row(stage);
-    Slots& slots = slots_of(stage, flipped);
-    const Element* gGrad = view.gGrad + first * view.grad_stride;
-    const Element* gP = view.gP + first * view.p_stride;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (first + i * place_.row_step < view.len) {
-        copy_vector(slots[i][0][threadIdx.x], gGrad);
-        copy_vector(slots[i][1][threadIdx.x], gP);
-      }
-      gGrad += place_.row_step * view.grad_stride;
-      gP += place_.row_step * view.p_stride;
-    }
-    ptx::cp_async_commit();
-    ++started_;
-  }
-
-  static __device__ __forceinline__ void copy_vector(unsigned char* slot, const Element* global) {
-    if constexpr (sizeof(Loaded) == 16) {
-      ptx::cp_async_16(slot, global, 16);
-    } else {
-      ptx::cp_async_8(slot, global, 8);
-    }
-  }
-
-  // Until the oldest stage that nobody has waited for is there.
-  __device__ __forceinline__ void wait() {
-    ++awaited_;
-    const int behind = started_ - awaited_;
-    if (behind == kStages - 1) {
-      ptx::cp_async_wait<kStages - 1>();
-    } else if (behind == 1) {
-      ptx::cp_async_wait<1>();
-    } else {
-      ptx::cp_async_wait<0>();
-    }
-  }
-
-  // Calls visit(dp, p, row) for the thread's rows of a stage, in order.
-  template <typename Visit>
-  __device__ __forceinline__ void for_each_row(const Sequence& sequence, int stage,
-                                               Visit visit) const {
-    const int64_t first = first_row(stage);
-    const Slots& slots = slots_of(stage, flipped_);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t row = first + i * place_.row_step;
-      if (row < sequence.view.len) {
-        visit(*reinterpret_cast<const Loaded*>(slots[i][0][threadIdx.x]),
-              *reinterpret_cast<const Loaded*>(slots[i][1][threadIdx.x]), row);
-      }
-    }
-  }
-
-  Storage& shared_;
-  const Place& place_;
-  bool flipped_ = false;  // of the sequence that is taken
-  int started_ = 0;       // stages whose copies have been started
-  int awaited_ = 0;       // of these, stages that are there
-};
-
-// ---- Kernels -----------------------------------------------------------------------------------
-
-template <typename Params>
-struct SoftmaxLaunch {
-  Params params;
-  int lanes_log2;  // vectors of a row that a group of columns holds
-  int seqs_each;   // sequences of a CTA
-};
-
-// Up to kWarps sequences from `first` on. All threads of a warp make it together.
-class SequenceList {
- public:
-  template <typename Params>
-  __device__ __forceinline__ SequenceList(const SoftmaxLaunch<Params>& launch, int64_t first) {
-    const OffsetsView& offsets = launch.params.offsets;
-    const int lane = threadIdx.x % 32;
-    if (lane < launch.seqs_each && first + lane < offsets.num_seqs) {
-      own_ = sequence_rows(offsets, first + lane);
-    }
-    const bool is_long = own_.len > (32 * kItems) >> launch.lanes_log2;
-    long_ones_ = __ballot_sync(kAllLanes, is_long);
-  }
-
-  // The sequence that this warp takes alone; no rows where there is none.
-  __device__ __forceinline__ RowRange of_warp() const {
-    const int warp = threadIdx.x / 32;
-    const RowRange range = rows_of(warp);
-    return (long_ones_ >> warp & 1) == 0 ? range : RowRange{0, 0};
-  }
-
-  // The next one that the CTA takes together, without rows behind the last.
-  __device__ __forceinline__ RowRange next_of_cta() {
-    if (long_ones_ == 0) return {0, 0};
-    const RowRange range = rows_of(__ffs(static_cast<int>(long_ones_)) - 1);
-    long_ones_ &= long_ones_ - 1;
-    return range;
-  }
-
- private:
-  __device__ __forceinline__ RowRange rows_of(int i) const {
-    return {__shfl_sync(kAllLanes, own_.begin, i), __shfl_sync(kAllLanes, own_.len, i)};
-  }
-
-  RowRange own_{0, 0};  // lane i: of sequence first + i
-  unsigned long_ones_;  // those of the CTA that are left, a bit each
-};
+// ---- Kernel- -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void* result_of(const JaggedSoftmaxParams& params) { return params.out; }
 __device__ __forceinline__ void* result_of(const JaggedSoftmaxBackwardParams& params) {
   return params.grad_x;
-}
-
-template <typename Element>
-__device__ __forceinline__ void store_zeros(Element* global, int64_t begin, int64_t end) {
-  const int64_t cta = blockIdx.y * int64_t{gridDim.x} + blockIdx.x;
-  const int64_t step = int64_t{gridDim.x} * gridDim.y * kThreads;
-  for (int64_t i = begin + cta * kThreads + threadIdx.x; i < end; i += step) {
-    global[i] = from_sum<Element>(0);
-  }
 }
 
 // Per SM, as registers allow.
@@ -744,52 +373,11 @@ __global__ __launch_bounds__(kThreads, kCtas<Params, Element>) void jagged_softm
               offsets.total * params.columns);
 }
 
-template <typename Element, int kVector>
-__global__
-__launch_bounds__(kThreads, kRingCtas<kVector * sizeof(Element)>) void softmax_backward_ring_kernel(
-    const __grid_constant__ SoftmaxLaunch<JaggedSoftmaxBackwardParams> launch) {
-  using Ring = BackwardRing<Element, kVector>;
-  using Sequence = typename Ring::Sequence;
-  extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  auto& shared = *reinterpret_cast<typename Ring::Storage*>(dynamic_shared);
-  const JaggedSoftmaxBackwardParams& params = launch.params;
-  const int64_t first_vector = int64_t{blockIdx.x} << launch.lanes_log2;
-  const int64_t step = int64_t{gridDim.y} * launch.seqs_each;
-  const Place place(true, launch.lanes_log2, first_vector, kVector, params.columns);
-  Ring ring(shared, place);
-#pragma unroll 1
-  for (int64_t first = int64_t{blockIdx.y} * launch.seqs_each; first < params.offsets.num_seqs;
-       first += step) {
-    SequenceList list(launch, first);
-    Sequence sequence(params, list.next_of_cta(), place);
-    ring.start(sequence, 0);
-    if (const RowRange range = list.of_warp(); range.len > 0) {
-      softmax_short<Element, kVector>(
-          params, range, Place(false, launch.lanes_log2, first_vector, kVector, params.columns),
-          shared.reduced);
-    }
-#pragma unroll 1
-    while (sequence.stages > 0) {
-      const Sequence next(params, list.next_of_cta(), place);
-      ring.take(sequence, next);
-      sequence = next;
-    }
-  }
-  Element* gGradX = static_cast<Element*>(params.grad_x);
-  store_zeros(gGradX, 0, clamped_offset(params.offsets, 0) * params.columns);
-  store_zeros(gGradX, clamped_offset(params.offsets, params.offsets.num_seqs) * params.columns,
-              params.offsets.total * params.columns);
-}
-
 template <typename Params, typename Element>
 constexpr PathName kPath =
     PathName(std::is_same_v<Params, JaggedSoftmaxParams> ? "cuda.jagged_softmax."
                                                          : "cuda.jagged_softmax_backward.") +
     kElementName<Element>;
-
-template <typename Element>
-constexpr PathName kRingPath =
-    PathName("cuda.jagged_softmax_backward.ring.") + kElementName<Element>;
 
 template <typename Element, int kVector, typename Params>
 cudaError_t launch_vector(const Params& params, cudaStream_t stream) {
