@@ -21,12 +21,12 @@
 // begin before its warps take their short ones.
 //
 // Shared memory, dynamic: the ring, 3 stages of 4 items of 2 operands of 128 vectors (49,152 bytes with
-// vectors of 16 bytes, 24,576 with 8), and the partial results of sums (1,024). Per SM 4 CTAs, or 6 with
-// vectors of 8 bytes, where registers bind: up to 192 and 144 KiB in flight.
+// vectors of 16 bytes, 24,576 with 8), and the partial results of sums (1,024). Per SM 4 CTAs, or 5 with
+// vectors of 8 bytes, where registers bind: up to 192 and 120 KiB in flight.
 //
 // Barriers: one __syncthreads in each sum over the CTA, as in jagged_softmax.cu: two buffers in turn.
 //
-// A stage's rows behind the sequence's end are not copied; what is read there counts for nothing.
+// A stage's rows behind the sequence's end are neither copied nor read.
 #pragma once
 
 #include "cuda/kernels/prim/launch.cuh"
@@ -42,7 +42,7 @@ constexpr int kStages = 3;
 
 // Per SM, as shared memory allows, and registers for vectors of 8 bytes.
 template <int kVectorBytes>
-constexpr int kRingCtas = kVectorBytes == 16 ? 4 : 6;
+constexpr int kRingCtas = kVectorBytes == 16 ? 4 : 5;
 
 template <int kVectorBytes>
 struct RingStorage {
@@ -69,7 +69,10 @@ class BackwardRing {
   __device__ __forceinline__ BackwardRing(Storage& shared,
                                           const SoftmaxLaunch<JaggedSoftmaxBackwardParams>& launch,
                                           const Place& place)
-      : shared_(shared), launch_(launch), place_(place) {}
+      : shared_(shared),
+        slots_(ptx::shared_address(shared.slots[0][0][0][threadIdx.x])),
+        launch_(launch),
+        place_(place) {}
 
   __device__ __forceinline__ Sequence sequence(const RowRange& range) const {
     // row_step * kItems, a power of two
@@ -119,31 +122,38 @@ class BackwardRing {
   }
 
  private:
-  using Slots = unsigned char[kItems][2][kThreads][sizeof(Loaded)];
+  static constexpr int kSlotBytes = kThreads * sizeof(Loaded);  // from one vector to the next
+  static constexpr int kStageBytes = kItems * 2 * kSlotBytes;
 
-  // Every other sequence is flipped: its stages fill the ring from the end, since the one before leaves
-  // the places of its first stages last.
-  __device__ __forceinline__ Slots& slots_of(int stage, bool flipped) const {
+  // The thread's vectors of a stage. Every other sequence is flipped: its stages fill the ring from the
+  // end, since the one before leaves the places of its first stages last.
+  __device__ __forceinline__ uint32_t slots_of(int stage, bool flipped) const {
     const int index = stage % kStages;
-    return shared_.slots[flipped ? kStages - 1 - index : index];
+    return slots_ + (flipped ? kStages - 1 - index : index) * kStageBytes;
   }
 
   __device__ __forceinline__ int64_t first_row(int stage) const {
     return place_.row + int64_t{stage} * (kItems * place_.row_step);
   }
+  // Rows from the thread's first one of a stage to the end, or more than the stage has.
+  __device__ __forceinline__ int rows_left(const Sequence& sequence, int64_t first) const {
+    const int64_t left = sequence.view.len - first;
+    return left < kItems * kThreads ? static_cast<int>(left) : kItems * kThreads;
+  }
 
-  // The slots' values have been read: this thread's instructions before it, in order.
+  // This thread has read what the slots held.
   __device__ __forceinline__ void copy(const Sequence& sequence, int stage, bool flipped) {
     const View& view = sequence.view;
     const int64_t first = first_row(stage);
-    Slots& slots = slots_of(stage, flipped);
+    const int left = rows_left(sequence, first);
+    const uint32_t slots = slots_of(stage, flipped);
     const Element* gGrad = view.gGrad + first * view.grad_stride;
     const Element* gP = view.gP + first * view.p_stride;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (first + i * place_.row_step < view.len) {
-        copy_vector(slots[i][0][threadIdx.x], gGrad);
-        copy_vector(slots[i][1][threadIdx.x], gP);
+      if (i * place_.row_step < left) {
+        copy_vector(slots + 2 * i * kSlotBytes, gGrad);
+        copy_vector(slots + (2 * i + 1) * kSlotBytes, gP);
       }
       gGrad += place_.row_step * view.grad_stride;
       gP += place_.row_step * view.p_stride;
@@ -152,7 +162,7 @@ class BackwardRing {
     ++started_;
   }
 
-  static __device__ __forceinline__ void copy_vector(unsigned char* slot, const Element* global) {
+  static __device__ __forceinline__ void copy_vector(uint32_t slot, const Element* global) {
     if constexpr (sizeof(Loaded) == 16) {
       ptx::cp_async_16(slot, global, 16);
     } else {
@@ -178,22 +188,25 @@ class BackwardRing {
   __device__ __forceinline__ void for_each_row(const Sequence& sequence, int stage,
                                                Visit visit) const {
     const int64_t first = first_row(stage);
-    const Slots& slots = slots_of(stage, flipped_);
+    const int left = rows_left(sequence, first);
+    const uint32_t slots = slots_of(stage, flipped_);
     Loaded rGrad[kItems], rP[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      load(rGrad[i], slots[i][0][threadIdx.x]);
-      load(rP[i], slots[i][1][threadIdx.x]);
+      if (i * place_.row_step < left) {
+        load(rGrad[i], slots + 2 * i * kSlotBytes);
+        load(rP[i], slots + (2 * i + 1) * kSlotBytes);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int64_t row = first + i * place_.row_step;
-      if (row < sequence.view.len) visit(rGrad[i], rP[i], row);
+      const int row = i * place_.row_step;
+      if (row < left) visit(rGrad[i], rP[i], first + row);
     }
   }
 
   // Spelled out, since the compiler would load each element by itself.
-  static __device__ __forceinline__ void load(Loaded& vector, const unsigned char* slot) {
+  static __device__ __forceinline__ void load(Loaded& vector, uint32_t slot) {
     if constexpr (sizeof(Loaded) == 16) {
       *reinterpret_cast<uint4*>(vector.elems) = ptx::ld_shared_16(slot);
     } else {
@@ -202,6 +215,7 @@ class BackwardRing {
   }
 
   Storage& shared_;
+  const uint32_t slots_;  // the thread's first one
   const SoftmaxLaunch<JaggedSoftmaxBackwardParams>& launch_;
   const Place& place_;
   bool flipped_ = false;  // of the sequence that is taken
