@@ -16,9 +16,9 @@
 //   for stage n - 1 to 0:  (the last kStages are still there) wait; store dx;
 //                          copy stage - kStages into its place, or the next sequence's first stages
 //
-// So up to kStages are read once, of longer sequences all but those a second time, newest first, while
-// L2 may hold them; and while a sequence is computed, the copies of the CTA's next one are in flight. They
-// begin before its warps take their short ones.
+// So a sequence of up to kStages is read once, and of a longer one all but the last kStages a second time,
+// newest first, while L2 may hold them. While a sequence is computed, copies of the CTA's next one are in
+// flight; those of its first one start before its warps take their short ones.
 //
 // Shared memory, dynamic: the ring, 3 stages of 4 items of 2 operands of 128 vectors (49,152 bytes with
 // vectors of 16 bytes, 24,576 with 8), and the partial results of sums (1,024). Per SM 4 CTAs, or 5 with
@@ -135,9 +135,11 @@ class BackwardRing {
   __device__ __forceinline__ int64_t first_row(int stage) const {
     return place_.row + int64_t{stage} * (kItems * place_.row_step);
   }
-  // Rows from the thread's first one of a stage to the end, or more than the stage has.
+  // Rows from the thread's first one of a stage to the end, none of them without columns; or as many as no
+  // stage has.
   __device__ __forceinline__ int rows_left(const Sequence& sequence, int64_t first) const {
     const int64_t left = sequence.view.len - first;
+    if (left <= 0) return 0;
     return left < kItems * kThreads ? static_cast<int>(left) : kItems * kThreads;
   }
 
