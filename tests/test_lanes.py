@@ -21,7 +21,14 @@ from tests.lanes import sources
 STRIPS = "cuda/kernels/softmax/strips.cuh"
 TARGET = "cuda/kernels/attention/target_backward_wgmma.cuh"
 
-DRIVERS = {"strips": range(1, 49), "target_backward": range(1, 9)}
+RING = "cuda/kernels/softmax/sequence_ring.cuh"
+
+PATHS = {"strips": STRIPS, "target_backward": TARGET, "sequence_ring": RING}
+DRIVERS = {
+    "strips": range(1, 49),
+    "target_backward": range(1, 9),
+    "sequence_ring": range(1, 81),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Fault:
 
     @property
     def path(self) -> str:
-        return STRIPS if self.driver == "strips" else TARGET
+        return PATHS[self.driver]
 
 
 FAULTS = (
@@ -113,6 +120,30 @@ FAULTS = (
         "row <= keys; row += 32",
         range(5, 7),
         "write outside: grad_v",
+    ),
+    Fault(
+        "no wait for a stage that comes a second time",
+        "sequence_ring",
+        "      if (stage + kStages < sequence.stages) wait();\n",
+        "",
+        range(1, 21),
+        "WRONG grad_x",
+    ),
+    Fault(
+        "one buffer for the sums of all sequences",
+        "sequence_ring",
+        "flipped_ ? 1 : 0, ",
+        "0, ",
+        range(1, 21),
+        "write after read: shared memory",
+    ),
+    Fault(
+        "a next sequence where the last one still lies",
+        "sequence_ring",
+        "copy(next, kStages - 1 - stage, !flipped_);",
+        "copy(next, kStages - 1 - stage, flipped_);",
+        range(1, 21),
+        "WRONG grad_x",
     ),
 )
 

@@ -40,10 +40,18 @@ FAULTS = (
     Fault(
         "lost barrier",
         "cuda",
-        "cuda/kernels/jagged_softmax.cu",
+        "cuda/kernels/softmax/sequence.cuh",
         "__syncthreads();\n    const int own",
         "const int own",
         "--op jagged_softmax",
+    ),
+    Fault(
+        "a stage at another one's place",
+        "cuda",
+        "cuda/kernels/softmax/sequence_ring.cuh",
+        "copy(sequence, stage - kStages, flipped_);",
+        "copy(sequence, stage - kStages, !flipped_);",
+        "tests/test_cuda_softmax.py -k test_gradients_by_a_ring",
     ),
     Fault(
         "int32 row offset",

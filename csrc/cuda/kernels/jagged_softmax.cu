@@ -12,6 +12,8 @@
 //   - up to kItems vectors for each lane of one warp: one warp; sums go by shuffles
 //   - up to kItems vectors for each thread: the CTA, which keeps the sequence in registers: one pass
 //   - longer: the CTA reads it twice, with a running maximum and sum the first time
+// Gradients of batches of long means go to another kernel, which reads long sequences once or little more
+// and has the same bits (softmax/sequence_ring.cuh).
 //
 // Shared memory: the partial results of 4 warps for a group, two buffers in turn (1,024 bytes).
 // Barriers: one __syncthreads in each reduction over the CTA, between writing and reading its
@@ -24,6 +26,8 @@
 #include "cuda/kernels/jagged_softmax.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/launch.cuh"
+#include "cuda/kernels/softmax/sequence_backward.cuh"
+#include "cuda/kernels/softmax/sequence_ring.cuh"
 #include "cuda/kernels/softmax/words.cuh"
 
 #include <algorithm>
@@ -32,18 +36,12 @@
 namespace jagged_cuda {
 namespace {
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kItems = 4;        // vectors that a thread keeps in registers
-constexpr int kGroupBytes = 64;  // of a row beside each other: what DRAM reads at a time
+using namespace sequence_softmax;
+
 // Rows of no more elements than these go by vectors of 4, so that more threads share a column's sums.
 constexpr int kNarrow = 16;
 // Up to here, each sequence has a CTA of its own.
 constexpr int kManySeqs = 2048;
-
-struct SharedStorage {
-  alignas(16) unsigned char partial[2][kWarps * kGroupBytes * 2];
-};
-static_assert(sizeof(SharedStorage) == 1024, "as the header says");
 
 using softmax::kAllLanes;
 using softmax::kLog2E;
@@ -112,70 +110,6 @@ struct Packed {
     return negative ? -x : x;
   }
 };
-
-// What the compiler knows of the values is of no use to it afterwards.
-template <typename Element, int kVector>
-__device__ __forceinline__ void forget(Vector<Element, kVector>& vector) {
-  if constexpr (sizeof(vector) % 4 == 0) {
-    auto* words = reinterpret_cast<uint32_t*>(vector.elems);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(vector) / 4); ++i) asm("" : "+r"(words[i]));
-  }
-}
-
-// The place of a thread among those that share a sequence: a warp, or the whole CTA.
-struct Place {
-  bool in_cta;
-  int row;  // first row; the others follow at row_step
-  int row_step;
-  int lanes;       // vectors beside each other, a power of two
-  int64_t column;  // of the thread's vector
-  bool exists;     // column < columns
-
-  __device__ __forceinline__ Place(bool in_cta, int lanes_log2, int64_t first_vector, int vector,
-                                   int64_t columns)
-      : in_cta(in_cta) {
-    const int thread = in_cta ? threadIdx.x : threadIdx.x % 32;
-    lanes = 1 << lanes_log2;
-    row = thread >> lanes_log2;
-    row_step = (in_cta ? kThreads : 32) >> lanes_log2;
-    column = (first_vector + (thread & (lanes - 1))) * vector;
-    exists = column < columns;
-  }
-};
-
-// Combines value[] of all threads at the place that hold the same columns; every thread gets the
-// result. `buffer` is 0 and 1 in turn.
-template <int kCount, typename Value, typename Combine>
-__device__ __forceinline__ void reduce_rows(Value (&value)[kCount], const Place& place,
-                                            SharedStorage& shared, int buffer, Combine combine) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    if (offset < place.lanes) break;
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      value[e] = combine(value[e], __shfl_xor_sync(0xffffffffu, value[e], offset));
-    }
-  }
-  if (place.in_cta) {
-    // [kWarps, place.lanes, kCount]
-    auto* sPartial = reinterpret_cast<Value*>(shared.partial[buffer]);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = place.lanes * kCount;
-    if (lane < place.lanes) {
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) sPartial[warp * all + lane * kCount + e] = value[e];
-    }
-    __syncthreads();
-    const int own = (lane & (place.lanes - 1)) * kCount;
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      Value result = sPartial[own + e];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) result = combine(result, sPartial[w * all + own + e]);
-      value[e] = result;
-    }
-  }
-}
 
 // ---- Forward -----------------------------------------------------------------------------------
 
@@ -351,97 +285,6 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxParams& params,
 
 // ---- Backward ----------------------------------------------------------------------------------
 
-template <typename Element, int kVector>
-struct SoftmaxBackwardView {
-  using S = Sum<Element>;
-  using Loaded = Vector<Element, kVector>;
-
-  const Element* gGrad;  // [len, kVector], grad_stride apart
-  const Element* gP;     // [len, kVector], p_stride apart
-  Element* gGradX;       // [len, kVector], columns apart
-  int64_t grad_stride;
-  int64_t p_stride;
-  int64_t columns;
-  int64_t len;  // 0 for a thread without columns
-  S scale;
-
-  __device__ __forceinline__ SoftmaxBackwardView(const JaggedSoftmaxBackwardParams& params,
-                                                 const RowRange& range, const Place& place)
-      : gGrad(static_cast<const Element*>(params.grad_out) + range.begin * params.grad_out_stride +
-              place.column),
-        gP(static_cast<const Element*>(params.out) + range.begin * params.out_stride +
-           place.column),
-        gGradX(static_cast<Element*>(params.grad_x) + range.begin * params.columns + place.column),
-        grad_stride(params.grad_out_stride),
-        p_stride(params.out_stride),
-        columns(params.columns),
-        len(place.exists ? range.len : 0),
-        scale(static_cast<S>(params.scale)) {}
-
-  __device__ __forceinline__ void load(Loaded& rGrad, Loaded& rP, int64_t row) const {
-    rGrad = *reinterpret_cast<const Loaded*>(gGrad + row * grad_stride);
-    rP = *reinterpret_cast<const Loaded*>(gP + row * p_stride);
-  }
-
-  // sum += grad * p
-  static __device__ __forceinline__ void add(S (&sum)[kVector], const Loaded& rGrad,
-                                             const Loaded& rP) {
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      sum[e] = fma(to_sum(rGrad.elems[e]), to_sum(rP.elems[e]), sum[e]);
-    }
-  }
-
-  __device__ __forceinline__ void store(const S (&sum)[kVector], const Loaded& rGrad,
-                                        const Loaded& rP, int64_t row) const {
-    Loaded result;
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-      result.elems[e] =
-          from_sum<Element>(scale * to_sum(rP.elems[e]) * (to_sum(rGrad.elems[e]) - sum[e]));
-    }
-    *reinterpret_cast<Loaded*>(gGradX + row * columns) = result;
-  }
-};
-
-// A sequence of at most kItems rows for each thread, kept in registers.
-template <typename Element, int kVector>
-__device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams& params,
-                                              const RowRange& range, const Place& place,
-                                              SharedStorage& shared) {
-  using View = SoftmaxBackwardView<Element, kVector>;
-  using S = Sum<Element>;
-  const View view(params, range, place);
-  const int len = static_cast<int>(view.len), last = static_cast<int>(range.len);
-  // Rows of item i, which some thread has
-  const auto some = [&](int i) { return i * place.row_step < last; };
-  const auto row_of = [&](int i) { return place.row + i * place.row_step; };
-  typename View::Loaded rGrad[kItems] = {}, rP[kItems] = {};
-  S sum[kVector];
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) sum[e] = S(0);
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (some(i) && row_of(i) < len) view.load(rGrad[i], rP[i], row_of(i));
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (some(i) && row_of(i) < len) View::add(sum, rGrad[i], rP[i]);
-  }
-  reduce_rows(sum, place, shared, 0, [](S a, S b) { return a + b; });
-  // So that what they are as floats is not kept
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    forget(rGrad[i]);
-    forget(rP[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (some(i) && row_of(i) < len) view.store(sum, rGrad[i], rP[i], row_of(i));
-  }
-  if (place.in_cta) __syncthreads();  // one reduction per sequence: its buffer is used again
-}
-
 // A longer one, read twice by the whole CTA.
 template <typename Element, int kVector>
 __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& params,
@@ -469,27 +312,13 @@ __device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& 
   __syncthreads();
 }
 
-// ---- Kernel ------------------------------------------------------------------------------------
+// ---- Backward by a ring, for long means ---------------------------------------------------------
 
-template <typename Params>
-struct SoftmaxLaunch {
-  Params params;
-  int lanes_log2;  // vectors of a row that a group of columns holds
-  int seqs_each;   // sequences of a CTA
-};
+// ---- Kernel- -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void* result_of(const JaggedSoftmaxParams& params) { return params.out; }
 __device__ __forceinline__ void* result_of(const JaggedSoftmaxBackwardParams& params) {
   return params.grad_x;
-}
-
-template <typename Element>
-__device__ __forceinline__ void store_zeros(Element* global, int64_t begin, int64_t end) {
-  const int64_t cta = blockIdx.y * int64_t{gridDim.x} + blockIdx.x;
-  const int64_t step = int64_t{gridDim.x} * gridDim.y * kThreads;
-  for (int64_t i = begin + cta * kThreads + threadIdx.x; i < end; i += step) {
-    global[i] = from_sum<Element>(0);
-  }
 }
 
 // Per SM, as registers allow.
@@ -560,10 +389,18 @@ cudaError_t launch_vector(const Params& params, cudaStream_t stream) {
   const int64_t num_seqs = params.offsets.num_seqs;
   const int seqs_each = num_seqs > kManySeqs / std::min<int64_t>(groups, kManySeqs) ? kWarps : 1;
   const int64_t ctas = std::max<int64_t>(1, (num_seqs + seqs_each - 1) / seqs_each);
-  return launch<jagged_softmax_kernel<Params, Element, kVector>>(
-      SoftmaxLaunch<Params>{params, lanes_log2, seqs_each},
-      {std::max<int64_t>(1, groups), std::min(ctas, Grid::kMaxY)}, kThreads, 0, stream,
-      kPath<Params, Element>);
+  const Grid grid{std::max<int64_t>(1, groups), std::min(ctas, Grid::kMaxY)};
+  const SoftmaxLaunch<Params> own{params, lanes_log2, seqs_each};
+  constexpr int kVectorBytes = kVector * sizeof(Element);
+  if constexpr (std::is_same_v<Params, JaggedSoftmaxBackwardParams> && sizeof(Element) < 8 &&
+                kVectorBytes >= 8) {
+    if (params.offsets.total > kLongMean * num_seqs) {
+      return launch<softmax_backward_ring_kernel<Element, kVector>>(
+          own, grid, kThreads, sizeof(RingStorage<kVectorBytes>), stream, kRingPath<Element>);
+    }
+  }
+  return launch<jagged_softmax_kernel<Params, Element, kVector>>(own, grid, kThreads, 0, stream,
+                                                                 kPath<Params, Element>);
 }
 
 // Whether rows lie at multiples of 16 bytes.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import jagged_cuda
-from jagged_cuda.testing.case import ROW_PROFILES, TRAILING, Case, Tensors
+from jagged_cuda.testing.case import ROW_PROFILES, TRAILING, Case, Kind, Tensors
 from jagged_cuda.testing.lengths import Layout
 from jagged_cuda.testing.padding import inside, pad, unpad
 from jagged_cuda.testing.samples import Sample, Spec
@@ -120,6 +120,8 @@ CASE = Case(
     registered=_registered,
     reference=lambda spec, t: {"out": definition(t["x"], spec.layout, spec.choices["scale"])},
     profiles=ROW_PROFILES,
+    # Means and sequences so long that gradients are computed by a ring, and by vectors.
+    kinds=(Kind((1, 6), (300, 2600), {"trailing": ((8,), (24,), (64,))}, ("nearly_full",)),),
     autocast="float32",
     rounded=(rounded(0), rounded(1), rounded(-1)),
     terms=terms,

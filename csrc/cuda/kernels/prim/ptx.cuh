@@ -101,7 +101,13 @@ __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* gl
                : "memory");
 }
 
-// cp.async.ca.shared.global, 4 bytes.
+// cp.async.ca.shared.global, 8 and 4 bytes.
+__device__ __forceinline__ void cp_async_8(SharedAddress shared, const void* global,
+                                           int source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared.value), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_4(SharedAddress shared, const void* global,
                                            int source_bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared.value), "l"(global),
