@@ -42,6 +42,8 @@ using namespace sequence_softmax;
 constexpr int kNarrow = 16;
 // Up to here, each sequence has a CTA of its own.
 constexpr int kManySeqs = 2048;
+// No more CTAs than these run at once, each with a ring.
+constexpr int kFewCtas = 528;
 
 using softmax::kAllLanes;
 using softmax::kLog2E;
@@ -387,20 +389,28 @@ cudaError_t launch_vector(const Params& params, cudaStream_t stream) {
   while ((1 << lanes_log2) < std::min<int64_t>(vectors, kMaxLanes)) ++lanes_log2;
   const int64_t groups = (vectors + (int64_t{1} << lanes_log2) - 1) >> lanes_log2;
   const int64_t num_seqs = params.offsets.num_seqs;
-  const int seqs_each = num_seqs > kManySeqs / std::min<int64_t>(groups, kManySeqs) ? kWarps : 1;
-  const int64_t ctas = std::max<int64_t>(1, (num_seqs + seqs_each - 1) / seqs_each);
-  const Grid grid{std::max<int64_t>(1, groups), std::min(ctas, Grid::kMaxY)};
-  const SoftmaxLaunch<Params> own{params, lanes_log2, seqs_each};
+  const bool are_many = num_seqs > kManySeqs / std::min<int64_t>(groups, kManySeqs);
+  const auto grid = [&](int seqs_each) {
+    const int64_t ctas = std::max<int64_t>(1, (num_seqs + seqs_each - 1) / seqs_each);
+    return Grid{std::max<int64_t>(1, groups), std::min(ctas, Grid::kMaxY)};
+  };
   constexpr int kVectorBytes = kVector * sizeof(Element);
   if constexpr (std::is_same_v<Params, JaggedSoftmaxBackwardParams> && sizeof(Element) < 8 &&
                 kVectorBytes >= 8) {
-    if (params.offsets.total > kLongMean * num_seqs) {
+    // Where there are as many CTAs as run at once, or few more, the kernel without a ring has more of
+    // them; where there are fewer, the longest sequence is what takes time.
+    const bool are_few = kVectorBytes == 16 && num_seqs * groups <= kFewCtas;
+    if (params.offsets.total > kLongMean * num_seqs && (are_many || are_few)) {
+      const int seqs_each = !are_many ? 1 : kVectorBytes == 16 ? 2 : kWarps;
       return launch<softmax_backward_ring_kernel<Element, kVector>>(
-          own, grid, kThreads, sizeof(RingStorage<kVectorBytes>), stream, kRingPath<Element>);
+          SoftmaxLaunch<Params>{params, lanes_log2, seqs_each}, grid(seqs_each), kThreads,
+          sizeof(RingStorage<kVectorBytes>), stream, kRingPath<Element>);
     }
   }
-  return launch<jagged_softmax_kernel<Params, Element, kVector>>(own, grid, kThreads, 0, stream,
-                                                                 kPath<Params, Element>);
+  const int seqs_each = are_many ? kWarps : 1;
+  return launch<jagged_softmax_kernel<Params, Element, kVector>>(
+      SoftmaxLaunch<Params>{params, lanes_log2, seqs_each}, grid(seqs_each), kThreads, 0, stream,
+      kPath<Params, Element>);
 }
 
 // Whether rows lie at multiples of 16 bytes.
