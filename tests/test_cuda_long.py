@@ -250,8 +250,11 @@ def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (4, 2)])
 def test_first_tiles_of_keys_store(heads: tuple[int, int], dim: int) -> None:
-    """Of many sequences and heads (all but the first of these) nothing is cleared: the first tile stores
-    dq, the others add to that. Beside the same in order, with NaN where the sums will be."""
+    """Of many sequences and heads (all but the first of these) nothing is cleared.
+
+    The first tile stores dq, the others add to that. Beside the same in order, with NaN where the
+    sums will be.
+    """
     lengths = torch.randint(1, 2500, (200,), generator=torch.Generator().manual_seed(1))
     offsets = jagged_cuda.offsets_from_lengths(lengths.to(CUDA))
     torch.manual_seed(0)

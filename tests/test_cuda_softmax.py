@@ -178,8 +178,7 @@ def test_softmax_of_many_sequences(dtype: torch.dtype, columns: int, repeats: in
 @pytest.mark.parametrize("columns", [4, 8, 24, 64])
 @pytest.mark.parametrize("name", ["f16", "bf16", "f32"])
 def test_gradients_by_a_ring(name: str, columns: int) -> None:
-    """Where sequences are long on average, and many, or few of wide rows; with any other batch the same
-    bits."""
+    """Where sequences are long on average, and many, or few of wide rows; else the same bits."""
     dtype = (HALF_DTYPES | {"f32": torch.float32})[name]
     ring, other = (f"cuda.jagged_softmax_backward.{path}{name}" for path in ("ring.", ""))
     has_vectors = columns * dtype.itemsize % 16 == 0 and (columns > 16 or dtype.itemsize == 4)

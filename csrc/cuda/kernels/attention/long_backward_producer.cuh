@@ -57,9 +57,7 @@ __device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
     item.num_keys = num_keys;
     item.kv_head = head;
     item.is_end = false;
-    item.joins = !stores     ? JoinsSums::kAdds
-                 : tile == 0 ? JoinsSums::kStores
-                             : JoinsSums::kWaits;
+    item.joins = !stores ? JoinsSums::kAdds : tile == 0 ? JoinsSums::kStores : JoinsSums::kWaits;
     const StepOrder<Config> order(attention, item);
     item.first_step = order.count() > 0 ? order.flags(item, 0, 0) : 0;
     publish(item);

@@ -287,7 +287,8 @@ class PlannedItems {
                                                    int ahead) {
     for (;;) {
       const int64_t turn = take();
-      int unit = static_cast<int>(turn);  // sequence and head, as they follow each other in the plan
+      int unit =
+          static_cast<int>(turn);  // sequence and head, as they follow each other in the plan
       if (turn >= ahead) {
         int64_t index;
         if (!find(turn - ahead, sequence, index)) return false;
