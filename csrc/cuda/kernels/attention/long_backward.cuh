@@ -143,7 +143,7 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   // Several CTAs per SM, but no more, since often there is nothing to do.
   const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
                 slots = 8 * num_sms / attention.heads + 1;
-  const Grid rows{attention.heads, tiles < slots ? tiles : slots};
+  const Grid rows{tiles < slots ? tiles : slots, attention.heads};
   error = launch_plan<Config::kTileN, AttentionBackwardParams>(true, attention, stream);
   if (error != cudaSuccess) return error;
   error = launch_dependent<prepare_long<Config>>(attention, rows, kPrepareThreads, 0, stream);

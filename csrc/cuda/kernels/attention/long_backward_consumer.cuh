@@ -292,12 +292,19 @@ struct LongBackwardConsumer {
     if (!Config::kOrdered && lane == 0 && sums != nullptr) {
       constexpr int kBytes = LongWorkspace<Config>::kChunk * 4;
       const float* staged = shared.sGradQ[warpgroup * 4 + warp];
-      if (flags.stores()) {
-        ptx::cp_async_bulk_store(sums, staged, kBytes);
-      } else {
+      int stores = flags.stores();
+      if (stores == 0) {
         ptx::cp_reduce_async_bulk_add(sums, staged, kBytes);
+        ptx::cp_async_bulk_commit();
       }
-      ptx::cp_async_bulk_commit();
+      // A loop, which runs once, stays out of the way of the other copy; a branch becomes predicates on
+      // both.
+#pragma unroll 1
+      while (stores != 0) {
+        ptx::cp_async_bulk_store(sums, staged, kBytes);
+        ptx::cp_async_bulk_commit();
+        asm volatile("mov.b32 %0, 0;\n" : "=r"(stores));
+      }
     }
     is_staged = false;
     sums = nullptr;

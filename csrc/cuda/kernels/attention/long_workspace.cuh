@@ -6,8 +6,7 @@
 //     tickets      prepare_long clears them; kOrdered: how many tiles of keys have added to a part of
 //                  the sums; else how many warps have stored their part of the first tile's, one for each
 //                  sequence and kv head
-// Grid of both kernels: x = heads, which lie beside each other in memory, y = CTAs that share the tiles
-// of long sequences.
+// Grid of both kernels: x = CTAs that share the tiles of long sequences, y = heads.
 #pragma once
 
 #include "cuda/kernels/attention/backward_tiles.cuh"
@@ -138,9 +137,19 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
   constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks,
                 kRows = kPreparedRows / kRowStep;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
-  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.x;
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
   const int chunk = threadIdx.x % kChunks, own_row = static_cast<int>(threadIdx.x) / kChunks;
   const bool has_chunk = chunk * 8 < params.dim_v;
+  // Of the rows that share their chunks one belongs to each of kRows lanes.
+  static_assert(kRows <= kChunks);
+  const int lane_row = own_row + chunk * kRowStep;
+  const bool has_row = chunk < kRows && lane_row < rows;
+  const int64_t statistic =
+      (tile.rows.begin + first_row + (has_row ? lane_row : 0)) * params.heads + head;
+  const float lse = has_row ? static_cast<const float*>(params.lse)[statistic] : -INFINITY,
+              grad_lse = has_row && params.grad_lse != nullptr
+                             ? static_cast<const float*>(params.grad_lse)[statistic]
+                             : 0.0f;
   uint4 out[kRows], grad_out[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -154,9 +163,9 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
   find_next();
   if (!Config::kOrdered && clears) clear_sums<Config>(params, tile, rows, head);
   if constexpr (Config::kOrdered) zero_unseen_queries<Config>(params, tile, rows, head);
+  float lane_delta = 0.0f;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int row = own_row + i * kRowStep;
     float delta = 0.0f;
     const Element* a = reinterpret_cast<const Element*>(&out[i]);
     const Element* b = reinterpret_cast<const Element*>(&grad_out[i]);
@@ -165,22 +174,16 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
 #pragma unroll
     for (int lanes = 1; lanes < kChunks; lanes *= 2)
       delta += __shfl_xor_sync(0xffffffffu, delta, lanes);
-    const int tile_rows = (rows + Config::kStep - 1) / Config::kStep * Config::kStep;
-    if (chunk != 0 || row >= tile_rows) continue;
-    float lse_log2 = INFINITY;
-    if (row < rows) {
-      const int64_t statistic = (tile.rows.begin + first_row + row) * params.heads + head;
-      const float lse = static_cast<const float*>(params.lse)[statistic];
-      if (lse != -INFINITY) lse_log2 = lse * kLog2E;
-      if (params.grad_lse != nullptr)
-        delta -= static_cast<const float*>(params.grad_lse)[statistic];
-    }
-    float* statistics = Workspace::statistics(params, Workspace::step(params, tile.rows.begin,
-                                                                      first_row + row, head)) +
-                        Workspace::statistics_place(row % Config::kStep);
-    statistics[0] = lse_log2;
-    statistics[Config::kStep] = delta;
+    if (chunk == i) lane_delta = delta;
   }
+  const int step_rows = (rows + Config::kStep - 1) / Config::kStep * Config::kStep;
+  if (chunk >= kRows || lane_row >= step_rows) return;
+  float* statistics = Workspace::statistics(params, Workspace::step(params, tile.rows.begin,
+                                                                    first_row + lane_row, head)) +
+                      Workspace::statistics_place(lane_row % Config::kStep);
+  // Rows past the end, and rows that see nothing, have lse inf.
+  statistics[0] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+  statistics[Config::kStep] = lane_delta - grad_lse;
 }
 
 // The sums, rounded, to dQ.
@@ -191,7 +194,7 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
   using Workspace = LongWorkspace<Config>;
   constexpr int kChunks = Config::kDim / 64, kUnits = kPreparedRows / 16 * kChunks;
   const int first_row = static_cast<int>(tile.row), num_queries = static_cast<int>(tile.rows.len);
-  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.x;
+  const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
 #pragma unroll
@@ -221,14 +224,14 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
 }
 
 // Calls visit(tile, find_next) for the tiles of long sequences, of which this CTA takes every
-// gridDim.y-th; visit calls find_next(), which looks for the next one.
+// gridDim.x-th; visit calls find_next(), which looks for the next one.
 template <typename Visit>
 __device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
   const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
-  int64_t index = int64_t{blockIdx.y} - gridDim.y;
+  int64_t index = int64_t{blockIdx.x} - gridDim.x;
   JaggedTile next = {-1, {0, 0}, 0};
   const auto find_next = [&] {
-    index += gridDim.y;
+    index += gridDim.x;
     if (index < count)
       next = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
   };
