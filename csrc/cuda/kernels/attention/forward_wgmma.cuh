@@ -264,7 +264,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       const auto start_scores = [&] {
         ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
         ptx::wgmma_fence();
-        wgmma_rows_by_rows<Config::kDim>(s, shared.sQ, 0, shared.slots[ring.stage]);
+        wgmma_rows_by_rows<Config::kDim, true>(s, shared.sQ, 0, shared.slots[ring.stage]);
         ptx::wgmma_commit_group();
         return ring.advance();
       };
@@ -293,7 +293,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
         if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
         ptx::fence_operands(o[0]);
         ptx::wgmma_fence();
-        wgmma_packed_by_columns(o, p, sV);
+        wgmma_packed_by_columns<true>(o, p, sV);
         ptx::wgmma_commit_group();
         return ring.advance();
       };

@@ -316,7 +316,7 @@ struct LongForwardConsumer {
     const auto& sOwn = shared.sQ[query_tile(item_stage)];
     const int row = Config::kOwnQueries ? 0 : warpgroup * 64;
     ptx::wgmma_fence();
-    wgmma_rows_by_rows<Config::kDim>(s, sOwn, row, shared.slots[stage]);
+    wgmma_rows_by_rows<Config::kDim, true>(s, sOwn, row, shared.slots[stage]);
     ptx::wgmma_commit_group();
   }
   // S once more, from K, which is still there: some reference has fallen behind.
@@ -360,7 +360,7 @@ struct LongForwardConsumer {
     if constexpr (Config::Values::kWarps > 0) {
       wgmma_packed_by_rows(o, p, Config::Values::prepared(shared.slots[stage]));
     } else {
-      wgmma_packed_by_columns(o, p, shared.slots[stage]);
+      wgmma_packed_by_columns<true>(o, p, shared.slots[stage]);
     }
     ptx::wgmma_commit_group();
   }

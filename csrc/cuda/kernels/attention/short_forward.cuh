@@ -156,7 +156,7 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params, char
     constexpr int kBlocks = decltype(blocks)::value;
     Accumulator<1, kBlocks> s;
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, tile_q, 0, rows_of(item.k, key));
+    wgmma_rows_by_rows<0, true>(s, tile_q, 0, rows_of(item.k, key));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();  // for the output of the last step, too
     ptx::fence_operands(s[0]);
@@ -175,7 +175,7 @@ __device__ __forceinline__ void attend_short(const AttentionParams& params, char
     }
     ptx::fence_operands(o[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(o, p, rows_of(item.v, key));
+    wgmma_packed_by_columns<true>(o, p, rows_of(item.v, key));
     ptx::wgmma_commit_group();
     key += kBlocks * 8;
   };

@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume_target(const TargetForwardWgmmaParams& p
     const auto start_scores = [&] {
       shared.ring.wait(ring);
       ptx::wgmma_fence();
-      wgmma_rows_by_rows(s, sQ, 0, shared.slots[ring.stage]);
+      wgmma_rows_by_rows<0, true>(s, sQ, 0, shared.slots[ring.stage]);
       ptx::wgmma_commit_group();
       return ring.advance();
     };
@@ -209,7 +209,7 @@ __device__ __forceinline__ void consume_target(const TargetForwardWgmmaParams& p
       }
       ptx::fence_operands(o[0]);
       ptx::wgmma_fence();
-      wgmma_packed_by_columns(o, p, sV);
+      wgmma_packed_by_columns<true>(o, p, sV);
       ptx::wgmma_commit_group();
       return ring.advance();
     };

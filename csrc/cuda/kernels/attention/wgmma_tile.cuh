@@ -51,13 +51,22 @@ struct WarpgroupTile {
   static constexpr int row_step_bytes(int k) { return k * kRowBytes; }
 };
 
+// Where the compiler does not see by itself that a tile's place is the same in all lanes of a warp, each
+// product takes its descriptors from there lane by lane: MatrixDescriptor::uniform().
+template <bool kUniform, typename Tile>
+__device__ __forceinline__ ptx::MatrixDescriptor descriptor_of(const Tile& tile, int row = 0) {
+  if constexpr (kUniform) return tile.descriptor(row).uniform();
+  return tile.descriptor(row);
+}
+
 // s = a b^T over the columns of both tiles, or kDepth of them: 64 rows of a from `a_row` on, the first
 // kBlocks * 8 rows of b.
-template <int kDepth = 0, int kBlocks, typename ATile, typename BTile>
+template <int kDepth = 0, bool kUniform = false, int kBlocks, typename ATile, typename BTile>
 __device__ __forceinline__ void wgmma_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
                                                    int a_row, const BTile& b) {
   using Product = ptx::Wgmma<typename ATile::Element, false>;
-  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+  const ptx::MatrixDescriptor a_rows = descriptor_of<kUniform>(a, a_row),
+                              b_rows = descriptor_of<kUniform>(b);
   constexpr int kAtOnce = 32 / ATile::kElementBytes;  // columns of a product
 #pragma unroll
   for (int k = 0; k < (kDepth > 0 ? kDepth : ATile::kColumns); k += kAtOnce) {
@@ -120,13 +129,13 @@ __device__ __forceinline__ void wgmma_packed_by_rows(Accumulator<1, kOutBlocks>&
 }
 
 // o += p b: b the first kBlocks * 8 rows of a tile, the first kOutBlocks * 8 of its columns.
-template <int kBlocks, int kOutBlocks, typename BTile>
+template <bool kUniform = false, int kBlocks, int kOutBlocks, typename BTile>
 __device__ __forceinline__ void wgmma_packed_by_columns(
     Accumulator<1, kOutBlocks>& o, const PackedRows<typename BTile::Element, kBlocks>& p,
     const BTile& b) {
   using Product = ptx::Wgmma<typename BTile::Element, true>;
   static_assert(kOutBlocks * 8 <= BTile::kColumns);
-  const ptx::MatrixDescriptor b_rows = b.descriptor();
+  const ptx::MatrixDescriptor b_rows = descriptor_of<kUniform>(b);
 #pragma unroll
   for (int k = 0; k < kBlocks * 8; k += 16)
     Product::run(o[0], p.fragments[k / 16], b_rows + BTile::row_step_bytes(k), true);
