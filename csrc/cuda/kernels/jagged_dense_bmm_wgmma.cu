@@ -213,9 +213,9 @@ __device__ __forceinline__ void start_product(float (&sum)[Config::kTileN / 8][4
   using XTile = typename Storage::XTile;
   using YTile = typename Storage::YTile;
   using YLinesTile = typename Storage::YLinesTile;
-  const ptx::MatrixDescriptor x = shared.sX[stage][warpgroup].descriptor();
+  const ptx::MatrixDescriptor x = shared.sX[stage][warpgroup].descriptor().uniform();
   if (y_along_inner) {
-    const ptx::MatrixDescriptor y = shared.sYLines[stage].descriptor();
+    const ptx::MatrixDescriptor y = shared.sYLines[stage].descriptor().uniform();
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kStepK; k += 16) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ void start_product(float (&sum)[Config::kTileN / 8][4
     }
     ptx::wgmma_commit_group();
   } else {
-    const ptx::MatrixDescriptor y = shared.sY[stage].descriptor();
+    const ptx::MatrixDescriptor y = shared.sY[stage].descriptor().uniform();
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kStepK; k += 16) {

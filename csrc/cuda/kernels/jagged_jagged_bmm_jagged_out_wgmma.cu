@@ -152,8 +152,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], Slots<Config,
     if (Config::kDeep && step > 0 && step % Config::kRoundedSteps == 0) rounded.add(sum);
     slots.wait(slot);
     ptx::wgmma_fence();
-    const ptx::MatrixDescriptor x = slots.x(slot, group).descriptor(),
-                                y = slots.y(slot).descriptor();
+    const ptx::MatrixDescriptor x = slots.x(slot, group).descriptor().uniform(),
+                                y = slots.y(slot).descriptor().uniform();
 #pragma unroll
     for (int p = 0; p < Config::kProducts; ++p) {
       const int k = p * Config::kProductK;

@@ -17,7 +17,8 @@ template <int kBlocks, typename ATile, typename BTile>
 __device__ __forceinline__ void add_rows_by_rows(Accumulator<1, kBlocks>& s, const ATile& a,
                                                  int a_row, const BTile& b) {
   using Product = ptx::Wgmma<typename ATile::Element, false>;
-  const ptx::MatrixDescriptor a_rows = a.descriptor(a_row), b_rows = b.descriptor();
+  const ptx::MatrixDescriptor a_rows = descriptor_of<true>(a, a_row),
+                              b_rows = descriptor_of<true>(b);
 #pragma unroll
   for (int k = 0; k < ATile::kColumns; k += 16) {
     Product::run(s[0], a_rows + ATile::column_step_bytes(k), b_rows + BTile::column_step_bytes(k),
