@@ -73,28 +73,28 @@ __device__ __forceinline__ int opaque(int value) {
 enum class Swizzle : uint64_t { k128Bytes = 1, k64Bytes = 2 };
 
 struct MatrixDescriptor {
-  uint32_t low, high;  // the address lies in the low word, and an offset does not leave it
+  uint64_t value;
 
   __device__ __forceinline__ MatrixDescriptor(uint32_t shared_address, int block_bytes,
                                               int group_bytes, Swizzle swizzle)
-      : low((shared_address & 0x3ffff) >> 4 | static_cast<uint32_t>(block_bytes >> 4) << 16),
-        high(static_cast<uint32_t>(group_bytes >> 4) | static_cast<uint32_t>(swizzle) << 30) {}
+      : value(static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) |
+              static_cast<uint64_t>(block_bytes >> 4) << 16 |
+              static_cast<uint64_t>(group_bytes >> 4) << 32 |
+              static_cast<uint64_t>(swizzle) << 62) {}
 
   // The operand that starts `bytes` further.
   __device__ __forceinline__ MatrixDescriptor operator+(int bytes) const {
     MatrixDescriptor moved = *this;
-    moved.low += static_cast<uint32_t>(bytes >> 4);
+    moved.value += static_cast<uint64_t>(bytes >> 4);
     return moved;
   }
   // The same, known to be so in all lanes of a warp: then products take it, and what is added to it, from
-  // uniform registers, where they took four moves each before.
+  // uniform registers, where each took four moves before.
   __device__ __forceinline__ MatrixDescriptor uniform() const {
     MatrixDescriptor same = *this;
-    same.low = __shfl_sync(0xffffffffu, low, 0);
+    const uint32_t low = __shfl_sync(0xffffffffu, static_cast<uint32_t>(value), 0);
+    same.value = (value >> 32) << 32 | low;
     return same;
-  }
-  __device__ __forceinline__ uint64_t value() const {
-    return static_cast<uint64_t>(high) << 32 | low;
   }
 };
 
@@ -148,28 +148,28 @@ struct Wgmma;
 
 // The two forms for kBlocks blocks. The operands behind the accumulators are numbered from 4
 // kBlocks.
-#define JAGGED_CUDA_WGMMA_FORMS(type, columns, blocks, p0, p1, p2, p3, p4, p5, p6)                 \
-  __device__ __forceinline__ static void run(float (&c)[blocks][4], MatrixDescriptor a,            \
-                                             MatrixDescriptor b, bool accumulate) {                \
-    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                                     \
-                      ", 0;\n"                                                                     \
-                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type        \
-                      " {" JAGGED_CUDA_REGISTERS_##blocks                                          \
-                      "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p4 ", %" #p3                            \
-                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value()),                        \
-                      "l"(b.value()), "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0), \
-                      "n"(kTransposedA ? 1 : 0));                                                  \
-  }                                                                                                \
-  __device__ __forceinline__ static void run(float (&c)[blocks][4], const uint32_t (&a)[4],        \
-                                             MatrixDescriptor b, bool accumulate) {                \
-    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                     \
-                      ", 0;\n"                                                                     \
-                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type        \
-                      " {" JAGGED_CUDA_REGISTERS_##blocks                                          \
-                      "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1, %" #p6      \
-                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "r"(a[0]),                             \
-                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value()),                             \
-                      "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0));                \
+#define JAGGED_CUDA_WGMMA_FORMS(type, columns, blocks, p0, p1, p2, p3, p4, p5, p6)               \
+  __device__ __forceinline__ static void run(float (&c)[blocks][4], MatrixDescriptor a,          \
+                                             MatrixDescriptor b, bool accumulate) {              \
+    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p2                                   \
+                      ", 0;\n"                                                                   \
+                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type      \
+                      " {" JAGGED_CUDA_REGISTERS_##blocks                                        \
+                      "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p4 ", %" #p3                          \
+                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value),                        \
+                      "l"(b.value), "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0), \
+                      "n"(kTransposedA ? 1 : 0));                                                \
+  }                                                                                              \
+  __device__ __forceinline__ static void run(float (&c)[blocks][4], const uint32_t (&a)[4],      \
+                                             MatrixDescriptor b, bool accumulate) {              \
+    JAGGED_CUDA_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p5                                   \
+                      ", 0;\n"                                                                   \
+                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type      \
+                      " {" JAGGED_CUDA_REGISTERS_##blocks                                        \
+                      "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1, %" #p6    \
+                      ";\n}\n" : JAGGED_CUDA_C##blocks(0) : "r"(a[0]),                           \
+                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                             \
+                      "r"(static_cast<int>(accumulate)), "n"(kTransposed ? 1 : 0));              \
   }
 #define JAGGED_CUDA_WGMMA_SHAPES(type)                                  \
   JAGGED_CUDA_WGMMA_FORMS(type, 32, 4, 16, 17, 18, 19, 20, 21, 22)      \
@@ -202,8 +202,8 @@ struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
                       "k8.f32.tf32.tf32"                                                    \
                       " {" JAGGED_CUDA_REGISTERS_##blocks                                   \
                       "}, %" #p0 ", %" #p1                                                  \
-                      ", p, 1, 1;\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value()),        \
-                      "l"(b.value()), "r"(static_cast<int>(accumulate)));                   \
+                      ", p, 1, 1;\n}\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value),          \
+                      "l"(b.value), "r"(static_cast<int>(accumulate)));                     \
   }                                                                                         \
   __device__ __forceinline__ static void run(float (&c)[blocks][4], const uint32_t (&a)[4], \
                                              MatrixDescriptor b, bool accumulate) {         \
@@ -214,7 +214,7 @@ struct Wgmma<__nv_bfloat16, kTransposed, kTransposedA> {
                       " {" JAGGED_CUDA_REGISTERS_##blocks                                   \
                       "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4                  \
                       ", p, 1, 1;\n}\n" : JAGGED_CUDA_C##blocks(0) : "r"(a[0]),             \
-                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value()),                      \
+                      "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value),                        \
                       "r"(static_cast<int>(accumulate)));                                   \
   }
 template <>

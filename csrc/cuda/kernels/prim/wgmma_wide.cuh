@@ -47,8 +47,8 @@ namespace jagged_cuda::ptx {
                                              MatrixDescriptor b) {                              \
     JAGGED_CUDA_WGMMA("wgmma.mma_async.sync.aligned." shape " {" JAGGED_CUDA_REGISTERS_##blocks \
                       "}, %" #p0 ", %" #p1 ", 1, " scales                                       \
-                      ";\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value()),                          \
-                      "l"(b.value()));                                                            \
+                      ";\n" : JAGGED_CUDA_C##blocks(0) : "l"(a.value),                          \
+                      "l"(b.value));                                                            \
   }
 
 // Wgmma<Element, false>, always accumulating, of 224 columns, too; of TF32 also of 192, and of 32 with
@@ -85,7 +85,7 @@ struct WideWgmma<float> : CommonWgmma<float> {
     JAGGED_CUDA_WGMMA(
         "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {" JAGGED_CUDA_REGISTERS_4
         "}, {%16, %17, %18, %19}, %20, 1, 1, 1;\n" : JAGGED_CUDA_C4(0) : "r"(a[0]),
-        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value()));
+        "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value));
   }
 };
 
