@@ -231,7 +231,7 @@ __device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardPa
 // the kernels here are looked for by sequence, in few CTAs. (Where they are a quarter, as in U[1, 2048],
 // the loop costs more than the CTAs that find nothing.)
 inline bool most_are_long(const AttentionBackwardParams& params) {
-  return params.long_plan != nullptr && !params.longer_in_slabs &&
+  return params.long_plan != nullptr && !params.longer_in_slabs && params.q_offsets.num_seqs > 0 &&
          params.q_offsets.data == params.kv_offsets.data &&
          params.q_offsets.total / (kLongMinRows * 3 / 2) >= params.q_offsets.num_seqs;
 }
