@@ -287,8 +287,8 @@ class PlannedItems {
                                                    int ahead) {
     for (;;) {
       const int64_t turn = take();
-      int unit =
-          static_cast<int>(turn);  // sequence and head, as they follow each other in the plan
+      // Sequence and head, as they follow each other in the plan.
+      int unit = static_cast<int>(turn);
       if (turn >= ahead) {
         int64_t index;
         if (!find(turn - ahead, sequence, index)) return false;
@@ -307,7 +307,6 @@ class PlannedItems {
   }
   // Sequences with all their heads; memory has no room for the operands of 2^30.
   __device__ __forceinline__ int num_units() const { return num_sequences_ * heads_; }
-  __device__ __forceinline__ int64_t num_items() const { return num_items_; }
   // The same in another order, in which tiles of one sequence and head lie at least kApart items apart
   // where there are so many: heads fastest, then sequences that lie together in the plan, then tiles,
   // from the first to the last.

@@ -78,8 +78,8 @@ struct TileRange {
 
 constexpr int kPreparedRows = 128, kPrepareThreads = 256;
 
-// Whether of each sequence and head the first tile of keys stores dQ, and the others add to it: causal,
-// where it is the longest, or where first tiles alone keep the GPU busy. Needs the plan.
+// Whether of each sequence and head the first tile of keys stores dQ, and the others add to it: where
+// first tiles alone keep the GPU busy, so that others need not wait. Known once there is a plan.
 constexpr int kManyFirstTiles = 128;
 template <typename Config>
 __device__ __forceinline__ bool first_tile_stores(const AttentionBackwardParams& params) {
