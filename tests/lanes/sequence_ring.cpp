@@ -81,7 +81,8 @@ std::string run(Draw& draw) {
   params.offsets = {lanes::offsets(offsets, "offsets"), count, total, true};
   params.columns = columns;
   params.scale = kScale;
-  const int seqs_each = draw.one_in(3) ? 1 : kWarps;
+  constexpr int kEach[] = {1, 2, kWarps};
+  const int seqs_each = draw.of(kEach);
   const int64_t groups = ((columns / kVector - 1) >> lanes_log2) + 1;
   const int64_t ctas = 1 + draw.below((count + seqs_each - 1) / seqs_each);
   using Launch = SoftmaxLaunch<JaggedSoftmaxBackwardParams>;

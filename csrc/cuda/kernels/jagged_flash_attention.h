@@ -206,7 +206,8 @@ constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads, bool is
 constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, bool is_narrow) {
   return long_steps(queries, is_narrow) * heads * kLongNarrowStep * kLongStep;
 }
-// and of each half of these, how many tiles of keys are in it, or whether the first is.
+// and of each half of these, how many tiles of keys are in it. (Without an order the first of a sequence
+// and kv head counts the warps that have stored the first tile's.)
 constexpr int64_t num_long_tickets(int64_t queries, int64_t heads, bool is_narrow) {
   return long_steps(queries, is_narrow) * heads * 2;
 }

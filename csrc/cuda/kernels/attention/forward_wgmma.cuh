@@ -120,38 +120,18 @@ template <int kTile>
 class MiddleTilesOfCta {
  public:
   __device__ __forceinline__ explicit MiddleTilesOfCta(const AttentionParams& params)
-      : params_(params), first_(blockIdx.x) {}
+      : params_(params), tiles_(params.q_offsets) {}
 
   // False if there are no more.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
-    const int64_t of_sequence = middle_tiles<kTile>(params_),
-                  num_tiles = params_.q_offsets.num_seqs * of_sequence;
-    while (left_ == 0) {
-      if (first_ >= num_tiles) return false;
-      own_ = first_ + int64_t{threadIdx.x % 32} * gridDim.x;
-      bool found = false;
-      if (own_ < num_tiles) {
-        const int64_t len = sequence_rows(params_.q_offsets, own_ / of_sequence).len;
-        found = len > tiny_limit(params_) && !is_long(params_, len, len) &&
-                own_ % of_sequence * kTile < len;
-      }
-      left_ = __ballot_sync(0xffffffffu, found);
-      first_ += int64_t{32} * gridDim.x;
-    }
-    const int source = __ffs(static_cast<int>(left_)) - 1;
-    left_ &= left_ - 1;
-    const int64_t index = __shfl_sync(0xffffffffu, own_, source);
-    tile.seq = index / of_sequence;
-    tile.row = index % of_sequence * kTile;
-    tile.rows = sequence_rows(params_.q_offsets, tile.seq);
-    return true;
+    return tiles_.next(tile, middle_tiles<kTile>(params_), [&](int64_t len) {
+      return len > tiny_limit(params_) && !is_long(params_, len, len);
+    });
   }
 
  private:
   const AttentionParams& params_;
-  int64_t first_;  // of 32 tiles to look for next
-  unsigned left_ = 0;
-  int64_t own_ = 0;
+  TilesBySequence<kTile> tiles_;
 };
 
 // This CTA's tile in a grid of tile_grid(), where it is known whether its tiles lie in slabs.

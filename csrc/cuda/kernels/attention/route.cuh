@@ -148,27 +148,25 @@ class LongTilesOfCta {
   int before_ = 0;  // tiles, modulo the number of CTAs
 };
 
-// The tiles of sequences of up to kMost rows, and of the rows outside all sequences, among those of this
-// CTA, in self-attention. All lanes of a warp; a lane looks at a tile that a sequence may have.
-template <int kTile, int kMost>
-class ShorterTilesOfCta {
+// This CTA's tiles of those sequences that takes(length) says, of which each may have `of_sequence`.
+// All lanes of a warp; a lane looks at one.
+template <int kTile>
+class TilesBySequence {
  public:
-  __device__ __forceinline__ ShorterTilesOfCta(const AttentionParams& params,
-                                               const OffsetsView& offsets)
-      : params_(params), offsets_(offsets), first_(blockIdx.x), outside_(blockIdx.x) {}
+  __device__ __forceinline__ explicit TilesBySequence(const OffsetsView& offsets)
+      : offsets_(offsets), first_(blockIdx.x) {}
 
   // False if there are no more.
-  __device__ __forceinline__ bool next(JaggedTile& tile) {
-    constexpr int kOfSequence = (kMost + kTile - 1) / kTile;
-    const int64_t count = offsets_.num_seqs * kOfSequence;
+  template <typename Takes>
+  __device__ __forceinline__ bool next(JaggedTile& tile, int64_t of_sequence, Takes takes) {
+    const int64_t count = offsets_.num_seqs * of_sequence;
     while (left_ == 0) {
-      if (first_ >= count) return next_outside(tile);
+      if (first_ >= count) return false;
       own_ = first_ + int64_t{threadIdx.x % 32} * gridDim.x;
       bool found = false;
       if (own_ < count) {
-        const int64_t len = sequence_rows(offsets_, own_ / kOfSequence).len;
-        found = len <= kMost && own_ % kOfSequence * kTile < len &&
-                !left_to_tiny(params_, len, len) && !left_to_short(params_, len, len);
+        const int64_t len = sequence_rows(offsets_, own_ / of_sequence).len;
+        found = takes(len) && own_ % of_sequence * kTile < len;
       }
       left_ = __ballot_sync(0xffffffffu, found);
       first_ += int64_t{32} * gridDim.x;
@@ -176,10 +174,34 @@ class ShorterTilesOfCta {
     const int source = __ffs(static_cast<int>(left_)) - 1;
     left_ &= left_ - 1;
     const int64_t index = __shfl_sync(0xffffffffu, own_, source);
-    tile.seq = index / kOfSequence;
-    tile.row = index % kOfSequence * kTile;
+    tile.seq = index / of_sequence;
+    tile.row = index % of_sequence * kTile;
     tile.rows = sequence_rows(offsets_, tile.seq);
     return true;
+  }
+
+ private:
+  const OffsetsView& offsets_;
+  int64_t first_;  // of 32 tiles to look for next
+  unsigned left_ = 0;
+  int64_t own_ = 0;
+};
+
+// The tiles of sequences of up to kMost rows, and of the rows outside all sequences, among those of this
+// CTA, in self-attention. All lanes of a warp.
+template <int kTile, int kMost>
+class ShorterTilesOfCta {
+ public:
+  __device__ __forceinline__ ShorterTilesOfCta(const AttentionParams& params,
+                                               const OffsetsView& offsets)
+      : params_(params), offsets_(offsets), tiles_(offsets), outside_(blockIdx.x) {}
+
+  // False if there are no more.
+  __device__ __forceinline__ bool next(JaggedTile& tile) {
+    const auto takes = [&](int64_t len) {
+      return len <= kMost && !left_to_tiny(params_, len, len) && !left_to_short(params_, len, len);
+    };
+    return tiles_.next(tile, (kMost + kTile - 1) / kTile, takes) || next_outside(tile);
   }
 
  private:
@@ -197,10 +219,8 @@ class ShorterTilesOfCta {
 
   const AttentionParams& params_;
   const OffsetsView& offsets_;
-  int64_t first_;  // of 32 tiles to look for next
+  TilesBySequence<kTile> tiles_;
   int64_t outside_;
-  unsigned left_ = 0;
-  int64_t own_ = 0;
 };
 
 // Calls visit(tile) for each of a CTA's tiles in all of its threads. One warp searches: the loads of a
