@@ -87,7 +87,7 @@ namespace jagged_cuda::attention {
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
-    const __grid_constant__ BackwardOperands params) {
+    const __grid_constant__ LongBackwardOperands params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<LongBackwardStorage<Config>*>(wgmma_shared_bytes);
@@ -102,6 +102,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     shared.ring.init(kConsumerWarps * 32);
     ptx::mbarrier_init(shared.keys_full, 1);
     ptx::mbarrier_init(shared.keys_empty, kConsumerWarps);
+    ptx::mbarrier_init(shared.values_full, 1);
+    ptx::mbarrier_init(shared.values_empty, kConsumerWarps);
     ptx::mbarrier_init(shared.wanted, 1);
     for (int i = 0; i < Config::kWarpgroups; ++i) {
       ptx::mbarrier_init(shared.sums_full[i], 4 * 32);
@@ -125,19 +127,26 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
       LongSender<Config>(params.attention, shared, static_cast<int>(threadIdx.x) / 32 - 2).run();
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    LongBackwardConsumer<Config>(params.attention, shared, warpgroup - 1).run();
+    LongBackwardConsumer<Config>(params, shared, warpgroup - 1).run();
   }
 }
 
 template <typename Config>
 cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
   using Storage = LongBackwardStorage<Config>;
-  BackwardOperands params;
+  LongBackwardOperands params;
   params.attention = attention;
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int num_sms = 0;
   cudaError_t error =
       params.template encode<typename Storage::QueryRows, typename Storage::KeyRows>();
+  using StoredRows = WarpgroupTile<typename Config::Element, kStoredRows, Config::kDim>;
+  if (error == cudaSuccess)
+    error = encode_heads<StoredRows>(params.grad_k, attention, attention.grad_k, keys,
+                                     attention.kv_heads, attention.dim_qk);
+  if (error == cudaSuccess)
+    error = encode_heads<StoredRows>(params.grad_v, attention, attention.grad_v, keys,
+                                     attention.kv_heads, attention.dim_v);
   if (error == cudaSuccess) error = count_sms(num_sms);
   if (error != cudaSuccess) return error;
   // Several CTAs per SM, but no more, since often there is nothing to do.

@@ -36,6 +36,7 @@ struct LongBackwardConsumer {
   };
 
   const AttentionBackwardParams& attention;
+  const CUtensorMap &grad_k, &grad_v;
   Storage& shared;
   const int warpgroup, lane, warp;
   const float scale_log2;
@@ -51,14 +52,16 @@ struct LongBackwardConsumer {
   Columns lse, delta;
   Accumulator<1, kOutBlocks> dk, dv;
 
-  __device__ __forceinline__ LongBackwardConsumer(const AttentionBackwardParams& params,
+  __device__ __forceinline__ LongBackwardConsumer(const LongBackwardOperands& params,
                                                   Storage& storage, int own_warpgroup)
-      : attention(params),
+      : attention(params.attention),
+        grad_k(params.grad_k),
+        grad_v(params.grad_v),
         shared(storage),
         warpgroup(own_warpgroup),
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % 128 / 32, 0)),
-        scale_log2(static_cast<float>(params.scale) * kLog2E) {}
+        scale_log2(static_cast<float>(params.attention.scale) * kLog2E) {}
 
   // --- operands
 
@@ -71,14 +74,13 @@ struct LongBackwardConsumer {
     ptx::fence_proxy_async();
     ptx::bar_sync(kZeroedBarrier + warpgroup, 128);
   }
-  // Waits for K and V of an item; this warpgroup's rows past the end become zeros.
-  __device__ __forceinline__ void wait_for_keys(const KeyItem& item) {
-    ptx::mbarrier_wait(shared.keys_full, keys_parity);
-    keys_parity ^= 1;
+  // Waits for K or V of an item; this warpgroup's rows past the end become zeros.
+  __device__ __forceinline__ void wait_for_rows(uint64_t& full, typename Storage::KeyRows& tile,
+                                                const KeyItem& item) {
+    ptx::mbarrier_wait(full, keys_parity);
     const int first = max(item.keys, warpgroup * 64), last = warpgroup * 64 + 64;
     if (first < last) {
-      zero_rows(shared.sK, first, last);
-      zero_rows(shared.sV, first, last);
+      zero_rows(tile, first, last);
       finish_zeros();
     }
   }
@@ -123,7 +125,7 @@ struct LongBackwardConsumer {
   // S^T = K Q^T, and what is needed behind it.
   __device__ __forceinline__ void start_scores(Accumulator<1, kScoreBlocks>& s) {
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
+    wgmma_rows_by_rows<0, true>(s, shared.sK, warpgroup * 64, shared.sQ[stage]);
     ptx::wgmma_commit_group();
     read_step();
     load_first_chunks(lse, 0);
@@ -131,7 +133,7 @@ struct LongBackwardConsumer {
   // dP^T = V dO^T
   __device__ __forceinline__ void start_grad_probs(Accumulator<1, kScoreBlocks>& dp) {
     ptx::wgmma_fence();
-    wgmma_rows_by_rows(dp, shared.sV, warpgroup * 64, shared.sGradOut[stage]);
+    wgmma_rows_by_rows<0, true>(dp, shared.sV, warpgroup * 64, shared.sGradOut[stage]);
     ptx::wgmma_commit_group();
   }
   // P^T = exp2(...)
@@ -335,11 +337,17 @@ struct LongBackwardConsumer {
     finish_grad_probs(probs, dp);
     ds = Packed(probs);
   }
-  // A step before which no product is in flight.
-  __device__ __forceinline__ void run_scores(Packed& p, Packed& ds, const KeyItem& item) {
+  // A step before which no product is in flight; the first waits for K and V, too.
+  __device__ __forceinline__ void run_scores(Packed& p, Packed& ds, const KeyItem& item,
+                                             bool is_first) {
+    if (is_first) wait_for_rows(shared.keys_full, shared.sK, item);
     wait_for_step();
     Accumulator<1, kScoreBlocks> s, dp;
     start_scores(s);
+    if (is_first) {
+      wait_for_rows(shared.values_full, shared.sV, item);
+      keys_parity ^= 1;
+    }
     start_grad_probs(dp);
     finish_step(s, dp, p, ds, item);
   }
@@ -350,10 +358,10 @@ struct LongBackwardConsumer {
     ptx::fence_operands(dv[0]);
     ptx::fence_operands(dk[0]);
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dv, p, shared.sGradOut[stage]);
+    wgmma_packed_by_columns<true>(dv, p, shared.sGradOut[stage]);
     const LateStep late = publish_grad_scores();
     ptx::wgmma_fence();
-    wgmma_packed_by_columns(dk, ds, shared.sQ[stage]);
+    wgmma_packed_by_columns<true>(dk, ds, shared.sQ[stage]);
     ptx::wgmma_commit_group();
     return late;
   }
@@ -369,12 +377,12 @@ struct LongBackwardConsumer {
   __device__ __forceinline__ void run_steps(const KeyItem& item) {
     Packed p, ds;
     LateStep late;
-    run_scores(p, ds, item);
+    run_scores(p, ds, item, true);
     if (!flags.is_last()) {
       late = start_sums(p, ds);
       ptx::wgmma_wait_group<0>();
       finish_sums();
-      run_scores(p, ds, item);
+      run_scores(p, ds, item, false);
       while (!flags.is_last()) {  // `late` is the step before; what follows the scores is the next
         const LateStep own = start_sums(p, ds);
         Accumulator<1, 8> dq;
@@ -401,10 +409,16 @@ struct LongBackwardConsumer {
     late = start_sums(p, ds);
     Accumulator<1, 8> dq;
     start_grad_q(dq, late);
-    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_wait_group<1>();
     finish_sums();
+    send_sums(grad_v, attention.grad_v, dv, 1.0f, item, attention.dim_v);
+    ptx::wgmma_wait_group<0>();
     stage_grad_q(dq, late);
+    if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
     send_grad_q_now();
+    if (Config::kOrdered) wait_until_sent();
+    send_sums(grad_k, attention.grad_k, dk, static_cast<float>(attention.scale), item,
+              attention.dim_qk);
   }
 
   // --- an item
@@ -414,15 +428,38 @@ struct LongBackwardConsumer {
     for (int e = 0; e < kOutBlocks * 4; ++e) dk[0][e / 4][e % 4] = dv[0][e / 4][e % 4] = 0.0f;
   }
 
-  __device__ __forceinline__ void store_item(const KeyItem& item) {
-    const float scale = static_cast<float>(attention.scale);
-    const float scales[2] = {scale, scale}, ones[2] = {1.0f, 1.0f};
-    const int own_row = warpgroup * 64 + warp * 16 + lane / 4, rows = item.keys - own_row;
-    const int64_t global_row = static_cast<int64_t>(item.key_begin) + own_row;
-    store_quads(dk, scales, row_of<Element>(attention.grad_k, global_row, item.kv_head),
-                attention.grad_k.row_stride, rows, attention.dim_qk, lane);
-    store_quads(dv, ones, row_of<Element>(attention.grad_v, global_row, item.kv_head),
-                attention.grad_v.row_stride, rows, attention.dim_v, lane);
+  // dV or dK of this warp's keys, by way of its rows of V, which no product reads any more: 16 rows as
+  // one bulk copy, fewer by its lanes.
+  __device__ __forceinline__ void send_sums(const CUtensorMap& map, const HeadsView& grad,
+                                            const Accumulator<1, kOutBlocks>& sum, float scale,
+                                            const KeyItem& item, int columns) {
+    const float scales[2] = {scale, scale};
+    const int row = warpgroup * 64 + warp * 16, rows = item.keys - row;
+    write_rows(shared.sV, row, sum, scales, lane);
+    if (rows >= kStoredRows) {
+      send_rows(map, shared.sV, row, item.key_begin + row, item.kv_head, lane);
+    } else {
+      copy_rows(row_of<Element>(grad, int64_t{item.key_begin} + row, item.kv_head),
+                [&](int of) { return of * grad.row_stride; }, shared.sV, row, rows, columns, lane);
+      __syncwarp();
+    }
+  }
+  // Until the copies from this warp's rows of V, and of its dQ, have read them.
+  __device__ __forceinline__ void wait_until_sent() const {
+    if (lane == 0) ptx::cp_async_bulk_wait_read();
+    __syncwarp();
+  }
+  // dK and dV of keys that no query sees.
+  __device__ __forceinline__ void store_zeros_of(const HeadsView& grad, const KeyItem& item,
+                                                 int columns) const {
+    Element* g = row_of<Element>(grad, item.key_begin, item.kv_head);
+#pragma unroll 1
+    for (int index = threadIdx.x % 128; index < 64 * (Config::kDim / 8); index += 128) {
+      const int row = warpgroup * 64 + index / (Config::kDim / 8),
+                column = index % (Config::kDim / 8) * 8;
+      if (row < item.keys && column < columns)
+        ptx::st_global_16(g + row * grad.row_stride + column, make_uint4(0, 0, 0, 0));
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -431,19 +468,23 @@ struct LongBackwardConsumer {
       const int stage = place.advance();
       const KeyItem& item = shared.item[stage];
       if (item.is_end) break;
-      reset();
       const StepRange<kStep> range(item, queries_window(attention, item));
       if (range.count > 0) {
+        reset();
         flags = {item.first_step};
-        wait_for_keys(item);
         run_steps(item);
-        if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
+        if (lane == 0) {
+          ptx::cp_async_bulk_wait_read();
+          ptx::mbarrier_arrive(shared.values_empty);
+        }
+      } else {
+        store_zeros_of(attention.grad_k, item, attention.dim_qk);
+        store_zeros_of(attention.grad_v, item, attention.dim_v);
       }
-      store_item(item);
       if (!Config::kOrdered && lane == 0 && item.joins == JoinsSums::kStores) pass_on(item);
       shared.items.release(stage);
     }
-    if (!Config::kOrdered && lane == 0) ptx::cp_async_bulk_wait();
+    if (lane == 0) ptx::cp_async_bulk_wait();
   }
 };
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ int first_tiles_ahead(const AttentionBackwardParams& 
 
 // Takes items from the plan; one warp.
 template <typename Config>
-__device__ __forceinline__ void schedule_keys(const BackwardOperands& params,
+__device__ __forceinline__ void schedule_keys(const LongBackwardOperands& params,
                                               LongBackwardStorage<Config>& shared) {
   const AttentionBackwardParams& attention = params.attention;
   RingPosition<LongBackwardStorage<Config>::kItems> place;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void wait_for_first_tile(const AttentionBackwardParam
 
 // Copies what the items need, in the order of its use; one thread.
 template <typename Config>
-__device__ __forceinline__ void copy_steps(const BackwardOperands& params,
+__device__ __forceinline__ void copy_steps(const LongBackwardOperands& params,
                                            LongBackwardStorage<Config>& shared) {
   using Storage = LongBackwardStorage<Config>;
   using Workspace = LongWorkspace<Config>;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void copy_steps(const BackwardOperands& params,
   const int group = attention.heads / attention.kv_heads;
   RingPosition<Storage::kItems> place;
   RingPosition<Config::kStages> slot;
-  int keys_parity = 1;
+  int keys_parity = 1;  // of K and of V
   for (;;) {
     shared.items.wait(place);
     const KeyItem item = shared.item[place.stage];
@@ -121,11 +121,14 @@ __device__ __forceinline__ void copy_steps(const BackwardOperands& params,
         copy_expected_tile(shared.sQ[stage], params.q, row, head, full);
         if (member == 0 && i == 0) {
           ptx::mbarrier_wait(shared.keys_empty, keys_parity);
-          keys_parity ^= 1;
-          copy_pair(shared.sK, params.k, shared.sV, params.v, item.key_begin, item.kv_head,
-                    shared.keys_full);
+          copy_tile(shared.sK, params.k, item.key_begin, item.kv_head, shared.keys_full);
         }
         copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
+        if (member == 0 && i == 0) {
+          ptx::mbarrier_wait(shared.values_empty, keys_parity);
+          keys_parity ^= 1;
+          copy_tile(shared.sV, params.v, item.key_begin, item.kv_head, shared.values_full);
+        }
         ptx::cp_async_bulk(shared.sStatistics[stage], Workspace::statistics(attention, step),
                            sizeof(shared.sStatistics[0]), full);
       }

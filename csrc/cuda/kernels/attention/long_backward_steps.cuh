@@ -4,6 +4,7 @@
 
 #include "cuda/kernels/attention/key_items.cuh"
 #include "cuda/kernels/attention/long_workspace.cuh"
+#include "cuda/kernels/attention/store_tile.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -31,6 +32,11 @@ struct LongBackwardConfig {
                                                       : "cuda.attention.backward.long.d") +
                                     kDim;
   static_assert(kDim == 64 || kDim == 128);
+};
+
+struct LongBackwardOperands : BackwardOperands {
+  CUtensorMap grad_k;  // [Tk, G, D], boxes of kStoredRows rows of one head
+  CUtensorMap grad_v;  // [Tk, G, Dv], likewise
 };
 
 // --- items
@@ -166,7 +172,7 @@ struct LongBackwardStorage {
   KeyItem item[kItems];
   Ring<kItems> items;
   Ring<Config::kStages> ring;
-  uint64_t keys_full, keys_empty, wanted;
+  uint64_t keys_full, keys_empty, values_full, values_empty, wanted;
   uint64_t sums_full[Config::kWarpgroups], sums_ready[Config::kWarpgroups];
   uint64_t scores_full[Config::kScoreStages], scores_empty[Config::kScoreStages];
 };
