@@ -411,14 +411,20 @@ struct LongBackwardConsumer {
     start_grad_q(dq, late);
     ptx::wgmma_wait_group<1>();
     finish_sums();
-    send_sums(grad_v, attention.grad_v, dv, 1.0f, item, attention.dim_v);
+    const int row = warpgroup * 64 + warp * 16;
+    send_sums(shared.sV, row, grad_v, attention.grad_v, dv, 1.0f, item, attention.dim_v);
     ptx::wgmma_wait_group<0>();
-    stage_grad_q(dq, late);
+    stage_grad_q(dq, late);  // without an order dV has been read by then
     if (lane == 0) ptx::mbarrier_arrive(shared.keys_empty);
     send_grad_q_now();
-    if (Config::kOrdered) wait_until_sent();
-    send_sums(grad_k, attention.grad_k, dk, static_cast<float>(attention.scale), item,
-              attention.dim_qk);
+    wait_until_sent();
+    const float scale = static_cast<float>(attention.scale);
+    if constexpr (Config::kOrdered) {
+      send_sums(shared.sV, row, grad_k, attention.grad_k, dk, scale, item, attention.dim_qk);
+    } else {
+      send_sums(shared.staged_rows(warpgroup * 4 + warp), 0, grad_k, attention.grad_k, dk, scale,
+                item, attention.dim_qk);
+    }
   }
 
   // --- an item
@@ -428,27 +434,29 @@ struct LongBackwardConsumer {
     for (int e = 0; e < kOutBlocks * 4; ++e) dk[0][e / 4][e % 4] = dv[0][e / 4][e % 4] = 0.0f;
   }
 
-  // dV or dK of this warp's keys, by way of its rows of V, which no product reads any more: 16 rows as
-  // one bulk copy, fewer by its lanes.
-  __device__ __forceinline__ void send_sums(const CUtensorMap& map, const HeadsView& grad,
+  // dV or dK of this warp's keys, by way of 16 rows of a tile that nobody reads any more: as one bulk
+  // copy, or where there are fewer by its lanes.
+  template <typename Tile>
+  __device__ __forceinline__ void send_sums(Tile& tile, int tile_row, const CUtensorMap& map,
+                                            const HeadsView& grad,
                                             const Accumulator<1, kOutBlocks>& sum, float scale,
                                             const KeyItem& item, int columns) {
     const float scales[2] = {scale, scale};
     const int row = warpgroup * 64 + warp * 16, rows = item.keys - row;
-    write_rows(shared.sV, row, sum, scales, lane);
+    write_rows(tile, tile_row, sum, scales, lane);
     if (rows >= kStoredRows) {
-      send_rows(map, shared.sV, row, item.key_begin + row, item.kv_head, lane);
+      send_rows(map, tile, tile_row, item.key_begin + row, item.kv_head, lane);
     } else {
-      copy_rows(row_of<Element>(grad, int64_t{item.key_begin} + row, item.kv_head),
-                [&](int of) { return of * grad.row_stride; }, shared.sV, row, rows, columns, lane);
+      copy_rows(
+          row_of<Element>(grad, int64_t{item.key_begin} + row, item.kv_head),
+          [&](int of) { return of * grad.row_stride; }, tile, tile_row, rows, columns, lane);
       __syncwarp();
     }
   }
-  // Until the copies from this warp's rows of V, and of its dQ, have read them.
-  __device__ __forceinline__ void wait_until_sent() const {
-    if (lane == 0) ptx::cp_async_bulk_wait_read();
-    __syncwarp();
-  }
+  // Until the copies that lane 0 has started have read what they copy. What follows in send_sums() is
+  // one instruction of the whole warp; a barrier here, or a branch of lane 0's, costs the loop over steps
+  // its uniform registers.
+  __device__ __forceinline__ void wait_until_sent() const { ptx::cp_async_bulk_wait_read(); }
   // dK and dV of keys that no query sees.
   __device__ __forceinline__ void store_zeros_of(const HeadsView& grad, const KeyItem& item,
                                                  int columns) const {
@@ -474,7 +482,7 @@ struct LongBackwardConsumer {
         flags = {item.first_step};
         run_steps(item);
         if (lane == 0) {
-          ptx::cp_async_bulk_wait_read();
+          if (Config::kOrdered) ptx::cp_async_bulk_wait_read();  // dK, from V's place
           ptx::mbarrier_arrive(shared.values_empty);
         }
       } else {

@@ -119,18 +119,16 @@ __device__ __forceinline__ void copy_steps(const LongBackwardOperands& params,
             full, 2 * sizeof(shared.sQ[0].data) + sizeof(shared.sStatistics[0]));
         const int64_t row = static_cast<int64_t>(item.query_begin) + query;
         copy_expected_tile(shared.sQ[stage], params.q, row, head, full);
+        copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
+        ptx::cp_async_bulk(shared.sStatistics[stage], Workspace::statistics(attention, step),
+                           sizeof(shared.sStatistics[0]), full);
         if (member == 0 && i == 0) {
           ptx::mbarrier_wait(shared.keys_empty, keys_parity);
           copy_tile(shared.sK, params.k, item.key_begin, item.kv_head, shared.keys_full);
-        }
-        copy_expected_tile(shared.sGradOut[stage], params.grad_out, row, head, full);
-        if (member == 0 && i == 0) {
           ptx::mbarrier_wait(shared.values_empty, keys_parity);
-          keys_parity ^= 1;
           copy_tile(shared.sV, params.v, item.key_begin, item.kv_head, shared.values_full);
+          keys_parity ^= 1;
         }
-        ptx::cp_async_bulk(shared.sStatistics[stage], Workspace::statistics(attention, step),
-                           sizeof(shared.sStatistics[0]), full);
       }
     }
   }

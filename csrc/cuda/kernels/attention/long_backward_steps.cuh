@@ -165,8 +165,9 @@ struct LongBackwardStorage {
   KeyRows sK, sV;
   QueryRows sQ[Config::kStages], sGradOut[Config::kStages];
   ScoreRows sGradScores[Config::kScoreStages];
-  float sGradQ[Config::kWarpgroups * 4][LongWorkspace<Config>::kChunk];  // a chunk of each warp
-  float sStatistics[Config::kStages][2][Config::kStep];                  // lse and delta
+  alignas(1024) float sGradQ[Config::kWarpgroups * 4]
+                            [LongWorkspace<Config>::kChunk];  // a chunk of each warp
+  float sStatistics[Config::kStages][2][Config::kStep];       // lse and delta
   CompleteStep complete[Config::kWarpgroups];
   LongStep steps[Config::kStages];
   KeyItem item[kItems];
@@ -175,6 +176,13 @@ struct LongBackwardStorage {
   uint64_t keys_full, keys_empty, values_full, values_empty, wanted;
   uint64_t sums_full[Config::kWarpgroups], sums_ready[Config::kWarpgroups];
   uint64_t scores_full[Config::kScoreStages], scores_empty[Config::kScoreStages];
+
+  // The place of a warp's chunk of dQ, for 16 rows of dK.
+  using StagedRows = WarpgroupTile<Element, kStoredRows, Config::kDim>;
+  static_assert(sizeof(StagedRows) <= sizeof(sGradQ[0]) && sizeof(sGradQ[0]) % 1024 == 0);
+  __device__ __forceinline__ StagedRows& staged_rows(int index) {
+    return *reinterpret_cast<StagedRows*>(sGradQ[index]);
+  }
 };
 static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 64, true>>) <= 227 * 1024);
 static_assert(sizeof(LongBackwardStorage<LongBackwardConfig<__half, 128, true>>) <= 227 * 1024);
