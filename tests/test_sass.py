@@ -208,7 +208,7 @@ def test_products_of_the_long_backward_are_not_serialised(
 ) -> None:
     """Where ptxas cannot follow the registers of a product it waits for each one by itself."""
     config = f"{BF16}Li{dim}ELb{in_order}"
-    name = _name("long_backward", "LongBackwardConfig", "BackwardOperands", config)
+    name = _name("long_backward", "LongBackwardConfig", "LongBackwardOperands", config)
     code = _instructions(library, name)
     loop = max(_loops(code), key=lambda loop: _products(loop) / len(loop))
     products, waits = _products(loop), len(_places(loop, "WARPGROUP.DEPBAR"))

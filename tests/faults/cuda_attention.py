@@ -160,6 +160,14 @@ FAULTS = (
         "tests/test_cuda_long.py -k test_first_tiles_of_keys_store",
     ),
     Fault(
+        "dK written where dQ is still read",
+        "cuda",
+        "cuda/kernels/attention/long_backward_consumer.cuh",
+        "    send_grad_q_now();\n    wait_until_sent();\n",
+        "    send_grad_q_now();\n",
+        "tests/test_cuda_long.py -k test_first_tiles_of_keys_store",
+    ),
+    Fault(
         "dS not waited for",
         "cuda",
         "cuda/kernels/attention/long_backward_consumer.cuh",

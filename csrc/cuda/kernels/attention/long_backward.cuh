@@ -49,6 +49,10 @@
 // the order in which they add, heads fastest, and walk over the queries the other way, so that the
 // tile before is ahead.
 //
+// dK and dV leave as bulk copies of 16 rows of a warp: dV by way of the warp's own rows of V, of which the
+// last product has been waited for, beside the last dQ; dK by way of the place from which dQ is sent, or in
+// order, where senders still read that, by V's, too. So the next K is on its way while they are written.
+//
 // Shared memory, in rows of 2 kDim bytes: K and V kTileN rows each; Q and dO kStep rows in kStages
 // stages; dS [kTileN, kStep], kScoreStages times; 32 KiB through which dQ leaves. 195, 226 KiB for
 // kDim 64, 128.
@@ -57,8 +61,11 @@
 //     items.full      scheduler                            copier, senders, computing warps
 //     items.empty     copier, senders, computing threads   scheduler
 //     wanted          copier, near the end of an item      scheduler, before it takes one in order
-//     keys_full       copier, with the bytes of K, V       computing warps
-//     keys_empty      computing warps, after an item       copier
+//     keys_full       copier, with the bytes of K          computing warps
+//     keys_empty      computing warps, after the last dQ   copier
+//     values_full     copier, with the bytes of V          computing warps, before the first dP
+//     values_empty    computing warps, when dV (in order:  copier
+//                     and dK) has been read there
 //     ring.full       copier, with the bytes of a step     computing warps
 //     ring.empty      computing threads, after its         copier
 //                     products
