@@ -116,12 +116,16 @@ cudaError_t launch_vector(const Params& params, cudaStream_t stream) {
     return Grid{std::max<int64_t>(1, groups), std::min(ctas, Grid::kMaxY)};
   };
   constexpr int kVectorBytes = kVector * sizeof(Element);
-  if constexpr (sizeof(Element) < 8 && kVectorBytes >= 8) {
+  constexpr bool kForward = std::is_same_v<Params, JaggedSoftmaxParams>;
+  if constexpr (sizeof(Element) < 8 && kVectorBytes >= (kForward ? 16 : 8)) {
     // Where there are as many CTAs as run at once, or few more, the kernel without a ring has more of
     // them; where there are fewer, the longest sequence is what takes time.
     const int64_t few = int64_t{kSms} * kRingCtas<Params, kVectorBytes>;
     const bool are_few = kVectorBytes == 16 && num_seqs * groups <= few;
-    if (params.offsets.total > kLongMean<Params> * num_seqs && (are_many || are_few)) {
+    bool are_long = params.offsets.total > kLongMean<Params> * num_seqs;
+    if (kForward && are_many)
+      are_long = params.offsets.total << lanes_log2 > kLongVectors<Element> * num_seqs;
+    if (are_long && (are_many || are_few)) {
       const int seqs_each = !are_many ? 1 : kVectorBytes == 16 ? 2 : kWarps;
       return launch<softmax_ring_kernel<Params, Element, kVector>>(
           SoftmaxLaunch<Params>{params, lanes_log2, seqs_each}, grid(seqs_each), kThreads,

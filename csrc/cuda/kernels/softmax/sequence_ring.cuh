@@ -22,10 +22,10 @@
 // then exponentials relative to these. Those of more are made as softmax_long makes them: a stage is one of
 // its steps, and exponentials are relative to the largest logit that the thread has seen.
 //
-// Shared memory, dynamic: the ring, 3 stages of 4 items of 1 or 2 operands of 128 vectors (forward 24,576
-// bytes with vectors of 16 bytes, backward 49,152; half of that with 8), and the partial results of sums
-// (1,024). Per SM forward 6 CTAs, for registers: up to 144 or 72 KiB in flight; backward 4, or 5 with vectors of
-// 8 bytes, for registers: up to 192 and 120 KiB.
+// Shared memory, dynamic: the ring, of 4 items of 1 or 2 operands of 128 vectors a stage (forward 4 stages,
+// 32,768 bytes with vectors of 16 bytes; backward 3, 49,152, or half of that with 8), and the partial results
+// of sums (1,024). Per SM forward 5 CTAs, for registers: up to 160 KiB in flight; backward 4, or 5 with
+// vectors of 8 bytes, for registers: up to 192 and 120 KiB.
 //
 // Barriers: one __syncthreads in each sum over the CTA, as in jagged_softmax.cu: two buffers in turn.
 //
@@ -43,17 +43,21 @@ namespace jagged_cuda::sequence_softmax {
 template <typename Params>
 constexpr bool kForward = std::is_same_v<Params, JaggedSoftmaxParams>;
 
-// Batches of more rows than these for each sequence take the ring. Forward, lengths of 1 to 200 (100.5) have not
-// gained by such kernels; tails of a median of 60 have 112 to 123.
+// Batches of more rows than these for each sequence take the ring.
 template <typename Params>
 constexpr int kLongMean = kForward<Params> ? 104 : 64;
+// Forward, many sequences take it where they have more vectors than these on average in a group of columns.
+// Tails of 128 rows and 64 columns gain a fifth by it and more, sequences that all have as many lose a fifth
+// where elements have 16 bits: the mean does not tell them apart.
+template <typename Element>
+constexpr int kLongVectors = sizeof(Element) == 4 ? 832 : 1280;
 
 template <typename Params, int kVectorBytes>
-constexpr int kStages = 3;
+constexpr int kStages = kForward<Params> ? 4 : 3;
 
 // Per SM, as the header says.
 template <typename Params, int kVectorBytes>
-constexpr int kRingCtas = kForward<Params>     ? 6
+constexpr int kRingCtas = kForward<Params>     ? 5
                           : kVectorBytes == 16 ? 4
                                                : 5;
 
