@@ -12,6 +12,7 @@ import torch
 from on_cuda import CUDA
 from plain import CASE, TWO_DTYPES, calls, spec_of
 
+from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.cases import CASES, Case, Tensors
 from jagged_cuda.testing.judge import check, judge, run
 from jagged_cuda.testing.lengths import Layout
@@ -94,6 +95,15 @@ def test_more_than_2_to_the_31_elements(
 ) -> None:
     layout = Layout((1,) * 3 + (128,) * 2**15 + (64, 0, 77))
     run_huge(case, spec_of(layout, poisoned=False, **choices), dtype)
+
+
+@pytest.mark.usefixtures("room_on_gpu")
+def test_more_than_2_to_the_31_elements_of_jagged_softmax_without_a_ring() -> None:
+    """Of sequences so short on average that none goes by a ring."""
+    case = CASES["jagged_softmax"]
+    layout = Layout((1,) * 3 + (64,) * 2**16 + (64, 0, 77))
+    run_huge(case, spec_of(layout, poisoned=False, **(case.huge or {})), torch.bfloat16)
+    assert last_kernel("cuda") == "cuda.jagged_softmax_backward.bf16"
 
 
 @pytest.mark.parametrize(

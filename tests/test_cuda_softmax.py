@@ -175,41 +175,65 @@ def test_softmax_of_many_sequences(dtype: torch.dtype, columns: int, repeats: in
         assert torch.equal(each.view(repeats, *like.shape), like.expand(repeats, *like.shape))
 
 
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.itemsize == 2 else torch.int32)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("columns", [4, 8, 24, 64])
 @pytest.mark.parametrize("name", ["f16", "bf16", "f32"])
-def test_gradients_by_a_ring(name: str, columns: int) -> None:
+def test_long_sequences_by_a_ring(name: str, columns: int, backward: bool) -> None:
     """Where sequences are long on average, and many, or few of wide rows; else the same bits."""
     dtype = (HALF_DTYPES | {"f32": torch.float32})[name]
-    ring, other = (f"cuda.jagged_softmax_backward.{path}{name}" for path in ("ring.", ""))
+    op = "jagged_softmax_backward" if backward else "jagged_softmax"
+    ring, other = (f"cuda.{op}.{path}{name}" for path in ("ring.", ""))
     has_vectors = columns * dtype.itemsize % 16 == 0 and (columns > 16 or dtype.itemsize == 4)
     of_few = ring if has_vectors else other
+    of_many = ring if backward or columns >= (8 if dtype == torch.float32 else 24) else other
     # Of a warp, of one stage or some for each thread, and of more than the ring has
     lengths = (700, 0, 33, 130, 2500, 1, 129, 385, 513)
-    spec = spec_of(Layout(lengths, base=3, tail=5), trailing=(columns,), scale=-1.3)
-    judge(CASES["jagged_softmax"], spec, dtype, CUDA)
-    assert last_kernel("cuda") == of_few
+    layout = Layout(lengths, base=3, tail=5)
 
     def of(x: torch.Tensor, seqs: tuple[int, ...], path: str) -> torch.Tensor:
-        x = x.detach().requires_grad_()
         offsets = torch.tensor([0, *itertools.accumulate(seqs)], device=CUDA)
-        out = jagged_cuda.jagged_softmax(x, offsets)
-        (gradient,) = torch.autograd.grad(out, x, x.detach())
+        # Any out, since one with NaN makes gradients NaN alone
+        if backward:
+            found = torch.ops.jagged_cuda.jagged_softmax_backward(x, x.sigmoid(), offsets, -1.3)
+        else:
+            found = jagged_cuda.jagged_softmax(x, offsets, scale=-1.3)
         assert last_kernel("cuda") == path
-        return gradient
+        return _bits(found)
+
+    spec = spec_of(layout, trailing=(columns,), scale=-1.3)
+    case = CASES["jagged_softmax"]
+    if backward:
+        judge(case, spec, dtype, CUDA)
+    else:
+        case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
+    assert last_kernel("cuda") == of_few
 
     rows = sum(lengths)
     x = torch.randn(rows, columns, device=CUDA).to(dtype)
-    expected = of(x, lengths, of_few)
-    beside_short_ones = of(torch.cat([x, x[:200]]), (*lengths, *(1,) * 200), other)
-    assert torch.equal(beside_short_ones[:rows], expected)
-    # Two or four of a CTA, one behind another
-    repeats = 250
-    many = of(x.repeat(repeats, 1), lengths * repeats, ring).view(repeats, *expected.shape)
-    assert torch.equal(many, expected.expand_as(many))
+    with_infinities = x.clone()
     for begin, end in itertools.pairwise(itertools.accumulate((0, *lengths))):
+        with_infinities[begin:end, 0] = float("inf")
+        with_infinities[(begin + end) // 2 : end, 1] = float("inf")
+        with_infinities[(begin + end) // 2 : end, 2] = -float("inf")
         if end > begin:
-            path = of_few if end - begin > 64 else other
-            assert torch.equal(of(x[begin:end], (end - begin,), path), expected[begin:end])
+            with_infinities[end - 1, 3] = float("nan") if end % 2 else -float("inf")
+    for each in (x, with_infinities):
+        expected = of(each, lengths, of_few)
+        beside_short_ones = of(torch.cat([each, each[:200]]), (*lengths, *(1,) * 200), other)
+        assert torch.equal(beside_short_ones[:rows], expected)
+        # Two or four of a CTA, one behind another
+        repeats = 250
+        many = of(each.repeat(repeats, 1), lengths * repeats, of_many)
+        many = many.view(repeats, *expected.shape)
+        assert torch.equal(many, expected.expand_as(many))
+        for begin, end in itertools.pairwise(itertools.accumulate((0, *lengths))):
+            if end > begin:
+                path = of_few if end - begin > (64 if backward else 104) else other
+                assert torch.equal(of(each[begin:end], (end - begin,), path), expected[begin:end])
 
 
 @pytest.mark.parametrize("columns", [8, 12, 24, 64, 72, 264])

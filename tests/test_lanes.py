@@ -27,7 +27,7 @@ PATHS = {"strips": STRIPS, "target_backward": TARGET, "sequence_ring": RING}
 DRIVERS = {
     "strips": range(1, 49),
     "target_backward": range(1, 9),
-    "sequence_ring": range(1, 81),
+    "sequence_ring": range(1, 121),
 }
 
 
@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "one buffer for the sums of all sequences",
         "sequence_ring",
-        "flipped_ ? 1 : 0, ",
-        "0, ",
+        "return flipped_ ? 1 : 0;",
+        "return 0;",
         range(1, 21),
         "write after read: shared memory",
     ),
@@ -144,6 +144,14 @@ FAULTS = (
         "copy(next, kStages - 1 - stage, flipped_);",
         range(1, 21),
         "WRONG grad_x",
+    ),
+    Fault(
+        "sums of one stage as those of many",
+        "sequence_ring",
+        "if (sequence.stages == 1) {",
+        "if (sequence.stages == 0) {",
+        range(1, 21),
+        "WRONG out",
     ),
 )
 

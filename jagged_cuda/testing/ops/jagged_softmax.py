@@ -120,7 +120,7 @@ CASE = Case(
     registered=_registered,
     reference=lambda spec, t: {"out": definition(t["x"], spec.layout, spec.choices["scale"])},
     profiles=ROW_PROFILES,
-    # Means and sequences so long that gradients are computed by a ring, and by vectors.
+    # Means and sequences so long that both passes go by a ring, and by vectors.
     kinds=(Kind((1, 6), (300, 2600), {"trailing": ((8,), (24,), (64,))}, ("nearly_full",)),),
     autocast="float32",
     rounded=(rounded(0), rounded(1), rounded(-1)),

@@ -1,6 +1,7 @@
 // What the kernels of jagged_softmax share: which threads hold a sequence's rows, and sums over them.
 #pragma once
 
+#include "cuda/kernels/jagged_softmax.h"
 #include "cuda/kernels/prim/element.cuh"
 #include "cuda/kernels/prim/jagged.cuh"
 
@@ -79,6 +80,11 @@ __device__ __forceinline__ void reduce_rows(Value (&value)[kCount], const Place&
   }
 }
 
+__device__ __forceinline__ void* result_of(const JaggedSoftmaxParams& params) { return params.out; }
+__device__ __forceinline__ void* result_of(const JaggedSoftmaxBackwardParams& params) {
+  return params.grad_x;
+}
+
 template <typename Params>
 struct SoftmaxLaunch {
   Params params;
@@ -93,6 +99,16 @@ __device__ __forceinline__ void store_zeros(Element* global, int64_t begin, int6
   for (int64_t i = begin + cta * kThreads + threadIdx.x; i < end; i += step) {
     global[i] = from_sum<Element>(0);
   }
+}
+
+// Rows before the first and after the last sequence.
+template <typename Element, typename Params>
+__device__ __forceinline__ void store_zeros_outside(const Params& params) {
+  const OffsetsView& offsets = params.offsets;
+  Element* gResult = static_cast<Element*>(result_of(params));
+  store_zeros(gResult, 0, clamped_offset(offsets, 0) * params.columns);
+  store_zeros(gResult, clamped_offset(offsets, offsets.num_seqs) * params.columns,
+              offsets.total * params.columns);
 }
 
 }  // namespace jagged_cuda::sequence_softmax

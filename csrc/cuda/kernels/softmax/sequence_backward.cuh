@@ -8,8 +8,11 @@ namespace jagged_cuda::sequence_softmax {
 
 template <typename Element, int kVector>
 struct SoftmaxBackwardView {
+  using Params = JaggedSoftmaxBackwardParams;
+  using Elem = Element;
   using S = Sum<Element>;
   using Loaded = Vector<Element, kVector>;
+  static constexpr int kOperands = 2;  // read of each row: grad_out and p
 
   const Element* gGrad;  // [len, kVector], grad_stride apart
   const Element* gP;     // [len, kVector], p_stride apart
@@ -32,6 +35,9 @@ struct SoftmaxBackwardView {
         columns(params.columns),
         len(place.exists ? range.len : 0),
         scale(static_cast<S>(params.scale)) {}
+
+  __device__ __forceinline__ const Element* operand(int k) const { return k == 0 ? gGrad : gP; }
+  __device__ __forceinline__ int64_t stride(int k) const { return k == 0 ? grad_stride : p_stride; }
 
   __device__ __forceinline__ void load(Loaded& rGrad, Loaded& rP, int64_t row) const {
     rGrad = *reinterpret_cast<const Loaded*>(gGrad + row * grad_stride);
@@ -95,6 +101,33 @@ __device__ __forceinline__ void softmax_short(const JaggedSoftmaxBackwardParams&
     if (some(i) && row_of(i) < len) view.store(sum, rGrad[i], rP[i], row_of(i));
   }
   if (place.in_cta) __syncthreads();  // one reduction per sequence: its buffer is used again
+}
+
+// A longer one, read twice by the whole CTA.
+template <typename Element, int kVector>
+__device__ __forceinline__ void softmax_long(const JaggedSoftmaxBackwardParams& params,
+                                             const RowRange& range, const Place& place,
+                                             SharedStorage& shared) {
+  using View = SoftmaxBackwardView<Element, kVector>;
+  using S = Sum<Element>;
+  const View view(params, range, place);
+  S sum[kVector];
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) sum[e] = S(0);
+#pragma unroll 4
+  for (int64_t row = place.row; row < view.len; row += place.row_step) {
+    typename View::Loaded rGrad, rP;
+    view.load(rGrad, rP, row);
+    View::add(sum, rGrad, rP);
+  }
+  reduce_rows(sum, place, shared, 0, [](S a, S b) { return a + b; });
+#pragma unroll 4
+  for (int64_t row = place.row; row < view.len; row += place.row_step) {
+    typename View::Loaded rGrad, rP;
+    view.load(rGrad, rP, row);
+    view.store(sum, rGrad, rP, row);
+  }
+  __syncthreads();
 }
 
 }  // namespace jagged_cuda::sequence_softmax
