@@ -105,8 +105,31 @@ def test_few_columns(
     spec = spec_of(Layout(lengths, base=5, tail=9), D=inner, N=columns)
     case.call(jagged_cuda, case.sample(spec, dtype, CUDA))
     element = next(name for name, value in HALF_DTYPES.items() if value is dtype)
-    assert last_kernel("cuda") == f"{DENSE}.few_columns.{element}"
+    are_long = sum(lengths) >= 48 * len(lengths)
+    engine = HOPPER and inner == 256 and columns == 8 and are_long
+    assert last_kernel("cuda") == f"{DENSE}.{'mma_sync' if engine else 'few_columns'}.{element}"
     judge(case, spec, dtype, CUDA)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("name", HALF_DTYPES)
+def test_few_columns_have_the_same_bits_among_short_sequences(name: str, transposed: bool) -> None:
+    """Of 256 terms, whichever kernel the lengths of the batch choose."""
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 200, (300,))
+    total, count = int(lengths.sum()), len(lengths)
+    x = torch.randn(total + 1000, 256, device=CUDA).to(HALF_DTYPES[name])
+    y = torch.randn(count + 1000, 256, 8, device=CUDA).to(x.dtype)
+    if transposed:
+        y = y.transpose(1, 2).contiguous().transpose(1, 2)
+    found = []
+    for short, path in ((0, "mma_sync" if HOPPER else "few_columns"), (1000, "few_columns")):
+        batch = torch.cat([lengths, torch.ones(short, dtype=torch.int64)]).to(CUDA)
+        offsets = jagged_cuda.offsets_from_lengths(batch)
+        out = jagged_cuda.jagged_dense_bmm(x[: total + short], y[: count + short], offsets)
+        assert last_kernel("cuda") == f"{DENSE}.{path}.{name}"
+        found.append(out[:total])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,16 @@ cudaError_t launch_f64(const JaggedDenseBmmParams& params, cudaStream_t stream) 
                                              "cuda.jagged_dense_bmm.fma.f64");
 }
 
+// Whether the engine takes few columns: at D = 256 it sums alike (gemm/few_columns.cuh; products of 16
+// terms do not depend on their order on such a GPU), and is faster where sequences are not short, nor very
+// many.
+bool leaves_few_columns(const JaggedDenseBmmParams& params) {
+  constexpr int64_t kMinMean = 48, kMaxSeqs = 16'384;
+  const OffsetsView& offsets = params.offsets;
+  return params.inner == 256 && params.columns == 8 && offsets.num_seqs <= kMaxSeqs &&
+         offsets.total >= kMinMean * offsets.num_seqs && has_wgmma();
+}
+
 // Whether the product runs on wgmma.
 bool takes_wgmma(const JaggedDenseBmmParams& params) {
   // Where it was faster on an H100 (docs/performance_log.md).
@@ -188,7 +198,8 @@ cudaError_t launch_jagged_dense_bmm(const JaggedDenseBmmParams& params, cudaStre
   if (params.type == ElementType::kF64) return gemm::launch_f64(params, stream);
   if (gemm::is_outer(params)) return gemm::launch_outer(params, stream);
   if (gemm::is_thin(params)) return gemm::launch_thin(params, stream);
-  if (gemm::is_few_columns(params)) return gemm::launch_few_columns(params, stream);
+  if (gemm::is_few_columns(params) && !gemm::leaves_few_columns(params))
+    return gemm::launch_few_columns(params, stream);
   if (gemm::takes_wgmma(params)) {
     const cudaError_t error = gemm::launch_wgmma(params, stream);
     if (error != cudaErrorNotSupported) return error;

@@ -11,10 +11,13 @@
 //
 // x goes from global memory to registers, 16 bytes in each load. Which terms of a sum are multiplied
 // together is free: lane t of a quad has terms 8 t to 8 t + 7 of 32, of which two products take pairs in
-// order where mma has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// order where mma has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. At D = 256 (kInOrder) the sums are those of the
+// engine (engine.cuh), which is faster where sequences are longer: the products take terms 0 to 15 and 16
+// to 31, for which the halves of a quad exchange pairs, and each 64 terms are summed from zero.
 //
 // Shared memory: y_b for each warp, if it has stride 1 along N; ldmatrix transposes it. Terms 8 a + 2 m + i
-// of 32 lie at place 8 m + 2 a + i, so that the rows of one matrix lie beside each other. __syncwarp.
+// of 32 lie at place 8 m + 2 a + i, so that the rows of one matrix lie beside each other; kInOrder as
+// exchange() has them. __syncwarp.
 //
 // Rows outside every sequence become zeros; rows that do not exist are not loaded and not stored.
 #pragma once
@@ -38,6 +41,7 @@ struct FewColumnsConfig {
   static constexpr int kColumns = 8;
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kChunks = kInner / 32;  // of 32 terms
+  static constexpr bool kInOrder = kInner == 256;
   static constexpr int kMinCtas = kInner == 256 ? 4 : 6;
   static constexpr PathName kPath =
       PathName("cuda.jagged_dense_bmm.few_columns.") + kElementName<Element>;
@@ -63,6 +67,15 @@ inline bool is_few_columns(const JaggedDenseBmmParams& params) {
          (params.type == ElementType::kBf16 || params.type == ElementType::kF16);
 }
 
+// Pairs of terms 8 t to 8 t + 7 of 32 become: first two of terms 0 to 15, then two of 16 to 31.
+__device__ __forceinline__ uint4 exchange(const uint4& pairs) {
+  const bool is_low = threadIdx.x % 4 < 2;
+  const uint32_t first = __shfl_xor_sync(0xffffffffu, is_low ? pairs.z : pairs.x, 2),
+                 second = __shfl_xor_sync(0xffffffffu, is_low ? pairs.w : pairs.y, 2);
+  return is_low ? make_uint4(pairs.x, pairs.y, first, second)
+                : make_uint4(first, second, pairs.z, pairs.w);
+}
+
 // This lane's terms of y_b: registers 2 i and 2 i + 1 of those of product i.
 template <typename Config>
 __device__ __forceinline__ void load_y(uint32_t (&rY)[Config::kChunks][4],
@@ -73,8 +86,9 @@ __device__ __forceinline__ void load_y(uint32_t (&rY)[Config::kChunks][4],
   if constexpr (Config::kAlongInner) {
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-      const uint4 words = ptx::ld_global_nc_16(gY + lane / 4 * stride + chunk * 32 + lane % 4 * 8,
-                                               lane / 4 < columns);
+      uint4 words = ptx::ld_global_nc_16(gY + lane / 4 * stride + chunk * 32 + lane % 4 * 8,
+                                         lane / 4 < columns);
+      if constexpr (Config::kInOrder) words = exchange(words);
       rY[chunk][0] = words.x, rY[chunk][1] = words.y, rY[chunk][2] = words.z,
       rY[chunk][3] = words.w;
     }
@@ -84,7 +98,10 @@ __device__ __forceinline__ void load_y(uint32_t (&rY)[Config::kChunks][4],
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       words[chunk] = __ldg(reinterpret_cast<const uint4*>(gY + (chunk * 32 + lane) * stride));
     }
-    const int place = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
+    const int a = lane / 8, m = lane % 8 / 2;
+    const int place = Config::kInOrder
+                          ? (a / 2 * 2 + m % 2) * 8 + (a % 2 + m / 2 * 2) * 2 + lane % 2
+                          : m * 8 + a * 2 + lane % 2;
     __syncwarp();  // what was there has been read
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) sY[chunk * 32 + place] = words[chunk];
@@ -151,11 +168,23 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void jagged_den
         }
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const uint4 &upper = rX[chunk][0], &lower = rX[chunk][1];
+          uint4 upper = rX[chunk][0], lower = rX[chunk][1];
+          if constexpr (Config::kInOrder) {
+            upper = exchange(upper);
+            lower = exchange(lower);
+          }
           const uint32_t low[4] = {upper.x, lower.x, upper.y, lower.y},
                          high[4] = {upper.z, lower.z, upper.w, lower.w};
           ptx::mma_m16n8k16<Element>(sums[0], low, rY[chunk][0], rY[chunk][1]);
-          ptx::mma_m16n8k16<Element>(sums[1], high, rY[chunk][2], rY[chunk][3]);
+          float (&second)[4] = sums[Config::kInOrder ? 0 : 1];
+          ptx::mma_m16n8k16<Element>(second, high, rY[chunk][2], rY[chunk][3]);
+          if (Config::kInOrder && chunk % 2 == 1) {  // 64 terms
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              sums[1][i] += sums[0][i];
+              sums[0][i] = 0.0f;
+            }
+          }
         }
       }
       const bool is_last = end == tile_end;
