@@ -20,6 +20,16 @@ from jagged_cuda.testing.samples import Sample
 pytestmark = pytest.mark.cuda
 
 
+def long_backward(dim: int, *, in_order: bool) -> str:
+    """The path of the backward pass of long sequences.
+
+    In order: in deterministic mode, and above 64 dims in causal self-attention where there are few
+    of them and heads.
+    """
+    name = "long_ordered" if in_order else "long"
+    return f"cuda.attention.backward.{name}.d{64 if dim <= 64 else 128}"
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @PATH
 @pytest.mark.parametrize("dim", [32, 64, 128])
@@ -36,17 +46,19 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
         forward = "wgmma.d32" if dim == 32 else f"long.d{dim}"
     assert last_kernel("cuda") == f"cuda.attention.forward.{forward}"
     judge(case, spec, dtype, CUDA)
-    backward = f"mma_sync.d{dim}.rows128"
-    if wgmma:
-        backward = "wgmma.d32.step64" if dim == 32 else f"long.d{dim}"
-    assert last_kernel("cuda") == f"cuda.attention.backward.{backward}"
+    backward = in_order = f"cuda.attention.backward.mma_sync.d{dim}.rows128"
+    if wgmma and dim == 32:
+        backward = in_order = "cuda.attention.backward.wgmma.d32.step64"
+    elif wgmma:
+        backward = long_backward(dim, in_order=causal and dim > 64)
+        in_order = long_backward(dim, in_order=True)
+    assert last_kernel("cuda") == backward
     torch.use_deterministic_algorithms(True)
     try:
         judge(case, spec, dtype, CUDA)
     finally:
         torch.use_deterministic_algorithms(False)
-    in_order = backward.replace("long", "long_ordered")
-    assert last_kernel("cuda") == f"cuda.attention.backward.{in_order}"
+    assert last_kernel("cuda") == in_order
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -158,9 +170,9 @@ def test_long_among_shorter_sequences_backward(
         finally:
             torch.use_deterministic_algorithms(False)
         if HOPPER:
-            name = "long_ordered" if in_order else "long"
-            bucket = 64 if max(dims) <= 64 else 128
-            assert last_kernel("cuda") == f"cuda.attention.backward.{name}.d{bucket}"
+            first_is_seen = options.get("causal") or options.get("window_size") == (-1, 9)
+            is_ordered = in_order or (first_is_seen and not cross and max(dims) > 64)
+            assert last_kernel("cuda") == long_backward(max(dims), in_order=bool(is_ordered))
 
 
 # Beside so many others sequences of 1,024 rows and more have launches of their own, at D up to 32.
@@ -223,7 +235,7 @@ def test_long_backward_gives_the_same_bits(dim: int, window_size: tuple[int, int
     try:
         first = run(case, sample, calls(case), given)
         if HOPPER:
-            assert last_kernel("cuda") == f"cuda.attention.backward.long_ordered.d{dim}"
+            assert last_kernel("cuda") == long_backward(dim, in_order=True)
         for _ in range(99):
             assert_same_bits(run(case, sample, calls(case), given), first)
     finally:
@@ -240,7 +252,7 @@ def test_long_backward_repeats_all_but_dq(dim: int, causal: bool) -> None:
     given = cotangents_of(case, sample)
     first, *others = (run(case, sample, calls(case), given) for _ in range(5))
     if HOPPER:
-        assert last_kernel("cuda") == f"cuda.attention.backward.long.d{dim}"
+        assert last_kernel("cuda") == long_backward(dim, in_order=causal and dim > 64)
     del first["grad_q"]
     for other in others:
         del other["grad_q"]
@@ -278,7 +290,7 @@ def test_first_tiles_of_keys_store(heads: tuple[int, int], dim: int) -> None:
             torch.full((2 * total * heads[0] * dim,), torch.nan, device=CUDA)
         found = torch.autograd.grad(out, leaves, given)
         if HOPPER:
-            assert last_kernel("cuda") == f"cuda.attention.backward.long.d{dim}"
+            assert last_kernel("cuda") == long_backward(dim, in_order=False)
         ends = offsets.tolist()
         for gradient, expected in zip(found, wanted, strict=True):
             # By sequence: gradients of short ones are the largest by far.
@@ -299,8 +311,8 @@ def test_shorter_among_mostly_long_sequences_backward(dims: tuple[int, int], cau
     spec = spec_of(MOSTLY_LONG, dims=dims, heads=(2, 1), causal=causal)
     judge(case, spec, torch.bfloat16, CUDA)
     if HOPPER:
-        bucket = 64 if max(dims) <= 64 else 128
-        assert last_kernel("cuda") == f"cuda.attention.backward.long.d{bucket}"
+        path = long_backward(max(dims), in_order=causal and max(dims) > 64)
+        assert last_kernel("cuda") == path
 
 
 @pytest.mark.parametrize("dim", [64, 128])

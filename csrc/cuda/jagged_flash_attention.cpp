@@ -130,12 +130,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
     if (takes_long_backward(params)) long_plan = allocate_long_plan(op, params, q, /*plans=*/2);
   } else if (takes_long_backward(params)) {
     long_plan = allocate_long_plan(op, params, q);
-    const bool is_narrow = params.dim_qk <= 64 && params.dim_v <= 64;
+    const bool is_narrow = is_narrow_backward(params);
     long_statistics =
         allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
     long_grad_q =
         allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
-    params.long_in_order = deterministic;
+    params.long_in_order = deterministic || adds_in_order(params);
     if (deterministic || first_tile_may_store(params)) {
       tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
       params.long_tickets = tickets.mutable_data_ptr<int>();

@@ -219,6 +219,21 @@ inline bool first_tile_may_store(const AttentionBackwardParams& params) {
          params.window_left >= AttentionParams::kUnbounded;
 }
 
+inline bool is_narrow_backward(const AttentionBackwardParams& params) {
+  return params.dim_qk <= 64 && params.dim_v <= 64;
+}
+
+// Whether tiles of keys add in order though nobody asks for it: with a causal mask and few sequences and
+// heads, where above 64 dims that is faster, since no sums are cleared or rounded (docs/performance_log.md).
+inline bool adds_in_order(const AttentionBackwardParams& params) {
+  constexpr int64_t kFew = 128;
+  const int64_t num_seqs = params.q_offsets.num_seqs,
+                most_long = params.q_offsets.total / kLongMinRows;
+  return !is_narrow_backward(params) && first_tile_may_store(params) &&
+         params.window_right < AttentionParams::kUnbounded &&
+         (num_seqs < most_long ? num_seqs : most_long) * params.kv_heads < kFew;
+}
+
 // Whether the backward kernel for long sequences takes these operands, if it gets its workspace.
 bool takes_long_backward(const AttentionBackwardParams& params);
 
