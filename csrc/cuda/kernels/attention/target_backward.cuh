@@ -14,9 +14,9 @@
 //     dK, dV: each warp has 16 keys and some of the columns, sums over all rows, and stores.
 //     dQ:     each warp has 16 rows and some of the columns, which it keeps over all steps.
 //
-// Shared memory: Q and dO kTileM rows, K and V kStep rows in 2 stages, of 2 kDim bytes, P and dS
-// kStep rows of 2 kTileM bytes (with 16 rows side by side), lse and delta: 22, 40, 76, 82 KiB for kDim
-// 32, 64, 128, 256 with 16 rows, 28, 48, 88, 101 KiB with 32.
+// Shared memory: Q and dO kTileM rows, K and V kStep rows in 2 stages, of 2 kDim bytes, lse and
+// delta, P and dS kStep rows of 2 kTileM bytes, with 16 rows in the place of V: 18, 36, 72, 80 KiB for
+// kDim 32, 64, 128, 256 with 16 rows, 28, 48, 88, 101 KiB with 32.
 //
 // Barriers: two per step. Before the first every thread waits for its copies of that step (before
 // the first of all, those of Q and dO too, and writes lse and delta), and after it the other stage,
@@ -34,6 +34,7 @@
 #include "cuda/kernels/attention/target_tile.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace jagged_cuda::attention {
 
@@ -51,9 +52,10 @@ struct TargetBackwardConfig {
   // Products are 16 columns wide: with 16 rows some warps have none, of the scores at 256 dims, of dQ
   // at 32.
   static constexpr int kScoreColumns = std::max(kTileM / (kWarps / kKeyWarps), 16);
-  // P and dS: a tile of each, or with 16 rows one of both, since a tile has no fewer than 32 columns.
-  static constexpr int kScoreTiles = kTileM == 16 ? 1 : 2;
-  static constexpr int kDsColumn = kTileM == 16 ? 16 : 0;
+  // With 16 rows P and dS lie side by side in the first columns of V, whose rows only their own warp
+  // has read.
+  static constexpr bool kScoresInV = kTileM == 16;
+  static constexpr int kDsColumn = kScoresInV ? kTileM : 0;
   static constexpr int kKeyColumns = kDim / (kWarps / kKeyWarps);     // of dK and dV
   static constexpr int kPiece = kKeyColumns < 64 ? kKeyColumns : 64;  // that are summed at a time
   static constexpr int kRowColumns = std::max(kDim / (kWarps / (kTileM / 16)), 16);  // of dQ
@@ -61,24 +63,37 @@ struct TargetBackwardConfig {
   // As many as shared memory has room for; at 32 dims, where it would be more, as registers have.
   static constexpr int kMinCtas = kTileM > 32  ? (kDim == 32 ? 2 : 1)
                                   : kDim == 32 ? 5
-                                  : kDim == 64 ? (kTileM == 16 ? 5 : 4)
-                                               : 2;
+                                  : kDim == 64 ? (kTileM == 16 ? 6 : 4)
+                                               : (kDim == 128 && kTileM == 16 ? 3 : 2);
   static constexpr PathName kName =
       PathName("cuda.target.backward.mma_sync.d") + kDim + ".r" + kTileM;
+  static_assert(!kScoresInV || (kScoreColumns == kTileM && 2 * kTileM <= kDim));
   static_assert(kScoreColumns % 16 == 0 && kPiece % 16 == 0 && kRowColumns % 16 == 0);
 };
 
 template <typename Config>
 struct TargetBackwardStorage {
   using Element = typename Config::Element;
-  using ScoresTile = SharedTile<Element, Config::kStep, std::max(Config::kTileM, 32)>;
+  using KeysTile = SharedTile<Element, Config::kStep, Config::kDim>;
+  struct None {};
   SharedTile<Element, Config::kTileM, Config::kDim> sQ;
   SharedTile<Element, Config::kTileM, Config::kDim> sGradOut;
-  SharedTile<Element, Config::kStep, Config::kDim> sK[Config::kStages];
-  SharedTile<Element, Config::kStep, Config::kDim> sV[Config::kStages];
-  ScoresTile sScores[Config::kScoreTiles];  // P^T, dS^T
-  alignas(16) float sLse[Config::kTileM];   // times log2(e)
+  KeysTile sK[Config::kStages];
+  KeysTile sV[Config::kStages];
+  std::conditional_t<Config::kScoresInV, None,
+                     SharedTile<Element, Config::kStep, std::max(Config::kTileM, 32)>[2]>
+      sScores;                             // P^T, dS^T
+  alignas(16) float sLse[Config::kTileM];  // times log2(e)
   alignas(16) float sDelta[Config::kTileM];
+
+  // P^T (0) or dS^T (1) of a step.
+  __device__ __forceinline__ auto& scores(int which, int stage) {
+    if constexpr (Config::kScoresInV) {
+      return sV[stage];
+    } else {
+      return sScores[which];
+    }
+  }
 };
 
 // The block of columns from `column` on, which is a multiple of what is read from there, a power of
@@ -255,7 +270,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   constexpr int kScoreBlocks = Config::kScoreColumns / 8, kRowColumns = Config::kRowColumns;
   using KeysTile = SharedTile<Element, kStep, kDim>;
   using RowsTile = SharedTile<Element, kTileM, kDim>;
-  using ScoresTile = typename TargetBackwardStorage<Config>::ScoresTile;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<TargetBackwardStorage<Config>*>(shared_bytes);
   ptx::griddepcontrol_launch_dependents();
@@ -305,10 +319,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   load_row_statistics<Element, kThreads, kTileM>(shared.sLse, shared.sDelta, params, target,
                                                  threadIdx.x);
 
-  ScoresTile &sP = shared.sScores[0], &sDs = shared.sScores[Config::kScoreTiles - 1];
   // 16 keys of P or dS as rows.
-  const auto scores_of_keys = [&](ScoresTile& tile, int column) {
-    RowOperand<false, 1, ScoresTile> operand(tile, warp_key, lane);
+  const auto scores_of_keys = [&](auto& tile, int column) {
+    RowOperand<false, 1, std::remove_reference_t<decltype(tile)>> operand(tile, warp_key, lane);
     operand.rows = from_column(operand.rows, column);
     return operand;
   };
@@ -321,6 +334,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
     __syncthreads();
     load_step(step + 1);
     const int keys = chunk.keys - step * kStep - warp_key, stage = step % kStages;
+    auto &sP = shared.scores(0, stage), &sDs = shared.scores(1, stage);
+    using ScoresTile = std::remove_reference_t<decltype(sP)>;
 
     if (score_column < rows) {
       Accumulator<1, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
@@ -328,6 +343,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
                        LaneAddress<RowsTile>::by_columns(shared.sQ, score_column, lane));
       mma_rows_by_rows(dp, RowOperand<false, 1, KeysTile>(shared.sV[stage], warp_key, lane),
                        LaneAddress<RowsTile>::by_columns(shared.sGradOut, score_column, lane));
+      if constexpr (Config::kScoresInV) __syncwarp();  // all lanes have read V
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
         const int row = score_column + block * 8 + 2 * (lane % 4);
