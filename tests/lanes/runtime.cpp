@@ -26,7 +26,7 @@
 //
 // Not seen:
 // - what ptxas makes of a kernel, and registers that a product in flight still reads or writes;
-// - mma.sync, ldmatrix, wgmma of TF32: not emulated, and an error where a kernel calls them;
+// - wgmma and mma.sync of TF32: not emulated, and an error where a kernel calls them;
 // - the order that ld.acquire and red.release make: they are plain accesses, and would be reported;
 //   sums by bulk copies are not looked at. Other atomics are missing, as what MISSING names;
 // - static __shared__ variables: there is one for all CTAs, and it is not looked at;
