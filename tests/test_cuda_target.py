@@ -23,7 +23,8 @@ LONG = Layout((1300, 0, 511, 512, 513, 3, 2049), base=5, tail=9)
 
 
 @pytest.mark.parametrize(
-    ("dim", "queries"), [(64, 1), (64, 40), (256, 8), (128, 32), (128, 100), (32, 128)]
+    ("dim", "queries"),
+    [(64, 1), (64, 40), (256, 8), (128, 16), (128, 32), (128, 100), (32, 3), (32, 128)],
 )
 @pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
 def test_target_attention_merges_the_parts_of_long_sequences(

@@ -20,13 +20,19 @@ from tests.lanes import sources
 
 STRIPS = "cuda/kernels/softmax/strips.cuh"
 TARGET = "cuda/kernels/attention/target_backward_wgmma.cuh"
-
+FEW = "cuda/kernels/attention/target_backward.cuh"
 RING = "cuda/kernels/softmax/sequence_ring.cuh"
 
-PATHS = {"strips": STRIPS, "target_backward": TARGET, "sequence_ring": RING}
+PATHS = {
+    "strips": STRIPS,
+    "target_backward": TARGET,
+    "target_few": FEW,
+    "sequence_ring": RING,
+}
 DRIVERS = {
     "strips": range(1, 49),
     "target_backward": range(1, 9),
+    "target_few": range(1, 25),
     "sequence_ring": range(1, 121),
 }
 
@@ -120,6 +126,30 @@ FAULTS = (
         "row <= keys; row += 32",
         range(5, 7),
         "write outside: grad_v",
+    ),
+    Fault(
+        "no barrier before dS of other warps is read",
+        "target_few",
+        "    __syncthreads();\n\n    if (keys > 0) {",
+        "    if (keys > 0) {",
+        range(1, 4),
+        "read after write: shared memory",
+    ),
+    Fault(
+        "no barrier before a stage is overwritten",
+        "target_few",
+        "    __syncthreads();\n    load_step(step + 1);",
+        "    load_step(step + 1);",
+        range(1, 4),
+        "write after read: shared memory",
+    ),
+    Fault(
+        "P where dS lies",
+        "target_few",
+        "kDsColumn = kScoresInV ? kTileM : 0;",
+        "kDsColumn = 0;",
+        range(1, 4),
+        "WRONG grad_v",
     ),
     Fault(
         "no wait for a stage that comes a second time",

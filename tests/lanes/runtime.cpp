@@ -26,7 +26,7 @@
 //
 // Not seen:
 // - what ptxas makes of a kernel, and registers that a product in flight still reads or writes;
-// - mma.sync, ldmatrix, wgmma of TF32: not emulated, and an error where a kernel calls them;
+// - wgmma and mma.sync of TF32: not emulated, and an error where a kernel calls them;
 // - the order that ld.acquire and red.release make: they are plain accesses, and would be reported;
 //   sums by bulk copies are not looked at. Other atomics are missing, as what MISSING names;
 // - static __shared__ variables: there is one for all CTAs, and it is not looked at;
@@ -955,6 +955,49 @@ void stmatrix(uint32_t shared, const uint32_t (&r)[4]) {
     words[c] = uint32_t(pairs[matrix / 2][row * 4 + c] >> 32 * (matrix % 2));
   }
   copy(at(shared), reinterpret_cast<const char*>(words), sizeof words, code);
+}
+
+void ldmatrix(uint32_t (&r)[4], uint32_t shared, bool is_transposed) {
+  const void* code = __builtin_return_address(0);
+  if (shared % 16 != 0) fail("ldmatrix that is not aligned");
+  // This lane reads the row that it names, of matrix lane / 8.
+  uint64_t own[2], pairs[2][32];
+  copy(reinterpret_cast<char*>(own), at(shared), sizeof own, code);
+  for (int half = 0; half < 2; ++half) {
+    __real_memcpy(pairs[half], exchange(10 + half, ~0u, own[half]), sizeof pairs[half]);
+  }
+  const auto element = [&](int matrix, int row, int column) {
+    const uint64_t four = pairs[column / 4][matrix * 8 + row];
+    return uint32_t(four >> 16 * (column % 4) & 0xffff);
+  };
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const int row = view->lane / 4, column = view->lane % 4 * 2;
+    r[matrix] = is_transposed
+                    ? element(matrix, column, row) | element(matrix, column + 1, row) << 16
+                    : element(matrix, row, column) | element(matrix, row, column + 1) << 16;
+  }
+}
+
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool is_bf16) {
+  uint64_t pairs[3][32];
+  const uint64_t own[3] = {a[0] | uint64_t(a[1]) << 32, a[2] | uint64_t(a[3]) << 32,
+                           b0 | uint64_t(b1) << 32};
+  for (int i = 0; i < 3; ++i) {
+    __real_memcpy(pairs[i], exchange(12 + i, ~0u, own[i]), sizeof pairs[i]);
+  }
+  const auto value = [&](uint64_t pair, int word, int half) {
+    const uint16_t bits_of = uint16_t(pair >> (32 * word + 16 * half));
+    return is_bf16 ? float(bits<__nv_bfloat16>(bits_of)) : float(bits<__half>(bits_of));
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = view->lane / 4 + i / 2 * 8, column = view->lane % 4 * 2 + i % 2;
+    float sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const int lane_a = row % 8 * 4 + k % 8 / 2, lane_b = column * 4 + k % 8 / 2;
+      sum += value(pairs[k / 8][lane_a], row / 8, k % 2) * value(pairs[2][lane_b], k / 8, k % 2);
+    }
+    c[i] = sum;
+  }
 }
 
 }  // namespace lanes

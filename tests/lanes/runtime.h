@@ -96,6 +96,8 @@ void wgmma(const Product& product);
 void wgmma_commit();
 void wgmma_wait(int pending);
 void stmatrix(uint32_t shared, const uint32_t (&r)[4]);
+void ldmatrix(uint32_t (&r)[4], uint32_t shared, bool is_transposed);
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool is_bf16);
 
 template <typename To, typename From>
 inline To bits(From from) {
@@ -194,6 +196,7 @@ inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return uint64_t(static_cast<unsigned __int128>(a) * b >> 64);
 }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned x) { return lanes::bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return lanes::bits<unsigned>(x); }
 inline int __float_as_int(float x) { return lanes::bits<int>(x); }

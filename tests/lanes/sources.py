@@ -41,6 +41,10 @@ BODIES = {
     "cp_async_commit": "lanes::cp_async_commit();",
     "cp_async_wait": "lanes::cp_async_wait(kPending);",
     "stmatrix_x4": "lanes::stmatrix(shared.value, r);",
+    "ldmatrix_x4": "lanes::ldmatrix(r, shared.value, false);",
+    "ldmatrix_x4_trans": "lanes::ldmatrix(r, shared.value, true);",
+    "mma_m16n8k16<__half>": "lanes::mma_m16n8k16(c, a, b0, b1, false);",
+    "mma_m16n8k16<__nv_bfloat16>": "lanes::mma_m16n8k16(c, a, b0, b1, true);",
     "max_nan": "return isnan(a) || isnan(b) ? NAN : a < b ? b : a;",
     "ex2_approx": "return exp2f(x);",
     "rcp_approx": "return 1.0f / x;",
@@ -107,8 +111,7 @@ BODIES = {
 
 # Not emulated: a kernel that calls one of these cannot run here.
 MISSING = (
-    *("ldmatrix_x4", "ldmatrix_x4_trans", "ldmatrix_x2", "ldmatrix_x2_trans", "movmatrix_trans"),
-    *("mma_m16n8k16<__half>", "mma_m16n8k16<__nv_bfloat16>", "mma_m16n8k8_tf32", "cvt_rna_tf32"),
+    *("ldmatrix_x2", "ldmatrix_x2_trans", "movmatrix_trans", "mma_m16n8k8_tf32", "cvt_rna_tf32"),
     *("mma_m16n8k8<__half>", "mma_m16n8k8<__nv_bfloat16>", "mbarrier_test", "st_async"),
     *("barrier_cluster_arrive_relaxed", "barrier_cluster_wait"),
 )

@@ -1,4 +1,5 @@
-// Target attention's backward of many queries on wgmma (attention/target_backward_wgmma.cuh), bf16.
+// Target attention's backward of many queries on wgmma (attention/target_backward_wgmma.cuh), bf16; in
+// target_few.cpp of few, on mma.sync.
 #include "cuda/kernels/attention/target_backward_wgmma.cuh"
 
 #include "driver.h"
@@ -10,6 +11,11 @@ using lanes::Draw;
 namespace {
 
 using Element = __nv_bfloat16;
+#ifdef JAGGED_CUDA_FEW_QUERIES
+constexpr bool kFew = true;
+#else
+constexpr bool kFew = false;
+#endif
 constexpr int kMostKeys = 700;  // of a sequence: more than one chunk
 constexpr int kEdges[] = {0,   0,   1,   15,  16,  17,  63,  64,  65,
                           127, 128, 129, 511, 512, 513, 575, 576, 577};
@@ -26,20 +32,29 @@ struct Shape {
 
 Shape draw_shape(Draw& draw) {
   Shape s;
-  const int group = 1 + draw.below(3), rows = 33 + draw.below(96);  // rows: queries * group
+  const int group = 1 + draw.below(3),
+            rows = kFew ? 1 + draw.below(16) : 33 + draw.below(96);  // rows: queries * group
   s.kv_heads = 1 + draw.below(2);
   s.heads = s.kv_heads * group;
-  s.queries = std::max(rows / group, (33 + group - 1) / group);
-  s.dim_qk = 8 * (1 + draw.below(16));
-  s.dim_v = 8 * (1 + draw.below(16));
-  if (std::max(s.dim_qk, s.dim_v) <= 32) s.dim_v = 40;
+  s.queries = std::max(rows / group, kFew ? 1 : (33 + group - 1) / group);
+  const int most = kFew ? 4 << draw.below(4) : 16;
+  s.dim_qk = 8 * (1 + draw.below(most));
+  s.dim_v = 8 * (1 + draw.below(most));
+  if (kFew) {
+    if (draw.one_in(4)) s.dim_qk -= draw.below(8);
+    if (draw.one_in(8)) s.dim_v -= draw.below(8);
+  } else if (std::max(s.dim_qk, s.dim_v) <= 32) {
+    s.dim_v = 40;
+  }
   s.offsets[0] = draw.one_in(3) ? draw.below(70) : 0;
   for (int left = 1 + draw.below(3); left > 0; --left) {
     const int keys = draw.one_in(2) ? draw.of(kEdges) : draw.below(kMostKeys);
     s.offsets.push_back(s.offsets.back() + keys);
   }
   s.total = std::max<int64_t>(s.offsets.back() + (draw.one_in(3) ? draw.below(100) : 0), 1);
-  if (draw.one_in(3)) {
+  if (kFew) {
+    if (draw.one_in(8)) s.queries = (17 + draw.below(16)) / group;
+  } else if (draw.one_in(3)) {
     s.queries = (20 + draw.below(13) + group - 1) / group;
     s.dim_v = std::max(s.dim_v, 72);
   }
@@ -176,14 +191,17 @@ std::string run(Draw& draw) {
   p.dim_qk = s.dim_qk;
   p.dim_v = s.dim_v;
   p.scale = float(s.scale);
-  p.aligned = true;
+  p.aligned = s.dim_qk % 8 == 0 && s.dim_v % 8 == 0;
   const auto slots = target_slots(s.total, s.num_seqs());
   p.slots_as_tiles = slots.as_tiles;
   if (s.total > kTargetChunk) {
-    p.parts = lanes::unwritten<float>(slots.count * s.queries * heads * qk, "parts");
+    p.parts =
+        lanes::unwritten<float>(slots.count * s.queries * heads * round_up_to_8(s.dim_qk), "parts");
   }
-  if (!takes_target_backward_wgmma(p)) lanes::fail("this shape takes another kernel");
-  if (launch(p, s.queries * s.heads / s.kv_heads) != cudaSuccess) lanes::fail("no launch");
+  if (!kFew && !takes_target_backward_wgmma(p)) lanes::fail("this shape takes another kernel");
+  const cudaError_t launched = kFew ? launch_target_backward_mma_sync<Element>(p, 0)
+                                    : launch(p, s.queries * s.heads / s.kv_heads);
+  if (launched != cudaSuccess) lanes::fail("no launch");
   if (!is_spoilt) {
     compare("grad_q", grad_q, expected.q);
     compare("grad_k", grad_k, expected.k);

@@ -23,6 +23,7 @@
 
 #include "cuda/kernels/attention/backward_mma_sync.cuh"
 #include "cuda/kernels/attention/forward_wgmma.cuh"
+#include "cuda/kernels/prim/narrow_search.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -264,7 +265,7 @@ __device__ __forceinline__ void visit_backward_tiles(const AttentionBackwardPara
     if (params.longer_in_slabs && nothing_is_left(params)) return;
     visit_tiles(LoopedTilesOfCta<kRows>(params, offsets), shared_tile, visit);
   } else {
-    const JaggedTile tile = find_tile<kRows>(offsets, blockIdx.x);
+    const JaggedTile tile = find_any_tile<kRows>(offsets, blockIdx.x);
     if (kLimit == 0 || tile.seq < 0 || tile.rows.len <= kLimit) visit(tile);
   }
 }

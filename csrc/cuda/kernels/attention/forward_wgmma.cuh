@@ -35,6 +35,7 @@
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
+#include "cuda/kernels/prim/narrow_search.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -139,7 +140,7 @@ template <int kTile, bool kSlabs>
 __device__ __forceinline__ JaggedTile find_tile_of_grid(const AttentionParams& params) {
   if constexpr (kSlabs)
     return find_longer_tile<kTile>(params.q_offsets, tiny_limit(params), blockIdx.x);
-  return find_tile<kTile>(params.q_offsets, blockIdx.x);
+  return find_any_tile<kTile>(params.q_offsets, blockIdx.x);
 }
 
 // Finds the tiles and copies everything that the warpgroup reads, in the order of its use; one warp,

@@ -14,9 +14,9 @@
 //     dK, dV: each warp has 16 keys and some of the columns, sums over all rows, and stores.
 //     dQ:     each warp has 16 rows and some of the columns, which it keeps over all steps.
 //
-// Shared memory: Q and dO kTileM rows, K and V kStep rows in 2 stages, of 2 kDim bytes, P and dS
-// kStep rows of 2 kTileM bytes, lse and delta: for 32 rows 28, 48, 88, 101 KiB for kDim 32, 64,
-// 128, 256.
+// Shared memory: Q and dO kTileM rows, K and V kStep rows in 2 stages, of 2 kDim bytes, lse and
+// delta, P and dS kStep rows of 2 kTileM bytes, with 16 rows in the place of V: 18, 36, 72, 80 KiB for
+// kDim 32, 64, 128, 256 with 16 rows, 28, 48, 88, 101 KiB with 32.
 //
 // Barriers: two per step. Before the first every thread waits for its copies of that step (before
 // the first of all, those of Q and dO too, and writes lse and delta), and after it the other stage,
@@ -33,44 +33,67 @@
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
 #include "cuda/kernels/attention/target_tile.cuh"
 
+#include <algorithm>
+#include <type_traits>
+
 namespace jagged_cuda::attention {
 
-// kRows_: 32 or 128; with 256 dims 128 means 64.
+// kRows_: 16, 32 or 128; with 256 dims 128 means 64.
 template <typename Element_, int kDim_, int kRows_>
 struct TargetBackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kTileM = kDim == 256 && kRows_ > 32 ? 64 : kRows_;
-  static constexpr int kWarps = kTileM == 32 ? 4 : 8;
+  static constexpr int kWarps = kTileM <= 32 ? 4 : 8;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStep = kDim == 256 ? 32 : 64;  // keys
   static constexpr int kStages = 2;
   static constexpr int kKeyWarps = kStep / 16;  // of the scores, of dK and dV
-  static constexpr int kScoreColumns = kTileM / (kWarps / kKeyWarps);
+  // Products are 16 columns wide: with 16 rows some warps have none, of the scores at 256 dims, of dQ
+  // at 32.
+  static constexpr int kScoreColumns = std::max(kTileM / (kWarps / kKeyWarps), 16);
+  // With 16 rows P and dS lie side by side in the first columns of V, whose rows only their own warp
+  // has read.
+  static constexpr bool kScoresInV = kTileM == 16;
+  static constexpr int kDsColumn = kScoresInV ? kTileM : 0;
   static constexpr int kKeyColumns = kDim / (kWarps / kKeyWarps);     // of dK and dV
   static constexpr int kPiece = kKeyColumns < 64 ? kKeyColumns : 64;  // that are summed at a time
-  static constexpr int kRowWarps = kTileM / 16;                       // of dQ
-  static constexpr int kRowColumns = kDim / (kWarps / kRowWarps);
+  static constexpr int kRowColumns = std::max(kDim / (kWarps / (kTileM / 16)), 16);  // of dQ
+  static constexpr int kRowWarps = kWarps / (kDim / kRowColumns);
+  // As many as shared memory has room for; at 32 dims, where it would be more, as registers have.
   static constexpr int kMinCtas = kTileM > 32  ? (kDim == 32 ? 2 : 1)
                                   : kDim == 32 ? 5
-                                  : kDim == 64 ? 4
-                                               : 2;
+                                  : kDim == 64 ? (kTileM == 16 ? 6 : 4)
+                                               : (kDim == 128 && kTileM == 16 ? 3 : 2);
   static constexpr PathName kName =
       PathName("cuda.target.backward.mma_sync.d") + kDim + ".r" + kTileM;
+  static_assert(!kScoresInV || (kScoreColumns == kTileM && 2 * kTileM <= kDim));
   static_assert(kScoreColumns % 16 == 0 && kPiece % 16 == 0 && kRowColumns % 16 == 0);
 };
 
 template <typename Config>
 struct TargetBackwardStorage {
   using Element = typename Config::Element;
+  using KeysTile = SharedTile<Element, Config::kStep, Config::kDim>;
+  struct None {};
   SharedTile<Element, Config::kTileM, Config::kDim> sQ;
   SharedTile<Element, Config::kTileM, Config::kDim> sGradOut;
-  SharedTile<Element, Config::kStep, Config::kDim> sK[Config::kStages];
-  SharedTile<Element, Config::kStep, Config::kDim> sV[Config::kStages];
-  SharedTile<Element, Config::kStep, Config::kTileM> sP;   // P^T
-  SharedTile<Element, Config::kStep, Config::kTileM> sDs;  // dS^T
-  alignas(16) float sLse[Config::kTileM];                  // times log2(e)
+  KeysTile sK[Config::kStages];
+  KeysTile sV[Config::kStages];
+  std::conditional_t<Config::kScoresInV, None,
+                     SharedTile<Element, Config::kStep, std::max(Config::kTileM, 32)>[2]>
+      sScores;                             // P^T, dS^T
+  alignas(16) float sLse[Config::kTileM];  // times log2(e)
   alignas(16) float sDelta[Config::kTileM];
+
+  // P^T (0) or dS^T (1) of a step.
+  __device__ __forceinline__ auto& scores(int which, int stage) {
+    if constexpr (Config::kScoresInV) {
+      return sV[stage];
+    } else {
+      return sScores[which];
+    }
+  }
 };
 
 // The block of columns from `column` on, which is a multiple of what is read from there, a power of
@@ -81,14 +104,14 @@ __device__ __forceinline__ LaneAddress<Tile> from_column(LaneAddress<Tile> addre
   return address;
 }
 
-// acc += a b over the first `depth` columns of a (16 rows of a warp) and rows of b.
-template <int kBlocks, typename ATile, typename BTile>
+// acc += a b over the first `depth` columns of a (16 rows of a warp) and rows of b, at most kDepth.
+template <int kDepth, int kBlocks, typename ATile, typename BTile>
 __device__ __forceinline__ void mma_rows_by_columns(Accumulator<1, kBlocks>& acc,
                                                     const RowOperand<false, 1, ATile>& a_rows,
                                                     LaneAddress<BTile> b_rows, int depth) {
   using Element = typename ATile::Element;
 #pragma unroll
-  for (int k = 0; k < ATile::kColumns; k += 16) {
+  for (int k = 0; k < kDepth; k += 16) {
     if (k >= depth) break;
     uint32_t a[4];
     a_rows.read(a, 0, k);
@@ -242,11 +265,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   using Element = typename Config::Element;
   constexpr int kDim = Config::kDim, kTileM = Config::kTileM, kStep = Config::kStep,
                 kThreads = Config::kThreads, kStages = Config::kStages,
-                kKeyWarps = Config::kKeyWarps, kPiece = Config::kPiece;
+                kKeyWarps = Config::kKeyWarps, kPiece = Config::kPiece,
+                kDsColumn = Config::kDsColumn;
   constexpr int kScoreBlocks = Config::kScoreColumns / 8, kRowColumns = Config::kRowColumns;
   using KeysTile = SharedTile<Element, kStep, kDim>;
   using RowsTile = SharedTile<Element, kTileM, kDim>;
-  using ScoresTile = SharedTile<Element, kStep, kTileM>;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<TargetBackwardStorage<Config>*>(shared_bytes);
   ptx::griddepcontrol_launch_dependents();
@@ -296,6 +319,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   load_row_statistics<Element, kThreads, kTileM>(shared.sLse, shared.sDelta, params, target,
                                                  threadIdx.x);
 
+  // 16 keys of P or dS as rows.
+  const auto scores_of_keys = [&](auto& tile, int column) {
+    RowOperand<false, 1, std::remove_reference_t<decltype(tile)>> operand(tile, warp_key, lane);
+    operand.rows = from_column(operand.rows, column);
+    return operand;
+  };
   const auto q_as_rows = LaneAddress<RowsTile>::by_rows(shared.sQ, 0, lane);
   const auto grad_out_as_rows = LaneAddress<RowsTile>::by_rows(shared.sGradOut, 0, lane);
   Accumulator<1, kRowColumns / 8> dq = {};
@@ -305,6 +334,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
     __syncthreads();
     load_step(step + 1);
     const int keys = chunk.keys - step * kStep - warp_key, stage = step % kStages;
+    auto &sP = shared.scores(0, stage), &sDs = shared.scores(1, stage);
+    using ScoresTile = std::remove_reference_t<decltype(sP)>;
 
     if (score_column < rows) {
       Accumulator<1, kScoreBlocks> s = {}, dp = {};  // S^T and dP^T
@@ -312,6 +343,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
                        LaneAddress<RowsTile>::by_columns(shared.sQ, score_column, lane));
       mma_rows_by_rows(dp, RowOperand<false, 1, KeysTile>(shared.sV[stage], warp_key, lane),
                        LaneAddress<RowsTile>::by_columns(shared.sGradOut, score_column, lane));
+      if constexpr (Config::kScoresInV) __syncwarp();  // all lanes have read V
 #pragma unroll
       for (int block = 0; block < kScoreBlocks; ++block) {
         const int row = score_column + block * 8 + 2 * (lane % 4);
@@ -326,9 +358,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
           const float ds0 = p0 * (dp[0][block][2 * half] - delta.x),
                       ds1 = p1 * (dp[0][block][2 * half + 1] - delta.y);
           const int tile_chunk = (score_column + block * 8) / 8;
-          reinterpret_cast<uint32_t*>(shared.sP.chunk(warp_key + key, tile_chunk))[lane % 4] =
+          reinterpret_cast<uint32_t*>(sP.chunk(warp_key + key, tile_chunk))[lane % 4] =
               exists ? pack<Element>(p0, p1) : 0;
-          reinterpret_cast<uint32_t*>(shared.sDs.chunk(warp_key + key, tile_chunk))[lane % 4] =
+          reinterpret_cast<uint32_t*>(
+              sDs.chunk(warp_key + key, kDsColumn / 8 + tile_chunk))[lane % 4] =
               exists ? pack<Element>(ds0, ds1) : 0;
         }
       }
@@ -340,20 +373,20 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
 #pragma unroll 1
       for (int column = key_column; column < key_column + Config::kKeyColumns; column += kPiece) {
         Accumulator<1, kPiece / 8> dv = {};
-        mma_rows_by_columns(dv, RowOperand<false, 1, ScoresTile>(shared.sP, warp_key, lane),
-                            from_column(grad_out_as_rows, column), rows);
+        mma_rows_by_columns<kTileM>(dv, scores_of_keys(sP, 0),
+                                    from_column(grad_out_as_rows, column), rows);
         store_accumulator(dv, 1.0f, gGradV + key * grad_v_stride + column, grad_v_stride, keys,
                           params.dim_v - column, params.aligned, lane);
         Accumulator<1, kPiece / 8> dk = {};
-        mma_rows_by_columns(dk, RowOperand<false, 1, ScoresTile>(shared.sDs, warp_key, lane),
-                            from_column(q_as_rows, column), rows);
+        mma_rows_by_columns<kTileM>(dk, scores_of_keys(sDs, kDsColumn),
+                                    from_column(q_as_rows, column), rows);
         store_accumulator(dk, params.scale, gGradK + key * grad_k_stride + column, grad_k_stride,
                           keys, params.dim_qk - column, params.aligned, lane);
       }
     }
     if (warp_row < rows) {
       mma_columns_by_columns(
-          dq, from_column(LaneAddress<ScoresTile>::by_columns(shared.sDs, 0, lane), warp_row),
+          dq, from_column(LaneAddress<ScoresTile>::by_columns(sDs, 0, lane), kDsColumn + warp_row),
           from_column(LaneAddress<KeysTile>::by_rows(shared.sK[stage], 0, lane), row_column));
     }
   }
@@ -426,10 +459,13 @@ template <typename Element>
 cudaError_t launch_target_backward_mma_sync(const TargetAttentionBackwardParams& params,
                                             cudaStream_t stream) {
   return for_dim(params, [&](auto dim) {
-    using Few = TargetBackwardConfig<Element, dim.value, 32>;
-    using Many = TargetBackwardConfig<Element, dim.value, 128>;
-    return target_rows(params) <= 32 ? launch_target_backward_rows<Few>(params, stream)
-                                     : launch_target_backward_rows<Many>(params, stream);
+    const auto with_rows = [&](auto rows) {
+      return launch_target_backward_rows<TargetBackwardConfig<Element, dim.value, rows.value>>(
+          params, stream);
+    };
+    const int64_t rows = target_rows(params);
+    return rows <= 16 ? with_rows(Constant<16>{})
+                      : (rows <= 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
   });
 }
 

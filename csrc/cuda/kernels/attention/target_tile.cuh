@@ -5,6 +5,7 @@
 #include "cuda/kernels/attention/launch.cuh"
 #include "cuda/kernels/attention/mma_tile.cuh"
 #include "cuda/kernels/jagged_target_attention.h"
+#include "cuda/kernels/prim/narrow_search.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -30,7 +31,7 @@ template <int kChunk = kTargetChunk>
 __device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
                                                   int64_t index) {
   static_assert(kChunk % kTargetChunk == 0);
-  const JaggedTile tile = find_tile<kChunk>(params.offsets, index);
+  const JaggedTile tile = find_any_tile<kChunk>(params.offsets, index);
   const int64_t left = tile.rows.len - tile.row;
   TargetChunk chunk;
   chunk.seq = tile.seq;
