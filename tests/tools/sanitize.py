@@ -8,6 +8,8 @@ memcheck, all at once. The exit status is 1 if a tool reports something.
 initcheck does not see bulk stores of tensor tiles (TMA), by which the forward pass for long
 sequences writes its output; its backward pass would be said to read what nobody wrote. So each such
 output, and nothing else, is written once more between the two, with its own values (_Rewriting).
+(Gradients that leave in the same way nobody reads, but for copies of rows padded to whole vectors,
+whose draws initcheck_sees leaves out.)
 
 One read of what nobody wrote is meant so (`nothing_is_left`, route.cuh): initcheck's reports are
 counted by instruction, and those of that read are printed as such and are no failure.

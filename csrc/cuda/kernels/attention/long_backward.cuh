@@ -147,13 +147,12 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
   int num_sms = 0;
   cudaError_t error =
       params.template encode<typename Storage::QueryRows, typename Storage::KeyRows>();
-  using StoredRows = WarpgroupTile<typename Config::Element, kStoredRows, Config::kDim>;
   if (error == cudaSuccess)
-    error = encode_heads<StoredRows>(params.grad_k, attention, attention.grad_k, keys,
-                                     attention.kv_heads, attention.dim_qk);
+    error = encode_heads<typename Storage::StagedRows>(params.grad_k, attention, attention.grad_k,
+                                                       keys, attention.kv_heads, attention.dim_qk);
   if (error == cudaSuccess)
-    error = encode_heads<StoredRows>(params.grad_v, attention, attention.grad_v, keys,
-                                     attention.kv_heads, attention.dim_v);
+    error = encode_heads<typename Storage::StagedRows>(params.grad_v, attention, attention.grad_v,
+                                                       keys, attention.kv_heads, attention.dim_v);
   if (error == cudaSuccess) error = count_sms(num_sms);
   if (error != cudaSuccess) return error;
   // Several CTAs per SM, but no more, since often there is nothing to do.

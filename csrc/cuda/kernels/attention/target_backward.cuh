@@ -458,14 +458,9 @@ cudaError_t launch_target_backward_rows(const TargetAttentionBackwardParams& par
 template <typename Element>
 cudaError_t launch_target_backward_mma_sync(const TargetAttentionBackwardParams& params,
                                             cudaStream_t stream) {
-  return for_dim(params, [&](auto dim) {
-    const auto with_rows = [&](auto rows) {
-      return launch_target_backward_rows<TargetBackwardConfig<Element, dim.value, rows.value>>(
-          params, stream);
-    };
-    const int64_t rows = target_rows(params);
-    return rows <= 16 ? with_rows(Constant<16>{})
-                      : (rows <= 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
+  return for_dim_and_rows(params, [&](auto dim, auto rows) {
+    return launch_target_backward_rows<TargetBackwardConfig<Element, dim.value, rows.value>>(
+        params, stream);
   });
 }
 

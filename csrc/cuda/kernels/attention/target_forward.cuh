@@ -318,14 +318,9 @@ cudaError_t launch_target_forward_rows(const TargetAttentionParams& params, cuda
 template <typename Element>
 cudaError_t launch_target_forward_mma_sync(const TargetAttentionParams& params,
                                            cudaStream_t stream) {
-  return for_dim(params, [&](auto dim) {
-    const auto with_rows = [&](auto rows) {
-      return launch_target_forward_rows<TargetForwardConfig<Element, dim.value, rows.value>>(
-          params, stream);
-    };
-    const int64_t rows = target_rows(params);
-    return rows <= 16 ? with_rows(Constant<16>{})
-                      : (rows <= 32 ? with_rows(Constant<32>{}) : with_rows(Constant<128>{}));
+  return for_dim_and_rows(params, [&](auto dim, auto rows) {
+    return launch_target_forward_rows<TargetForwardConfig<Element, dim.value, rows.value>>(params,
+                                                                                           stream);
   });
 }
 

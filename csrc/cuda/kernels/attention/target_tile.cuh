@@ -166,6 +166,17 @@ inline int64_t target_rows(const TargetAttentionParams& params) {
   return int64_t{params.num_queries} * (params.heads / params.kv_heads);
 }
 
+// Calls launch(Constant<bucket of head dims>, Constant<rows of a tile>) for the fewest rows on mma.sync
+// that hold a sequence's; of more than 128 there are several tiles.
+template <typename Params, typename Launch>
+cudaError_t for_dim_and_rows(const Params& params, Launch launch) {
+  return for_dim(params, [&](auto dim) {
+    const int64_t rows = target_rows(params);
+    if (rows <= 16) return launch(dim, Constant<16>{});
+    return rows <= 32 ? launch(dim, Constant<32>{}) : launch(dim, Constant<128>{});
+  });
+}
+
 // Chunks of `chunk` keys, times key/value heads, times row tiles of each.
 inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles,
                         int chunk = kTargetChunk) {

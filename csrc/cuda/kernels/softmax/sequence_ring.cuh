@@ -52,7 +52,7 @@ constexpr int kLongMean = kForward<Params> ? 104 : 64;
 template <typename Element>
 constexpr int kLongVectors = sizeof(Element) == 4 ? 832 : 1280;
 
-template <typename Params, int kVectorBytes>
+template <typename Params>
 constexpr int kStages = kForward<Params> ? 4 : 3;
 
 // Per SM, as the header says.
@@ -64,14 +64,14 @@ constexpr int kRingCtas = kForward<Params>     ? 5
 template <typename Params, int kVectorBytes>
 struct RingStorage {
   // [stage, item, operand, thread]
-  alignas(16) unsigned char slots[kStages<Params, kVectorBytes>][kItems][kForward<Params> ? 1 : 2]
-                                 [kThreads][kVectorBytes];
+  alignas(16) unsigned char slots[kStages<Params>][kItems][kForward<Params> ? 1 : 2][kThreads]
+                                 [kVectorBytes];
   SharedStorage sums;
 };
 static_assert(sizeof(RingStorage<JaggedSoftmaxParams, 16>) ==
-              kStages<JaggedSoftmaxParams, 16> * 8'192 + 1'024);
+              kStages<JaggedSoftmaxParams> * 8'192 + 1'024);
 static_assert(sizeof(RingStorage<JaggedSoftmaxBackwardParams, 16>) ==
-              kStages<JaggedSoftmaxBackwardParams, 16> * 16'384 + 1'024);
+              kStages<JaggedSoftmaxBackwardParams> * 16'384 + 1'024);
 
 // ---- Ring ----------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Ring {
   using Loaded = typename View::Loaded;
   using Params = typename View::Params;
   using Storage = RingStorage<Params, sizeof(Loaded)>;
-  static constexpr int kStages = sequence_softmax::kStages<Params, sizeof(Loaded)>;
+  static constexpr int kStages = sequence_softmax::kStages<Params>;
 
   struct Sequence {
     int64_t begin;  // first row
