@@ -23,7 +23,8 @@
 // P and dS may be overwritten; the second comes when P and dS are there.
 //
 // A sequence of one chunk gets its dQ at once. Of longer ones each chunk writes its part in f32 to
-// the workspace, and merge_backward adds them up in order: no atomics, the same bits at every run.
+// the workspace, and merge_backward (target_merge.cuh) adds them up in order: no atomics, the same bits at every
+// run.
 //
 // An empty sequence has one chunk without keys: dQ 0. Rows and keys past the end are zeros in
 // shared memory, P and dS of keys past the end are 0, and lse and delta of rows past the end, so
@@ -31,6 +32,7 @@
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
+#include "cuda/kernels/attention/target_merge.cuh"
 #include "cuda/kernels/attention/target_tile.cuh"
 
 #include <algorithm>
@@ -415,34 +417,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   }
 }
 
-// Adds up the parts of dQ of sequences of more than one chunk, as merge_forward does.
-template <typename Element, int kChunk>
-__global__ __launch_bounds__(kMergeThreads) void merge_backward(
-    const __grid_constant__ TargetAttentionBackwardParams params) {
-  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeItem item(params, params.dim_qk, kChunk);
-  if (item.parts == 0) return;
-  ptx::griddepcontrol_wait();
-  const int columns = round_up_to_8(params.dim_qk);
-  const int64_t slot_elems = part_row(params, 1, 0, 0) * columns;
-  const float* parts =
-      params.parts + part_row(params, item.slot, item.kv_head, item.row) * columns + item.column;
-  float sum[4] = {};
-#pragma unroll 4
-  for (int part = 0; part < item.parts; ++part) {
-    const float4 four = *reinterpret_cast<const float4*>(parts + part * slot_elems);
-    sum[0] += four.x;
-    sum[1] += four.y;
-    sum[2] += four.z;
-    sum[3] += four.w;
-  }
-  const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
-  Element* gGradQ = static_cast<Element*>(params.grad_q) + index * params.dim_qk + item.column;
-  const bool paired = params.dim_qk % 2 == 0;
-  store_pair(gGradQ, sum[0], sum[1], item.column, params.dim_qk, paired);
-  store_pair(gGradQ + 2, sum[2], sum[3], item.column + 2, params.dim_qk, paired);
-}
-
 template <typename Config>
 cudaError_t launch_target_backward_rows(const TargetAttentionBackwardParams& params,
                                         cudaStream_t stream) {
@@ -451,8 +425,7 @@ cudaError_t launch_target_backward_rows(const TargetAttentionBackwardParams& par
       launch<target_backward<Config>>(params, target_grid(params, 1), Config::kThreads,
                                       sizeof(TargetBackwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
-  return launch_merge<merge_backward<typename Config::Element, kTargetChunk>>(params, params.dim_qk,
-                                                                              stream);
+  return launch_merge<merge_backward<typename Config::Element, kTargetChunk>>(params, stream);
 }
 
 template <typename Element>

@@ -563,8 +563,7 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& ta
       params, {items < num_sms ? items : num_sms}, Config::kThreads,
       sizeof(TargetBackwardWgmmaStorage<Config>), stream, Config::kName);
   if (launched != cudaSuccess) return launched;
-  return launch_merge<merge_backward<typename Config::Element, Config::kChunk>>(
-      target, target.dim_qk, stream);
+  return launch_merge<merge_backward<typename Config::Element, Config::kChunk>>(target, stream);
 }
 
 // Head dims of 65 to 128: from fewer rows on than forward. With less than half of a tile it is still no

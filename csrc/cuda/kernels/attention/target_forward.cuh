@@ -19,14 +19,14 @@
 // one when it has written its O there.
 //
 // A sequence of one chunk gets its result at once. Of longer ones each chunk writes its O, not yet
-// divided by the sum, its maxima and sums to the workspace, and merge_forward adds them up in
-// order: with M the maximum over the parts,
-//     w_i = exp2(c (m_i - M)),  l = sum l_i w_i,  out = sum O_i w_i / l,  lse = scale M + ln l.
+// divided by the sum, its maxima and sums to the workspace, and merge_forward (target_merge.cuh) adds
+// them up in order.
 // An empty sequence has one chunk without keys: out 0, lse -inf. Rows and keys past the end are
 // zeros in shared memory, their scores -inf, and they are not stored.
 #pragma once
 
 #include "cuda/kernels/attention/forward_mma_sync.cuh"
+#include "cuda/kernels/attention/target_merge.cuh"
 #include "cuda/kernels/attention/target_tile.cuh"
 
 namespace jagged_cuda::attention {
@@ -260,51 +260,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_for
   }
 }
 
-// Adds up the parts of sequences of more than one chunk. Grid: x = threads, of which each has 4 columns
-// of one row of a sequence (MergeItem). No shared memory, no barrier. CTAs start while the last ones
-// of target_forward run, and wait for them only if they have something to merge.
-template <typename Element, int kChunk = kTargetChunk>
-__global__ __launch_bounds__(kMergeThreads) void merge_forward(
-    const __grid_constant__ TargetAttentionParams params) {
-  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeItem item(params, params.dim_v, kChunk);
-  if (item.parts == 0) return;
-  ptx::griddepcontrol_wait();
-  const float scale_log2 = fmaxf(fabsf(params.scale) * kLog2E, 1e-30f);
-  const int64_t rows_of_slot = part_row(params, 1, 0, 0);
-  const int64_t first = part_row(params, item.slot, item.kv_head, item.row);
-  const auto* stats = reinterpret_cast<const float2*>(params.part_stats) + first;
-  const int columns = round_up_to_8(params.dim_v);
-  const float* parts = params.parts + first * columns + item.column;
-
-  float maximum = -INFINITY;
-#pragma unroll 4
-  for (int part = 0; part < item.parts; ++part)
-    maximum = fmaxf(maximum, stats[part * rows_of_slot].x);
-  const float shift = maximum == -INFINITY ? 0.0f : maximum * scale_log2;
-  float sum = 0.0f, out[4] = {};
-#pragma unroll 4
-  for (int part = 0; part < item.parts; ++part) {
-    const float2 stat = stats[part * rows_of_slot];
-    const float4 four = *reinterpret_cast<const float4*>(parts + part * rows_of_slot * columns);
-    const float weight = ptx::ex2_approx(stat.x * scale_log2 - shift);
-    sum += stat.y * weight;
-    out[0] += four.x * weight;
-    out[1] += four.y * weight;
-    out[2] += four.z * weight;
-    out[3] += four.w * weight;
-  }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
-  Element* gOut = static_cast<Element*>(params.out) + index * params.dim_v + item.column;
-  const bool paired = params.dim_v % 2 == 0;
-  store_pair(gOut, out[0] * inverse, out[1] * inverse, item.column, params.dim_v, paired);
-  store_pair(gOut + 2, out[2] * inverse, out[3] * inverse, item.column + 2, params.dim_v, paired);
-  if (item.column == 0) {
-    params.lse[index] = sum == 0.0f ? -INFINITY : maximum * fabsf(params.scale) + logf(sum);
-  }
-}
-
 template <typename Config>
 cudaError_t launch_target_forward_rows(const TargetAttentionParams& params, cudaStream_t stream) {
   const int64_t row_tiles = (target_rows(params) + Config::kTileM - 1) / Config::kTileM;
@@ -312,7 +267,7 @@ cudaError_t launch_target_forward_rows(const TargetAttentionParams& params, cuda
       launch<target_forward<Config>>(params, target_grid(params, row_tiles), Config::kThreads,
                                      sizeof(TargetForwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
-  return launch_merge<merge_forward<typename Config::Element>>(params, params.dim_v, stream);
+  return launch_merge<merge_forward<typename Config::Element, kTargetChunk>>(params, stream);
 }
 
 template <typename Element>

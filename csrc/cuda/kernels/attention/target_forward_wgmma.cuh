@@ -346,7 +346,7 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
           params, {items < num_sms ? items : num_sms}, Config::kThreads,
           sizeof(TargetForwardWgmmaStorage<Config>), stream, Config::kName);
       if (launched != cudaSuccess) return launched;
-      return launch_merge<merge_forward<Element, kTargetWgmmaChunk>>(target, target.dim_v, stream);
+      return launch_merge<merge_forward<Element, kTargetWgmmaChunk>>(target, stream);
     }
   });
 }

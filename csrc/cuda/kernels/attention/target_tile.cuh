@@ -1,5 +1,5 @@
 // What the kernels of jagged_target_attention share: which keys and rows a CTA has, moving the rows
-// of dense queries, and their launches.
+// of dense queries, and their grids.
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
@@ -115,46 +115,6 @@ __device__ __forceinline__ void store_pair(Element* g, float low, float high, in
 
 __host__ __device__ __forceinline__ int round_up_to_8(int columns) { return (columns + 7) / 8 * 8; }
 
-// Threads that merge parts, each one vector of 4 columns of a sequence.
-constexpr int kMergeThreads = 256;
-
-__host__ __device__ __forceinline__ int64_t merge_vectors(const TargetAttentionParams& params,
-                                                          int columns) {
-  return int64_t{params.num_queries} * params.heads * (round_up_to_8(columns) / 4);
-}
-
-// What one thread merges: 4 columns of one row of one key/value head, over `parts` consecutive
-// slots from `slot` on. No parts: nothing to do.
-struct MergeItem {
-  int64_t seq;
-  int64_t slot;
-  int parts;
-  int kv_head;
-  int row;
-  int column;
-
-  // Of parts of `chunk` keys.
-  __device__ __forceinline__ MergeItem(const TargetAttentionParams& params, int columns,
-                                       int chunk = kTargetChunk) {
-    const int rows = params.num_queries * (params.heads / params.kv_heads);
-    const int row_vectors = round_up_to_8(columns) / 4;
-    const int64_t index = int64_t{blockIdx.x} * kMergeThreads + threadIdx.x,
-                  vectors = merge_vectors(params, columns), vector = index % vectors;
-    seq = index / vectors;
-    if (seq >= params.offsets.num_seqs) {
-      parts = 0;
-      return;
-    }
-    const RowRange range = sequence_rows(params.offsets, seq);
-    parts = range.len > chunk ? static_cast<int>((range.len + chunk - 1) / chunk) : 0;
-    slot = first_slot(params, seq, range.begin);
-    const int64_t all_rows = vector / row_vectors;
-    column = static_cast<int>(vector % row_vectors) * 4;
-    kv_head = static_cast<int>(all_rows / rows);
-    row = static_cast<int>(all_rows % rows);
-  }
-};
-
 // The rows of a key/value head within the workspace's slot.
 __device__ __forceinline__ int64_t part_row(const TargetAttentionParams& params, int64_t slot,
                                             int kv_head, int row) {
@@ -183,15 +143,6 @@ inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles,
   const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, chunk);
   const int64_t tiles = row_tiles * params.kv_heads;
   return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
-}
-
-// Merges the parts of long sequences, if there may be any.
-template <auto kKernel, typename Params>
-cudaError_t launch_merge(const Params& params, int columns, cudaStream_t stream) {
-  if (params.parts == nullptr) return cudaSuccess;
-  const int64_t vectors = params.offsets.num_seqs * merge_vectors(params, columns),
-                ctas = (vectors + kMergeThreads - 1) / kMergeThreads;
-  return launch_dependent<kKernel>(params, {ctas}, kMergeThreads, 0, stream);
 }
 
 }  // namespace jagged_cuda::attention
