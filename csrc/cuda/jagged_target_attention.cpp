@@ -27,18 +27,24 @@ QueriesView view_queries(const Tensor& tensor) {
 
 int64_t part_columns(int64_t dim) { return (dim + 7) / 8 * 8; }
 
+int chunk_log2(const Sizes& sizes) { return target_chunk_log2(sizes.N * (sizes.H / sizes.G)); }
+
+TargetSlots slots_of(const Sizes& sizes) {
+  return target_slots(sizes.T, sizes.B, chunk_log2(sizes));
+}
+
 // Whether some sequence may have more than one chunk.
 bool may_split(const Sizes& sizes, std::optional<int64_t> max_len) {
-  return sizes.T > kTargetChunk && !(max_len && *max_len <= kTargetChunk);
+  const int64_t chunk = int64_t{1} << chunk_log2(sizes);
+  return sizes.T > chunk && !(max_len && *max_len <= chunk);
 }
 
 // For each slot and each of `queries` queries, `columns` sums and `stats` statistics.
 Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, int64_t queries,
                       int64_t columns, int64_t stats) {
-  return allocate(
-      op, like,
-      {target_slots(sizes.T, sizes.B).count, queries * sizes.H, part_columns(columns) + stats},
-      ScalarType::Float);
+  return allocate(op, like,
+                  {slots_of(sizes).count, queries * sizes.H, part_columns(columns) + stats},
+                  ScalarType::Float);
 }
 
 // How many queries a pass over the keys takes, if all sequences may be split: so many that the
@@ -46,8 +52,8 @@ Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, in
 // each key/value head, whose parts take about half as much memory as k and v.
 int64_t queries_per_pass(const Sizes& sizes) {
   constexpr int64_t kWorkspaceBytes = int64_t{256} << 20, kPassRows = 256;
-  const int64_t query_bytes = target_slots(sizes.T, sizes.B).count * sizes.H *
-                              (part_columns(sizes.Dv) + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t query_bytes = slots_of(sizes).count * sizes.H * (part_columns(sizes.Dv) + 2) *
+                              static_cast<int64_t>(sizeof(float));
   const int64_t most =
       std::max({kWorkspaceBytes / query_bytes, kPassRows / (sizes.H / sizes.G), int64_t{1}});
   const int64_t passes = (sizes.N + most - 1) / most;
@@ -90,7 +96,8 @@ void fill_target(const char* op, TargetAttentionParams& params, const Sizes& siz
   params.q = view_queries(q);
   params.out = const_cast<void*>(out.const_data_ptr());
   params.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
-  params.slots_as_tiles = target_slots(sizes.T, sizes.B).as_tiles;
+  params.slots_as_tiles = slots_of(sizes).as_tiles;
+  params.slot_log2 = params.chunk_log2 = chunk_log2(sizes);
   params.out_queries = params.num_queries = static_cast<int>(sizes.N);
   params.scale = static_cast<float>(scale);
   params.mma_sync_only = mma_sync_only(op);

@@ -192,9 +192,10 @@ std::string run(Draw& draw) {
   p.dim_v = s.dim_v;
   p.scale = float(s.scale);
   p.aligned = s.dim_qk % 8 == 0 && s.dim_v % 8 == 0;
-  const auto slots = target_slots(s.total, s.num_seqs());
+  p.slot_log2 = p.chunk_log2 = target_chunk_log2(target_rows(p));
+  const auto slots = target_slots(s.total, s.num_seqs(), p.slot_log2);
   p.slots_as_tiles = slots.as_tiles;
-  if (s.total > kTargetChunk) {
+  if (s.total > 1 << p.chunk_log2) {
     p.parts =
         lanes::unwritten<float>(slots.count * s.queries * heads * round_up_to_8(s.dim_qk), "parts");
   }

@@ -18,23 +18,27 @@ struct QueriesView {
   int64_t head_stride;
 };
 
-// Keys of a sequence are cut into chunks of this many; a sequence of more is computed in parts,
-// which are merged in order. It is the same for every batch, so that a sequence's bits do not
-// depend on its neighbours.
-constexpr int kTargetChunk = 512;
+// Keys of a sequence are cut into chunks of 2^target_chunk_log2 keys; a sequence of more is computed in
+// parts, which are merged in order. Short chunks end together; where there are few rows their parts are
+// still small beside the keys. All that counts is `rows`, the rows of a key/value head: a sequence's bits do
+// not depend on its neighbours.
+constexpr int target_chunk_log2(int64_t rows) {
+  constexpr int64_t kFewRows = 4;
+  return rows <= kFewRows ? 8 : 9;
+}
 
 // A sequence of more than one chunk owns a slot of the workspace for each, counted from
-// 2 begin / kTargetChunk on, where begin is its first row, or, if that makes fewer slots, as
-// virtual tiles are counted (prim/jagged.cuh). The slots of two such sequences never overlap, and
-// all lie below `count`, whatever the offsets.
+// 2 begin / chunk on, where begin is its first row, or, if that makes fewer slots, as virtual tiles
+// are counted (prim/jagged.cuh). The slots of two such sequences never overlap, and all lie below
+// `count`, whatever the offsets.
 struct TargetSlots {
   bool as_tiles;
   int64_t count;
 };
 
-inline TargetSlots target_slots(int64_t total, int64_t num_seqs) {
-  const int64_t by_rows = 2 * total / kTargetChunk + 1;
-  const int64_t as_tiles = num_tiles(total, num_seqs, kTargetChunk);
+inline TargetSlots target_slots(int64_t total, int64_t num_seqs, int chunk_log2) {
+  const int64_t by_rows = ((2 * total) >> chunk_log2) + 1;
+  const int64_t as_tiles = num_tiles(total, num_seqs, 1 << chunk_log2);
   return {as_tiles < by_rows, as_tiles < by_rows ? as_tiles : by_rows};
 }
 
@@ -53,6 +57,8 @@ struct TargetAttentionParams {
   float* parts;         // [slots, G, rows, dim_v (backward dim_qk) rounded up to 8], may be null
   float* part_stats;    // [slots, G, rows, 2]: maximum and sum; null backward and with parts
   bool slots_as_tiles;  // TargetSlots
+  int slot_log2;        // of slots: target_chunk_log2()
+  int chunk_log2;       // of chunks: that, or more, and then some slots stay empty
   int out_queries;      // N of out and lse
   int num_queries;      // that this launch computes: the first of q, out and lse
   int heads;            // H

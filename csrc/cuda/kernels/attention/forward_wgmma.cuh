@@ -103,7 +103,7 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
 inline bool looks_by_sequence(const AttentionParams& params) {
   return params.long_plan != nullptr && params.split_by_length && !params.longer_in_slabs &&
          params.q_offsets.data == params.kv_offsets.data &&
-         params.q_offsets.total / long_rows(params) >= params.q_offsets.num_seqs;
+         params.q_offsets.total / (long_rows(params) + 1) >= params.q_offsets.num_seqs;
 }
 
 // Rows of the longest sequence in self-attention that is not long, and tiles of kTile rows that it has.

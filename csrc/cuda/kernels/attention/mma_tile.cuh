@@ -78,10 +78,12 @@ struct LaneAddress {
 
 // Rows [0, rows) and columns [0, columns) of a row-major operand in global memory; the rest of the
 // tile becomes zeros, so that nothing of a neighbouring sequence, not even NaN, reaches a product.
-// `aligned` rows go through cp.async (the caller commits and waits), others element by element.
-template <int kThreads, typename Tile>
+// `aligned` rows go through cp.async (the caller commits and waits), with a policy of L2 if there is one,
+// others element by element.
+template <int kThreads, typename Tile, typename... Policy>
 __device__ __forceinline__ void load_tile(Tile& tile, const typename Tile::Element* g,
-                                          int64_t row_stride, int rows, int columns, bool aligned) {
+                                          int64_t row_stride, int rows, int columns, bool aligned,
+                                          Policy... policy) {
   using Element = typename Tile::Element;
   constexpr int kChunkElems = Tile::kChunkElems, kChunks = Tile::kChunks;
   constexpr int kRowStep =
@@ -99,7 +101,7 @@ __device__ __forceinline__ void load_tile(Tile& tile, const typename Tile::Eleme
       // Steps of 4 rows change the swizzle's third bit every other time; first_row is below 4 then.
       const uint32_t flip = kRowStep % 8 == 0 ? 0 : i % 2 * (4 * Tile::kChunkBytes);
       ptx::cp_async_16((target ^ flip) + i * kRowStep * Tile::kRowBytes, source,
-                       i * kRowStep < rows_left ? 16 : 0);
+                       i * kRowStep < rows_left ? 16 : 0, policy...);
       source += step;
     }
   } else {

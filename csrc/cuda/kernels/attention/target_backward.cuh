@@ -7,7 +7,7 @@
 // One kernel does all three: K and V are read once, dK and dV written once, and nothing is
 // recomputed.
 //
-// Grid: x = chunks of kTargetChunk keys (find_chunk), times key/value heads. A CTA holds all rows,
+// Grid: x = chunks of keys (find_chunk), times key/value heads. A CTA holds all rows,
 // the N queries of all heads of a group (at most kTileM), and walks over its keys in steps:
 //     scores: each warp has 16 keys and some of the rows; it computes P^T and dS^T, as in
 //             backward_mma_sync.cuh, and leaves them in shared memory.
@@ -295,13 +295,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
 
   const Element* gK = row_of<Element>(params.k, chunk.first_key, kv_head);
   const Element* gV = row_of<Element>(params.v, chunk.first_key, kv_head);
+  const uint64_t policy = ptx::l2_policy(/*is_read_once=*/true);
   const auto load_step = [&](int step) {
     const int key = step * kStep, stage = step % kStages;
     if (key < chunk.keys) {
       load_tile<kThreads>(shared.sK[stage], gK + key * params.k.row_stride, params.k.row_stride,
-                          chunk.keys - key, params.dim_qk, params.aligned);
+                          chunk.keys - key, params.dim_qk, params.aligned, policy);
       load_tile<kThreads>(shared.sV[stage], gV + key * params.v.row_stride, params.v.row_stride,
-                          chunk.keys - key, params.dim_v, params.aligned);
+                          chunk.keys - key, params.dim_v, params.aligned, policy);
     }
     ptx::cp_async_commit();
   };
@@ -425,7 +426,7 @@ cudaError_t launch_target_backward_rows(const TargetAttentionBackwardParams& par
       launch<target_backward<Config>>(params, target_grid(params, 1), Config::kThreads,
                                       sizeof(TargetBackwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
-  return launch_merge<merge_backward<typename Config::Element, kTargetChunk>>(params, stream);
+  return launch_merge<merge_backward<typename Config::Element>>(params, stream);
 }
 
 template <typename Element>

@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics are those of target_backward.cuh: all three
 // gradients at once, K and V read once, dK and dV written once, dQ in parts by chunks of keys.
 //
-// Grid: one CTA per SM, which takes every n-th item: a chunk of kChunk keys (find_chunk) and a
+// Grid: one CTA per SM, which takes every n-th item: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk) and a
 // key/value head, all of whose rows, the N queries of a group's heads, stay in shared memory.
 // Tiles of 64 keys go to two warpgroups in turn, so that one's exponentials run beside the other's
 // products; a third sums dQ, in the order of the keys:
@@ -57,10 +57,9 @@ namespace jagged_cuda::attention {
 template <typename Element_, int kDim_, int kRows_>
 struct TargetBackwardWgmmaConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;                // columns of Q, K, V, dO in shared memory
-  static constexpr int kRows = kRows_;              // of Q and dO
-  static constexpr int kKeys = 64;                  // of a tile
-  static constexpr int kChunk = kTargetWgmmaChunk;  // as forward
+  static constexpr int kDim = kDim_;    // columns of Q, K, V, dO in shared memory
+  static constexpr int kRows = kRows_;  // of Q and dO
+  static constexpr int kKeys = 64;      // of a tile
   static constexpr int kStages = kDim == 128 ? 4 : 8;
   static constexpr int kItems = 2;    // published ahead
   static constexpr int kScorers = 2;  // warpgroups that compute scores
@@ -146,6 +145,7 @@ __device__ __forceinline__ void produce_target_keys(const TargetBackwardWgmmaPar
                                                     int lane) {
   using Element = typename Config::Element;
   const TargetAttentionBackwardParams& target = params.target;
+  const uint64_t policy = ptx::l2_policy(/*is_read_once=*/true);
   RingPosition<Config::kStages> stage;
   RingPosition<Config::kItems> place;
   const auto publish = [&](const TargetBackwardItem& item) {  // one lane
@@ -155,7 +155,7 @@ __device__ __forceinline__ void produce_target_keys(const TargetBackwardWgmmaPar
   };
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < params.items; index += gridDim.x) {
-    const TargetBackwardItem item = {find_chunk<Config::kChunk>(target, index / target.kv_heads),
+    const TargetBackwardItem item = {find_chunk(target, index / target.kv_heads),
                                      static_cast<int>(index % target.kv_heads)};
     const TargetChunk& chunk = item.chunk;
     if (!chunk.exists) continue;
@@ -173,10 +173,10 @@ __device__ __forceinline__ void produce_target_keys(const TargetBackwardWgmmaPar
       for (int key = 0; key < chunk.keys; key += Config::kKeys) {
         shared.keys.acquire(stage);
         copy_tile(shared.sK[stage.stage], params.k, chunk.first_key + key, item.kv_head,
-                  shared.keys.full[stage.stage]);
+                  shared.keys.full[stage.stage], policy);
         shared.values.acquire(stage);
         copy_tile(shared.sV[stage.stage], params.v, chunk.first_key + key, item.kv_head,
-                  shared.values.full[stage.stage]);
+                  shared.values.full[stage.stage], policy);
         stage.advance();
       }
     }
@@ -534,11 +534,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void target_backward_wgmma(
 
 // cudaErrorNotSupported where one of the tensors has no tensor map.
 template <typename Config>
-cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& target,
+cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& given,
                                          cudaStream_t stream) {
   TargetBackwardWgmmaParams params;
-  params.target = target;
-  const int64_t items = target_grid(target, 1, Config::kChunk).x;
+  params.target = given;
+  params.target.chunk_log2 = kTargetWgmmaChunkLog2;  // as forward
+  const TargetAttentionBackwardParams& target = params.target;
+  const int64_t items = target_grid(target, 1).x;
   params.items = items;
   int device = 0, num_sms = 0;
   const auto encode = [&](CUtensorMap& map, const HeadsView& view, int dims, int box_rows) {
@@ -563,7 +565,7 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& ta
       params, {items < num_sms ? items : num_sms}, Config::kThreads,
       sizeof(TargetBackwardWgmmaStorage<Config>), stream, Config::kName);
   if (launched != cudaSuccess) return launched;
-  return launch_merge<merge_backward<typename Config::Element, Config::kChunk>>(target, stream);
+  return launch_merge<merge_backward<typename Config::Element>>(target, stream);
 }
 
 // Head dims of 65 to 128: from fewer rows on than forward. With less than half of a tile it is still no

@@ -4,7 +4,7 @@
 // Online softmax over the keys, as in forward_mma_sync.cuh. The rows of a tile are the N queries of
 // all heads of a group, which read the same keys: keys and values pass through the CTA once.
 //
-// Grid: x = chunks of kTargetChunk keys (find_chunk), times key/value heads, times tiles of kTileM
+// Grid: x = chunks of keys (find_chunk), times key/value heads, times tiles of kTileM
 // rows. A CTA has 4 warps, or 2. With few rows the keys of a step are divided between key warps, each
 // with a maximum, a sum and an O of its own; with many rows the rows are divided. At 256 dims two
 // warps hold the same rows and half of O's columns each (kSplit), and both compute P.
@@ -111,13 +111,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_for
 
   const Element* gK = row_of<Element>(params.k, chunk.first_key, kv_head);
   const Element* gV = row_of<Element>(params.v, chunk.first_key, kv_head);
+  const uint64_t policy = ptx::l2_policy(/*is_read_once=*/row_tiles == 1);
   const auto load_step = [&](int step) {
     const int key = step * kStep, stage = step % kStages;
     if (key < chunk.keys) {
       load_tile<kThreads>(operands.sK[stage], gK + key * params.k.row_stride, params.k.row_stride,
-                          chunk.keys - key, params.dim_qk, params.aligned);
+                          chunk.keys - key, params.dim_qk, params.aligned, policy);
       load_tile<kThreads>(operands.sV[stage], gV + key * params.v.row_stride, params.v.row_stride,
-                          chunk.keys - key, params.dim_v, params.aligned);
+                          chunk.keys - key, params.dim_v, params.aligned, policy);
     }
     ptx::cp_async_commit();
   };
@@ -267,7 +268,7 @@ cudaError_t launch_target_forward_rows(const TargetAttentionParams& params, cuda
       launch<target_forward<Config>>(params, target_grid(params, row_tiles), Config::kThreads,
                                      sizeof(TargetForwardStorage<Config>), stream, Config::kName);
   if (error != cudaSuccess) return error;
-  return launch_merge<merge_forward<typename Config::Element, kTargetChunk>>(params, stream);
+  return launch_merge<merge_forward<typename Config::Element>>(params, stream);
 }
 
 template <typename Element>

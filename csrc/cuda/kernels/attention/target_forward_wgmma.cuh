@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics, the chunks of keys and their parts are those
 // of target_forward.cuh; only the tiles are larger.
 //
-// Grid: one CTA per SM, which takes every n-th item: a chunk of kTargetWgmmaChunk keys (find_chunk), a
+// Grid: one CTA per SM, which takes every n-th item: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk), a
 // key/value head, and a tile of kTileM of its rows. Two warpgroups compute 64 rows each; one warp of
 // a third finds the items and copies:
 //
@@ -40,7 +40,7 @@
 namespace jagged_cuda::attention {
 
 // Keys of a chunk: with so many rows parts are large, and an item's beginning and end cost much.
-constexpr int kTargetWgmmaChunk = 2 * kTargetChunk;
+constexpr int kTargetWgmmaChunkLog2 = 10;
 
 template <typename Element_, int kDim_>
 struct TargetForwardWgmmaConfig {
@@ -88,6 +88,7 @@ template <typename Config>
 __device__ __forceinline__ void produce_target(const TargetForwardWgmmaParams& params,
                                                TargetForwardWgmmaStorage<Config>& shared) {
   const int lane = threadIdx.x % 32, tiles = params.row_tiles * params.target.kv_heads;
+  const uint64_t policy = ptx::l2_policy(/*is_read_once=*/params.row_tiles == 1);
   RingPosition<Config::kSlots> slot;
   RingPosition<Config::kItems> place;
   const auto publish = [&](const TargetItem& item) {  // one lane
@@ -98,15 +99,15 @@ __device__ __forceinline__ void produce_target(const TargetForwardWgmmaParams& p
   };
   for (int64_t index = blockIdx.x; index < params.chunks * tiles; index += gridDim.x) {
     const int tile = static_cast<int>(index % tiles);
-    const TargetItem item = {find_chunk<kTargetWgmmaChunk>(params.target, index / tiles),
-                             tile / params.row_tiles, tile % params.row_tiles * Config::kTileM};
+    const TargetItem item = {find_chunk(params.target, index / tiles), tile / params.row_tiles,
+                             tile % params.row_tiles * Config::kTileM};
     if (item.chunk.seq < 0 || !item.chunk.exists) continue;
     if (lane == 0) {
       publish(item);
       const auto copy = [&](const CUtensorMap& map, int key) {
         shared.ring.acquire(slot);
         copy_tile(shared.slots[slot.stage], map, item.chunk.first_key + key, item.kv_head,
-                  shared.ring.full[slot.stage]);
+                  shared.ring.full[slot.stage], policy);
         slot.advance();
       };
       if (item.chunk.keys > 0) copy(params.k, 0);
@@ -327,7 +328,9 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
       using Config = TargetForwardWgmmaConfig<Element, dim.value>;
       TargetForwardWgmmaParams params;
       params.target = target;
-      params.chunks = num_tiles(target.offsets.total, target.offsets.num_seqs, kTargetWgmmaChunk);
+      params.target.chunk_log2 = kTargetWgmmaChunkLog2;
+      params.chunks =
+          num_tiles(target.offsets.total, target.offsets.num_seqs, 1 << kTargetWgmmaChunkLog2);
       params.row_tiles =
           static_cast<int>((target_rows(target) + Config::kTileM - 1) / Config::kTileM);
       const auto encode = [&](CUtensorMap& map, const HeadsView& view, int dims) {
@@ -341,12 +344,12 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
            {encode(params.k, target.k, target.dim_qk), encode(params.v, target.v, target.dim_v)}) {
         if (found != cudaSuccess) return found;
       }
-      const int64_t items = target_grid(target, params.row_tiles, kTargetWgmmaChunk).x;
+      const int64_t items = target_grid(params.target, params.row_tiles).x;
       const cudaError_t launched = launch<target_forward_wgmma<Config>>(
           params, {items < num_sms ? items : num_sms}, Config::kThreads,
           sizeof(TargetForwardWgmmaStorage<Config>), stream, Config::kName);
       if (launched != cudaSuccess) return launched;
-      return launch_merge<merge_forward<Element, kTargetWgmmaChunk>>(target, stream);
+      return launch_merge<merge_forward<Element>>(params.target, stream);
     }
   });
 }

@@ -25,8 +25,7 @@ struct MergeRow {
   int kv_head;
   int row;
 
-  // Of parts of `chunk` keys.
-  __device__ __forceinline__ MergeRow(const TargetAttentionParams& params, int chunk) {
+  __device__ __forceinline__ explicit MergeRow(const TargetAttentionParams& params) {
     constexpr unsigned kNarrowGrid = (1u << 31) / kMergeWarps;
     const int rows = params.num_queries * (params.heads / params.kv_heads);
     stride = rows * params.kv_heads;
@@ -36,8 +35,8 @@ struct MergeRow {
     parts = 0;
     if (seq >= params.offsets.num_seqs) return;
     const RowRange range = sequence_rows(params.offsets, seq);
-    if (range.len <= chunk) return;
-    parts = static_cast<int>((range.len + chunk - 1) / chunk);
+    if (range.len <= (1 << params.chunk_log2)) return;
+    parts = static_cast<int>(((range.len - 1) >> params.chunk_log2) + 1);
     const int of_sequence = static_cast<int>(index - seq * stride);
     kv_head = of_sequence / rows;
     row = of_sequence % rows;
@@ -153,11 +152,11 @@ struct NoWeights {
   __device__ __forceinline__ float operator()(int /*lane*/) const { return 1.0f; }
 };
 
-template <typename Element, int kChunk>
+template <typename Element>
 __global__ __launch_bounds__(kMergeWarps * 32) void merge_forward(
     const __grid_constant__ TargetAttentionParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeRow item(params, kChunk);
+  const MergeRow item(params);
   if (item.parts == 0) return;
   ptx::griddepcontrol_wait();
   const int columns = round_up_to_8(params.dim_v);
@@ -176,11 +175,11 @@ __global__ __launch_bounds__(kMergeWarps * 32) void merge_forward(
   });
 }
 
-template <typename Element, int kChunk>
+template <typename Element>
 __global__ __launch_bounds__(kMergeWarps * 32) void merge_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
   if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeRow item(params, kChunk);
+  const MergeRow item(params);
   if (item.parts == 0) return;
   ptx::griddepcontrol_wait();
   const int columns = round_up_to_8(params.dim_qk);

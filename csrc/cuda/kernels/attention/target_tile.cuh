@@ -22,24 +22,22 @@ struct TargetChunk {
 // The first slot that a sequence owns.
 __device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& params, int64_t seq,
                                               int64_t begin) {
-  return params.slots_as_tiles ? begin / kTargetChunk + seq + 1 : 2 * begin / kTargetChunk;
+  return params.slots_as_tiles ? (begin >> params.slot_log2) + seq + 1
+                               : (2 * begin) >> params.slot_log2;
 }
 
-// All lanes of a warp call it together. A chunk has kChunk keys, a multiple of kTargetChunk: where it is
-// more, some slots stay empty.
-template <int kChunk = kTargetChunk>
+// All lanes of a warp call it together.
 __device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
                                                   int64_t index) {
-  static_assert(kChunk % kTargetChunk == 0);
-  const JaggedTile tile = find_any_tile<kChunk>(params.offsets, index);
-  const int64_t left = tile.rows.len - tile.row;
+  const JaggedTile tile = find_any_tile(params.offsets, index, params.chunk_log2);
+  const int64_t left = tile.rows.len - tile.row, most = 1 << params.chunk_log2;
   TargetChunk chunk;
   chunk.seq = tile.seq;
   chunk.first_key = tile.rows.begin + tile.row;
-  chunk.keys = static_cast<int>(left < 0 ? 0 : (left < kChunk ? left : kChunk));
+  chunk.keys = static_cast<int>(left < 0 ? 0 : (left < most ? left : most));
   chunk.exists = chunk.keys > 0 || (tile.seq >= 0 && tile.row == 0);
-  chunk.whole = tile.rows.len <= kChunk;
-  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + tile.row / kChunk;
+  chunk.whole = tile.rows.len <= most;
+  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + (tile.row >> params.chunk_log2);
   return chunk;
 }
 
@@ -137,10 +135,10 @@ cudaError_t for_dim_and_rows(const Params& params, Launch launch) {
   });
 }
 
-// Chunks of `chunk` keys, times key/value heads, times row tiles of each.
-inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles,
-                        int chunk = kTargetChunk) {
-  const int64_t chunks = num_tiles(params.offsets.total, params.offsets.num_seqs, chunk);
+// Chunks, times key/value heads, times row tiles of each.
+inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
+  const int64_t chunks =
+      num_tiles(params.offsets.total, params.offsets.num_seqs, 1 << params.chunk_log2);
   const int64_t tiles = row_tiles * params.kv_heads;
   return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
 }

@@ -51,22 +51,24 @@ __device__ __forceinline__ WindowOf<int> window_of(const AttentionParams& params
           window_rows32(params.window_right)};
 }
 
-// Copies a tile of rows of one head, column block by column block, whose bytes `full` expects.
-template <typename Tile>
+// Copies a tile of rows of one head, column block by column block, whose bytes `full` expects; with a
+// policy of L2, if there is one.
+template <typename Tile, typename... Policy>
 __device__ __forceinline__ void copy_expected_tile(Tile& tile, const CUtensorMap& map, int64_t row,
-                                                   int head, uint64_t& full) {
+                                                   int head, uint64_t& full, Policy... policy) {
   const int first = static_cast<int>(min(row, int64_t{kMaxRows32}));  // rows past the end are zeros
 #pragma unroll
   for (int column = 0; column < Tile::kColumns; column += Tile::kBlockColumns) {
-    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full);
+    ptx::cp_async_bulk_tensor_3d(tile.data + column * Tile::kRows, map, column, head, first, full,
+                                 policy...);
   }
 }
 
-template <typename Tile>
+template <typename Tile, typename... Policy>
 __device__ __forceinline__ void copy_tile(Tile& tile, const CUtensorMap& map, int64_t row, int head,
-                                          uint64_t& full) {
+                                          uint64_t& full, Policy... policy) {
   ptx::mbarrier_arrive_expect_tx(full, static_cast<int>(sizeof(tile.data)));
-  copy_expected_tile(tile, map, row, head, full);
+  copy_expected_tile(tile, map, row, head, full, policy...);
 }
 
 }  // namespace jagged_cuda::attention

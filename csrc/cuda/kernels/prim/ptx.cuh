@@ -101,6 +101,24 @@ __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* gl
                : "memory");
 }
 
+// createpolicy.fractional: how L2 keeps what is read with it. What is read once goes first, so that it does
+// not displace what is read again ("Data Movement and Conversion Instructions: createpolicy").
+__device__ __forceinline__ uint64_t l2_policy(bool is_read_once) {
+  uint64_t first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(normal));
+  return is_read_once ? first : normal;
+}
+
+// cp_async_16 with a policy of L2.
+__device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global,
+                                            int source_bytes, uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(shared.value),
+      "l"(global), "r"(source_bytes), "l"(policy)
+      : "memory");
+}
+
 // cp.async.ca.shared.global, 8 and 4 bytes.
 __device__ __forceinline__ void cp_async_8(SharedAddress shared, const void* global,
                                            int source_bytes) {

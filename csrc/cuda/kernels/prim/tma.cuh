@@ -82,6 +82,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(void* shared, const CUte
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier)) : "memory");
 }
 
+// The same with a policy of L2 (l2_policy).
+__device__ __forceinline__ void cp_async_bulk_tensor_3d(void* shared, const CUtensorMap& map, int x,
+                                                        int y, int z, uint64_t& barrier,
+                                                        uint64_t policy) {
+  JAGGED_CUDA_TMA(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier)), "l"(policy) : "memory");
+}
+
 // cp.async.bulk: `bytes` in one piece to shared memory; completes on `barrier`. Addresses and size
 // are multiples of 16 ("cp.async.bulk").
 __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, int bytes,
