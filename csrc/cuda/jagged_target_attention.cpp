@@ -47,6 +47,15 @@ Tensor allocate_parts(const char* op, const Sizes& sizes, const Tensor& like, in
                   ScalarType::Float);
 }
 
+// The counter of persistent kernels, where these may serve.
+std::optional<Tensor> allocate_counter(const char* op, TargetAttentionParams& params,
+                                       const Sizes& sizes, const Tensor& like) {
+  if (sizes.N * (sizes.H / sizes.G) < kPersistentTargetRows) return std::nullopt;
+  const Tensor counter = allocate(op, like, {1}, ScalarType::Long);
+  params.next_item = reinterpret_cast<unsigned long long*>(counter.mutable_data_ptr<int64_t>());
+  return counter;
+}
+
 // How many queries a pass over the keys takes, if all sequences may be split: so many that the
 // workspace stays below kWorkspaceBytes, or else, since a pass reads all keys, kPassRows rows of
 // each key/value head, whose parts take about half as much memory as k and v.
@@ -165,6 +174,7 @@ std::tuple<Tensor, Tensor> jagged_target_attention(const Tensor& q_any, const Te
   if (is_16_bit(element_type(q.scalar_type()))) {
     TargetAttentionParams params{};
     fill_target(op, params, sizes, q, k, v, out, lse, offsets, scale);
+    const std::optional<Tensor> counter = allocate_counter(op, params, sizes, q);
     std::optional<Tensor> parts;
     int64_t queries = sizes.N;
     if (may_split(sizes, max_len)) {
@@ -226,6 +236,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     params.grad_q = grad_q.mutable_data_ptr();
     params.grad_k = grad_k.mutable_data_ptr();
     params.grad_v = grad_v.mutable_data_ptr();
+    const std::optional<Tensor> counter = allocate_counter(op, params, sizes, q);
     std::optional<Tensor> parts;
     if (may_split(sizes, max_len)) {
       parts = allocate_parts(op, sizes, q, sizes.N, sizes.D, 0);

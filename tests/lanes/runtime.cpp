@@ -28,7 +28,8 @@
 // - what ptxas makes of a kernel, and registers that a product in flight still reads or writes;
 // - wgmma and mma.sync of TF32: not emulated, and an error where a kernel calls them;
 // - the order that ld.acquire and red.release make: they are plain accesses, and would be reported;
-//   sums by bulk copies are not looked at. Other atomics are missing, as what MISSING names;
+//   sums by bulk copies are not looked at, nor is atomicAdd. Other atomics are missing, as what MISSING
+//   names;
 // - static __shared__ variables: there is one for all CTAs, and it is not looked at;
 // - lanes of a warp that test an mbarrier apart: the first that passes lets its warp pass, as one
 //   instruction does for all;
@@ -1001,6 +1002,12 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 
 }  // namespace lanes
+
+unsigned long long atomicAdd(unsigned long long* counter, unsigned long long count) {
+  const unsigned long long before = *counter;
+  *counter += count;
+  return before;
+}
 
 // --- What -fsanitize=thread calls at each access
 

@@ -140,6 +140,8 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == mask; }
+// Of kernels that share their items out; orders nothing, and is not looked at.
+unsigned long long atomicAdd(unsigned long long* counter, unsigned long long count);
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int lane) {
   return lanes::bits<T>(lanes::exchange(2, mask, lanes::bits<uint64_t>(value))[lane & 31]);

@@ -36,6 +36,7 @@ BODIES = {
     "ld_shared_4": "return *(uint32_t*)lanes::at(shared.value);",
     "ld_shared_16": "return *(uint4*)lanes::at(shared.value);",
     "cp_async_16": "lanes::cp_async(shared.value, global, 16, source_bytes);",
+    "l2_policy": "return 0;",
     "cp_async_8": "lanes::cp_async(shared.value, global, 8, source_bytes);",
     "cp_async_4": "lanes::cp_async(shared.value, global, 4, source_bytes);",
     "cp_async_commit": "lanes::cp_async_commit();",

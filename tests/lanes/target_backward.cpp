@@ -195,6 +195,7 @@ std::string run(Draw& draw) {
   p.slot_log2 = p.chunk_log2 = target_chunk_log2(target_rows(p));
   const auto slots = target_slots(s.total, s.num_seqs(), p.slot_log2);
   p.slots_as_tiles = slots.as_tiles;
+  if (!kFew) p.next_item = lanes::unwritten<unsigned long long>(1, "next_item");
   if (s.total > 1 << p.chunk_log2) {
     p.parts =
         lanes::unwritten<float>(slots.count * s.queries * heads * round_up_to_8(s.dim_qk), "parts");

@@ -27,6 +27,9 @@ constexpr int target_chunk_log2(int64_t rows) {
   return rows <= kFewRows ? 8 : 9;
 }
 
+// Rows of a key/value head from which on kernels on wgmma may serve, which are persistent.
+constexpr int64_t kPersistentTargetRows = 20;
+
 // A sequence of more than one chunk owns a slot of the workspace for each, counted from
 // 2 begin / chunk on, where begin is its first row, or, if that makes fewer slots, as virtual tiles
 // are counted (prim/jagged.cuh). The slots of two such sequences never overlap, and all lie below
@@ -59,12 +62,15 @@ struct TargetAttentionParams {
   bool slots_as_tiles;  // TargetSlots
   int slot_log2;        // of slots: target_chunk_log2()
   int chunk_log2;       // of chunks: that, or more, and then some slots stay empty
-  int out_queries;      // N of out and lse
-  int num_queries;      // that this launch computes: the first of q, out and lse
-  int heads;            // H
-  int kv_heads;         // G, divides H
-  int dim_qk;           // D
-  int dim_v;            // Dv
+  // Items of a persistent kernel that were taken beside the first of each CTA: workspace that its launch clears.
+  // Null where there are fewer than kPersistentTargetRows: then no such kernel serves.
+  unsigned long long* next_item;
+  int out_queries;  // N of out and lse
+  int num_queries;  // that this launch computes: the first of q, out and lse
+  int heads;        // H
+  int kv_heads;     // G, divides H
+  int dim_qk;       // D
+  int dim_v;        // Dv
   float scale;
   // True if rows of q, k, v (and of the gradients) start at 16-byte boundaries and D and Dv are
   // multiples of 8.

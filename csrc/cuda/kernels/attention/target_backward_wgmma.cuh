@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics are those of target_backward.cuh: all three
 // gradients at once, K and V read once, dK and dV written once, dQ in parts by chunks of keys.
 //
-// Grid: one CTA per SM, which takes every n-th item: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk) and a
+// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk) and a
 // key/value head, all of whose rows, the N queries of a group's heads, stay in shared memory.
 // Tiles of 64 keys go to two warpgroups in turn, so that one's exponentials run beside the other's
 // products; a third sums dQ, in the order of the keys:
@@ -154,19 +154,14 @@ __device__ __forceinline__ void produce_target_keys(const TargetBackwardWgmmaPar
     shared.items.publish(place.advance());
   };
 #pragma unroll 1
-  for (int64_t index = blockIdx.x; index < params.items; index += gridDim.x) {
+  for (TargetItems items(target.next_item); items.index < params.items; items.advance()) {
+    items.ask();
+    const int64_t index = items.index;
     const TargetBackwardItem item = {find_chunk(target, index / target.kv_heads),
                                      static_cast<int>(index % target.kv_heads)};
     const TargetChunk& chunk = item.chunk;
+    zero_outside<Element, 32>(target, index / target.kv_heads, item.kv_head);
     if (!chunk.exists) continue;
-    if (chunk.seq < 0) {
-      const int64_t row = chunk.first_key * target.kv_heads + item.kv_head;
-      store_zeros<32>(static_cast<Element*>(target.grad_k) + row * target.dim_qk,
-                      int64_t{target.kv_heads} * target.dim_qk, chunk.keys, target.dim_qk);
-      store_zeros<32>(static_cast<Element*>(target.grad_v) + row * target.dim_v,
-                      int64_t{target.kv_heads} * target.dim_v, chunk.keys, target.dim_v);
-      continue;
-    }
     if (chunk.keys > 0) prefetch_target_rows(target, item, lane);
     if (lane == 0) {
       publish(item);
@@ -561,6 +556,8 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& gi
         cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)}) {
     if (error != cudaSuccess) return error;
   }
+  if (const cudaError_t cleared = clear_target_items(target, stream); cleared != cudaSuccess)
+    return cleared;
   const cudaError_t launched = launch<target_backward_wgmma<Config>>(
       params, {items < num_sms ? items : num_sms}, Config::kThreads,
       sizeof(TargetBackwardWgmmaStorage<Config>), stream, Config::kName);
@@ -571,7 +568,7 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& gi
 // Head dims of 65 to 128: from fewer rows on than forward. With less than half of a tile it is still no
 // slower than mma.sync, since its bytes take longer.
 inline bool takes_target_backward_wgmma(const TargetAttentionBackwardParams& params) {
-  constexpr int64_t kWideRows = 20;
+  constexpr int64_t kWideRows = kPersistentTargetRows;
   return takes_target_wgmma(params, dim_bucket(params) == 128 ? kWideRows : kTargetWgmmaRows);
 }
 

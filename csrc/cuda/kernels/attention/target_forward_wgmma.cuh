@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics, the chunks of keys and their parts are those
 // of target_forward.cuh; only the tiles are larger.
 //
-// Grid: one CTA per SM, which takes every n-th item: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk), a
+// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk), a
 // key/value head, and a tile of kTileM of its rows. Two warpgroups compute 64 rows each; one warp of
 // a third finds the items and copies:
 //
@@ -61,9 +61,34 @@ struct TargetForwardWgmmaParams {
   CUtensorMap k;  // boxes of kTileN rows of one head
   CUtensorMap v;
   TargetAttentionParams target;
-  int64_t chunks;
+  int64_t items;
   int row_tiles;  // of a key/value head
 };
+
+// Items of a persistent kernel: the first of each CTA is its own, the others are whose turn it is. One warp.
+class TargetItems {
+ public:
+  __device__ __forceinline__ explicit TargetItems(unsigned long long* next_item)
+      : index(blockIdx.x), next_item_(next_item) {}
+
+  // Asks for the one behind `index`, well before advance().
+  __device__ __forceinline__ void ask() {
+    if (threadIdx.x % 32 == 0) taken_ = atomicAdd(next_item_, 1ull);
+  }
+  __device__ __forceinline__ void advance() {
+    index = gridDim.x + static_cast<int64_t>(__shfl_sync(0xffffffffu, taken_, 0));
+  }
+
+  int64_t index;
+
+ private:
+  unsigned long long* next_item_;
+  unsigned long long taken_ = 0;
+};
+
+inline cudaError_t clear_target_items(const TargetAttentionParams& params, cudaStream_t stream) {
+  return cudaMemsetAsync(params.next_item, 0, sizeof(*params.next_item), stream);
+}
 
 struct TargetItem {
   TargetChunk chunk;  // does not exist: there are no more
@@ -97,11 +122,13 @@ __device__ __forceinline__ void produce_target(const TargetForwardWgmmaParams& p
     shared.items.publish(place.stage);
     place.advance();
   };
-  for (int64_t index = blockIdx.x; index < params.chunks * tiles; index += gridDim.x) {
+  for (TargetItems items(params.target.next_item); items.index < params.items; items.advance()) {
+    items.ask();
+    const int64_t index = items.index;
     const int tile = static_cast<int>(index % tiles);
     const TargetItem item = {find_chunk(params.target, index / tiles), tile / params.row_tiles,
                              tile % params.row_tiles * Config::kTileM};
-    if (item.chunk.seq < 0 || !item.chunk.exists) continue;
+    if (!item.chunk.exists) continue;
     if (lane == 0) {
       publish(item);
       const auto copy = [&](const CUtensorMap& map, int key) {
@@ -311,7 +338,7 @@ inline bool takes_target_wgmma(const TargetAttentionParams& params,
   const int dim = dim_bucket(params);
   return target_rows(params) >= least_rows && (dim == 64 || dim == 128) && params.aligned &&
          !params.mma_sync_only && params.offsets.total > 0 && params.offsets.total < kMaxRows32 &&
-         has_wgmma();
+         params.next_item != nullptr && has_wgmma();
 }
 
 // cudaErrorNotSupported where k or v has no tensor map.
@@ -329,8 +356,6 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
       TargetForwardWgmmaParams params;
       params.target = target;
       params.target.chunk_log2 = kTargetWgmmaChunkLog2;
-      params.chunks =
-          num_tiles(target.offsets.total, target.offsets.num_seqs, 1 << kTargetWgmmaChunkLog2);
       params.row_tiles =
           static_cast<int>((target_rows(target) + Config::kTileM - 1) / Config::kTileM);
       const auto encode = [&](CUtensorMap& map, const HeadsView& view, int dims) {
@@ -345,6 +370,10 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
         if (found != cudaSuccess) return found;
       }
       const int64_t items = target_grid(params.target, params.row_tiles).x;
+      params.items = items;
+      if (const cudaError_t cleared = clear_target_items(params.target, stream);
+          cleared != cudaSuccess)
+        return cleared;
       const cudaError_t launched = launch<target_forward_wgmma<Config>>(
           params, {items < num_sms ? items : num_sms}, Config::kThreads,
           sizeof(TargetForwardWgmmaStorage<Config>), stream, Config::kName);
