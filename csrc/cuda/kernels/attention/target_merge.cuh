@@ -3,10 +3,12 @@
 //     w_i = exp2(c (m_i - M)),  l = sum l_i w_i,  out = sum O_i w_i / l,  lse = scale M + ln l,
 // and dQ = sum dQ_i; over i in order, so that a row has the same bits at every run.
 //
-// Grid: x = kMergeWarps rows (sequence, key/value head, row) a CTA. A warp has one row, a lane 4 of each
-// 128 columns. The first parts are asked for together with the statistics, of which a lane has those of
-// every 32nd part; others follow kMergeAhead at a time. No shared memory, no barrier. CTAs start while the
-// last ones of the kernel before run, and wait for them only if they have something to merge.
+// Grid: x = CTAs of kMergeWarps warps, each with `rows_of_warp` rows (sequence, key/value head, row): one, or
+// where there are many rows, of whose sequences most are short, up to 32, at which its lanes look together. Of
+// a row that is to be merged a lane has 4 of each 128 columns. The first parts are asked for together with the
+// statistics, of which a lane has those of every 32nd part; others follow kMergeAhead at a time. No shared
+// memory, no barrier. CTAs start while the last ones of the kernel before run, and wait for them only if they
+// have something to merge.
 #pragma once
 
 #include "cuda/kernels/attention/target_tile.cuh"
@@ -14,6 +16,13 @@
 namespace jagged_cuda::attention {
 
 constexpr int kMergeWarps = 4, kMergeAhead = 8;
+constexpr int64_t kMergedAtOnce = 8192;  // rows that have a warp each: two rounds of an H100
+
+template <typename Target>
+struct MergeParams {
+  Target target;
+  int rows_of_warp;
+};
 
 // What a warp merges: a row of one key/value head over `parts` consecutive slots, of which the first has
 // it at `first`. No parts: nothing to do.
@@ -25,14 +34,12 @@ struct MergeRow {
   int kv_head;
   int row;
 
-  __device__ __forceinline__ explicit MergeRow(const TargetAttentionParams& params) {
-    constexpr unsigned kNarrowGrid = (1u << 31) / kMergeWarps;
+  __device__ __forceinline__ MergeRow(const TargetAttentionParams& params, int64_t index) {
     const int rows = params.num_queries * (params.heads / params.kv_heads);
     stride = rows * params.kv_heads;
-    const int64_t index = int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / 32;
-    seq = gridDim.x <= kNarrowGrid ? static_cast<uint32_t>(index) / static_cast<uint32_t>(stride)
-                                   : index / stride;
     parts = 0;
+    seq = index < int64_t{1} << 32 ? static_cast<uint32_t>(index) / static_cast<uint32_t>(stride)
+                                   : index / stride;
     if (seq >= params.offsets.num_seqs) return;
     const RowRange range = sequence_rows(params.offsets, seq);
     if (range.len <= (1 << params.chunk_log2)) return;
@@ -43,6 +50,26 @@ struct MergeRow {
     first = first_slot(params, seq, range.begin) * stride + of_sequence;
   }
 };
+
+// Calls merge(row) for this warp's rows that have parts, behind the kernel that leaves them.
+template <typename Target, typename Merge>
+__device__ __forceinline__ void for_merged_rows(const MergeParams<Target>& params, Merge merge) {
+  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
+  const int64_t base = (int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / 32) * params.rows_of_warp;
+  const int lane = threadIdx.x % 32;
+  unsigned left = 1;
+  if (params.rows_of_warp > 1) {
+    left = __ballot_sync(
+        0xffffffffu, lane < params.rows_of_warp && MergeRow(params.target, base + lane).parts > 0);
+  }
+#pragma unroll 1
+  for (; left != 0; left &= left - 1) {
+    const MergeRow row(params.target, base + __ffs(static_cast<int>(left)) - 1);
+    if (row.parts == 0) return;
+    ptx::griddepcontrol_wait();
+    merge(row);
+  }
+}
 
 // Sums over a row's parts, in order, of 4 columns times their weights. All lanes; one without columns has
 // null for `columns`.
@@ -153,53 +180,56 @@ struct NoWeights {
 };
 
 template <typename Element>
-__global__ __launch_bounds__(kMergeWarps * 32) void merge_forward(
-    const __grid_constant__ TargetAttentionParams params) {
-  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeRow item(params);
-  if (item.parts == 0) return;
-  ptx::griddepcontrol_wait();
+__global__ __launch_bounds__(kMergeWarps * 32, 7) void merge_forward(
+    const __grid_constant__ MergeParams<TargetAttentionParams> merge) {
+  const TargetAttentionParams& params = merge.target;
   const int columns = round_up_to_8(params.dim_v);
-  const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
-  PartWeights weights(params, item);
-  for_merged_columns(columns, [&](int column) {
-    const float* first = column < columns ? params.parts + item.first * columns + column : nullptr;
-    const float4 out = sum_parts(item, first, int64_t{item.stride} * columns, weights);
-    const float sum = weights.sum();
-    store_merged(static_cast<Element*>(params.out) + index * params.dim_v, out,
-                 sum == 0.0f ? 0.0f : 1.0f / sum, column, params.dim_v);
-    if (column == 0) {
-      params.lse[index] =
-          sum == 0.0f ? -INFINITY : weights.maximum * fabsf(params.scale) + logf(sum);
-    }
+  for_merged_rows(merge, [&](const MergeRow& item) {
+    const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
+    PartWeights weights(params, item);
+    for_merged_columns(columns, [&](int column) {
+      const float* first =
+          column < columns ? params.parts + item.first * columns + column : nullptr;
+      const float4 out = sum_parts(item, first, int64_t{item.stride} * columns, weights);
+      const float sum = weights.sum();
+      store_merged(static_cast<Element*>(params.out) + index * params.dim_v, out,
+                   sum == 0.0f ? 0.0f : 1.0f / sum, column, params.dim_v);
+      if (column == 0) {
+        params.lse[index] =
+            sum == 0.0f ? -INFINITY : weights.maximum * fabsf(params.scale) + logf(sum);
+      }
+    });
   });
 }
 
 template <typename Element>
-__global__ __launch_bounds__(kMergeWarps * 32) void merge_backward(
-    const __grid_constant__ TargetAttentionBackwardParams params) {
-  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
-  const MergeRow item(params);
-  if (item.parts == 0) return;
-  ptx::griddepcontrol_wait();
+__global__ __launch_bounds__(kMergeWarps * 32, 7) void merge_backward(
+    const __grid_constant__ MergeParams<TargetAttentionBackwardParams> merge) {
+  const TargetAttentionBackwardParams& params = merge.target;
   const int columns = round_up_to_8(params.dim_qk);
-  const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
-  for_merged_columns(columns, [&](int column) {
-    const float* first = column < columns ? params.parts + item.first * columns + column : nullptr;
-    NoWeights weights;
-    const float4 sum = sum_parts(item, first, int64_t{item.stride} * columns, weights);
-    store_merged(static_cast<Element*>(params.grad_q) + index * params.dim_qk, sum, 1.0f, column,
-                 params.dim_qk);
+  for_merged_rows(merge, [&](const MergeRow& item) {
+    const int64_t index = TargetRows(params, item.seq, item.kv_head).index(item.row);
+    for_merged_columns(columns, [&](int column) {
+      const float* first =
+          column < columns ? params.parts + item.first * columns + column : nullptr;
+      NoWeights weights;
+      const float4 sum = sum_parts(item, first, int64_t{item.stride} * columns, weights);
+      store_merged(static_cast<Element*>(params.grad_q) + index * params.dim_qk, sum, 1.0f, column,
+                   params.dim_qk);
+    });
   });
 }
 
 // Merges the parts of long sequences, if there may be any.
-template <auto kKernel, typename Params>
-cudaError_t launch_merge(const Params& params, cudaStream_t stream) {
-  if (params.parts == nullptr) return cudaSuccess;
-  const int64_t rows = params.offsets.num_seqs * target_rows(params) * params.kv_heads,
-                ctas = (rows + kMergeWarps - 1) / kMergeWarps;
-  return launch_dependent<kKernel>(params, {ctas}, kMergeWarps * 32, 0, stream);
+template <auto kKernel, typename Target>
+cudaError_t launch_merge(const Target& target, cudaStream_t stream) {
+  if (target.parts == nullptr) return cudaSuccess;
+  const int64_t rows = target.offsets.num_seqs * target_rows(target) * target.kv_heads,
+                of_warp = (rows + kMergedAtOnce - 1) / kMergedAtOnce;
+  MergeParams<Target> params{target, static_cast<int>(of_warp < 32 ? of_warp : 32)};
+  const int64_t of_cta = kMergeWarps * params.rows_of_warp;
+  return launch_dependent<kKernel>(params, {(rows + of_cta - 1) / of_cta}, kMergeWarps * 32, 0,
+                                   stream);
 }
 
 }  // namespace jagged_cuda::attention
