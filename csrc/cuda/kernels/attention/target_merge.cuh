@@ -180,7 +180,7 @@ struct NoWeights {
 };
 
 template <typename Element>
-__global__ __launch_bounds__(kMergeWarps * 32, 7) void merge_forward(
+__global__ __launch_bounds__(kMergeWarps * 32) void merge_forward(
     const __grid_constant__ MergeParams<TargetAttentionParams> merge) {
   const TargetAttentionParams& params = merge.target;
   const int columns = round_up_to_8(params.dim_v);
@@ -203,7 +203,7 @@ __global__ __launch_bounds__(kMergeWarps * 32, 7) void merge_forward(
 }
 
 template <typename Element>
-__global__ __launch_bounds__(kMergeWarps * 32, 7) void merge_backward(
+__global__ __launch_bounds__(kMergeWarps * 32) void merge_backward(
     const __grid_constant__ MergeParams<TargetAttentionBackwardParams> merge) {
   const TargetAttentionBackwardParams& params = merge.target;
   const int columns = round_up_to_8(params.dim_qk);
