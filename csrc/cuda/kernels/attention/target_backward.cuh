@@ -261,19 +261,6 @@ __device__ __forceinline__ void load_row_statistics(float* sLse, float* sDelta,
   }
 }
 
-// Gradients of the rows outside all sequences in a window of keys, if the index is that of one.
-template <typename Element, int kThreads>
-__device__ __forceinline__ void zero_outside(const TargetAttentionBackwardParams& params,
-                                             int64_t index, int kv_head) {
-  visit_outside(params, index, [&](int64_t first, int rows) {
-    const int64_t row = first * params.kv_heads + kv_head;
-    store_zeros<kThreads>(static_cast<Element*>(params.grad_k) + row * params.dim_qk,
-                          int64_t{params.kv_heads} * params.dim_qk, rows, params.dim_qk);
-    store_zeros<kThreads>(static_cast<Element*>(params.grad_v) + row * params.dim_v,
-                          int64_t{params.kv_heads} * params.dim_v, rows, params.dim_v);
-  });
-}
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_backward(
     const __grid_constant__ TargetAttentionBackwardParams params) {
@@ -290,7 +277,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
   ptx::griddepcontrol_launch_dependents();
 
   const int kv_head = blockIdx.x % params.kv_heads;
-  zero_outside<Element, kThreads>(params, blockIdx.x / params.kv_heads, kv_head);
   const TargetChunk chunk = find_chunk(params, blockIdx.x / params.kv_heads);
   if (!chunk.exists) return;
   const int64_t grad_k_stride = int64_t{params.kv_heads} * params.dim_qk,
@@ -299,6 +285,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_bac
                     kv_head * params.dim_qk;
   Element* gGradV = static_cast<Element*>(params.grad_v) + chunk.first_key * grad_v_stride +
                     kv_head * params.dim_v;
+  if (chunk.seq < 0) {
+    store_zeros<kThreads>(gGradK, grad_k_stride, chunk.keys, params.dim_qk);
+    store_zeros<kThreads>(gGradV, grad_v_stride, chunk.keys, params.dim_v);
+    return;
+  }
   const TargetRows target(params, chunk.seq, kv_head);
   const int rows = target.count();
 

@@ -103,7 +103,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void target_for
       (params.num_queries * (params.heads / params.kv_heads) + kTileM - 1) / kTileM;
   const int tiles_of_chunk = row_tiles * params.kv_heads, tile = blockIdx.x % tiles_of_chunk;
   const TargetChunk chunk = find_chunk(params, blockIdx.x / tiles_of_chunk);
-  if (!chunk.exists) return;
+  if (chunk.seq < 0 || !chunk.exists) return;
   const int kv_head = tile / row_tiles, first_row = tile % row_tiles * kTileM;
   const TargetRows target(params, chunk.seq, kv_head);
   const int rows = min(kTileM, target.count() - first_row);

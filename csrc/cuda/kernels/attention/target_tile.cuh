@@ -32,10 +32,26 @@ __host__ __device__ __forceinline__ int64_t target_windows(const TargetAttention
   return (params.offsets.total + (int64_t{1} << params.chunk_log2) - 1) >> params.chunk_log2;
 }
 
-// Chunks by index: of the windows first, whole chunks of 2^chunk_log2 keys, then the rest of each sequence, so
-// that what comes last is short. All lanes of a warp call it together.
+// Chunks by index, sequence by sequence: a chunk is a tile (prim/jagged.cuh). All lanes of a warp call it
+// together.
 __device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
                                                   int64_t index) {
+  const JaggedTile tile = find_any_tile(params.offsets, index, params.chunk_log2);
+  const int64_t left = tile.rows.len - tile.row, most = int64_t{1} << params.chunk_log2;
+  TargetChunk chunk;
+  chunk.seq = tile.seq;
+  chunk.first_key = tile.rows.begin + tile.row;
+  chunk.keys = static_cast<int>(left < 0 ? 0 : (left < most ? left : most));
+  chunk.exists = chunk.keys > 0 || (tile.seq >= 0 && tile.row == 0);
+  chunk.whole = tile.rows.len <= most;
+  chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + (tile.row >> params.chunk_log2);
+  return chunk;
+}
+
+// The same in another order: of the windows first, whole chunks of 2^chunk_log2 keys, then the rest of each
+// sequence, so that what comes last is short. No rows outside.
+__device__ __forceinline__ TargetChunk find_whole_first(const TargetAttentionParams& params,
+                                                        int64_t index) {
   const int64_t windows = target_windows(params), most = int64_t{1} << params.chunk_log2;
   TargetChunk chunk;
   RowRange rows;
@@ -170,9 +186,12 @@ cudaError_t for_dim_and_rows(const Params& params, Launch launch) {
   });
 }
 
-// Chunks, times key/value heads, times row tiles of each.
-inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
-  const int64_t chunks = target_windows(params) + params.offsets.num_seqs;
+// Chunks, times key/value heads, times row tiles of each; where whole_first by the index of find_whole_first.
+inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles,
+                        bool whole_first = false) {
+  const int64_t chunks = whole_first ? target_windows(params) + params.offsets.num_seqs
+                                     : num_tiles(params.offsets.total, params.offsets.num_seqs,
+                                                 1 << params.chunk_log2);
   const int64_t tiles = row_tiles * params.kv_heads;
   return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
 }

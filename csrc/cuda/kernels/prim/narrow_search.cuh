@@ -94,6 +94,18 @@ __device__ __forceinline__ JaggedTile find_any_tile(const OffsetsView& offsets, 
              : find_tile<kTile>(offsets, tile);
 }
 
+// Likewise of 2^rows_log2 rows.
+__device__ __forceinline__ JaggedTile find_any_tile(const OffsetsView& offsets, int64_t tile,
+                                                    int rows_log2) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (offsets.total < kMost && offsets.num_seqs < kMost)
+    return find_tile_narrow(offsets, static_cast<uint32_t>(tile), rows_log2);
+  const Segment segment = find_segment(
+      offsets, [&](int64_t bound, int64_t index) { return (bound >> rows_log2) + index <= tile; });
+  return tile_of(offsets, segment,
+                 (tile - ((segment.begin >> rows_log2) + segment.index)) << rows_log2);
+}
+
 // The sequence that holds `row`, as a tile without a row of its own. Of any tensor.
 __device__ __forceinline__ JaggedTile find_owner(const OffsetsView& offsets, int64_t row) {
   constexpr int64_t kMost = int64_t{1} << 30;
