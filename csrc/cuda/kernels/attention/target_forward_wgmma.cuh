@@ -99,7 +99,7 @@ __global__ void clear_items(const __grid_constant__ ClearItemsParams params) {
 }
 
 inline cudaError_t clear_target_items(const TargetAttentionParams& params, cudaStream_t stream) {
-  return launch<clear_items<void>>(ClearItemsParams{params.next_item}, {1}, 32, 0, stream, nullptr);
+  return launch<clear_items<void>>(ClearItemsParams{params.next_item}, {1}, 1, 0, stream, nullptr);
 }
 
 struct TargetItem {
