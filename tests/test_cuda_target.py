@@ -18,8 +18,8 @@ from jagged_cuda.testing.samples import Sample
 
 pytestmark = pytest.mark.cuda
 
-# Beside the length at which target attention splits a sequence, 512.
-LONG = Layout((1300, 0, 511, 512, 513, 3, 2049), base=5, tail=9)
+# Beside the lengths at which target attention splits a sequence, 256, 512 and 1,024.
+LONG = Layout((1300, 0, 511, 512, 513, 3, 2049, 255, 256, 257, 1024), base=5, tail=9)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,41 @@ def test_target_attention_merges_the_parts_of_long_sequences(
     crowded = Layout((3,) * 40 + (2049, 600, 0, 1025))  # the other numbering of parts
     for layout, heads in ((LONG, None), (LONG, (2, 2)), (crowded, None)):
         judge(case, spec_of(layout, dims=(dim, dim), queries=queries, heads=heads), dtype, CUDA)
+
+
+@pytest.mark.parametrize(("dim", "queries", "heads"), [(64, 33, (2, 2)), (128, 40, (1, 1))])
+def test_target_attention_shares_its_items_out(
+    dim: int, queries: int, heads: tuple[int, int]
+) -> None:
+    """More chunks than CTAs, whole ones and others, and windows of rows outside all sequences."""
+    layout = Layout((2048, 5, 0, 1030, 700, 64, 1024) * 30, base=1500, tail=2100)
+    spec = spec_of(layout, dims=(dim, dim), queries=queries, heads=heads)
+    judge(CASES["jagged_target_attention"], spec, torch.bfloat16, CUDA)
+
+
+def test_target_attention_merges_few_among_many() -> None:
+    """Where most of many sequences are short, the few long ones have the bits of these alone."""
+    dim, queries, short = 64, 3, 3500
+    lengths = torch.cat([torch.full((short,), 3), torch.tensor([2049, 600, 0, 1025])])
+    ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    total = int(ends[-1])
+    q, grad = (
+        torch.randn(len(lengths), queries, 1, dim, device=CUDA, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    k, v = (torch.randn(total, 1, dim, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+
+    def results(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *operands, offsets, cotangent = tensors
+        inputs = [operand.clone().requires_grad_() for operand in operands]
+        out, lse = jagged_cuda.jagged_target_attention(*inputs, offsets, return_lse=True)
+        return out, lse, torch.autograd.grad(out, inputs, cotangent)[0]
+
+    whole = results(q, k, v, ends.to(CUDA), grad)
+    begin = int(ends[short])
+    rest = (ends[short:] - begin).to(CUDA)
+    alone = results(q[short:], k[begin:], v[begin:], rest, grad[short:])
+    assert all(torch.equal(some, all_of[short:]) for some, all_of in zip(alone, whole, strict=True))
 
 
 def test_target_attention_takes_many_queries_in_passes() -> None:

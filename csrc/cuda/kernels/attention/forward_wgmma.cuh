@@ -20,8 +20,8 @@
 //
 // Barriers:         arrives                              waits
 //     q_full        producer, with the bytes of Q        warpgroup, before it reads the tile and Q
-//     q_empty       4 warps, after the head's last S,    producer, before it copies the next Q or
-//                   or of a tile without keys            writes the next tile
+//     q_empty       128 threads, after the head's last   producer, before it copies the next Q or
+//                   S, or of a tile without keys         writes the next tile
 //     full[slot]    producer, with the bytes of a tile   warpgroup, before it reads the slot
 //     empty[slot]   4 warps, after their product         producer, before it copies into the slot
 // One __syncthreads once the barriers are initialised.
@@ -232,8 +232,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     const WindowOf<int> window = window_of(attention, tile);
     const KeyRange keys(tile, window, kTileN);
     if (kLooped && keys.first >= keys.last) {
-      __syncwarp();  // all lanes have read the tile
-      if (lane == 0) ptx::mbarrier_arrive(shared.q_empty);
+      ptx::mbarrier_arrive(shared.q_empty);
       ++phase;
     }
     for (int i = 0; i < params.heads_per_cta; ++i) {
@@ -253,10 +252,8 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       const auto finish_scores = [&](int key, int slot) {
         ptx::fence_operands(s[0]);
         const bool last = key + kTileN >= keys.last;
-        if (lane == 0) {
-          ptx::mbarrier_arrive(shared.empty[slot]);
-          if (last) ptx::mbarrier_arrive(shared.q_empty);
-        }
+        if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
+        if (last) ptx::mbarrier_arrive(shared.q_empty);
         if (scale < 0.0f) {
           // The maximum of scale * S lies where -S is largest.
 #pragma unroll
@@ -333,7 +330,7 @@ __device__ __forceinline__ void run_forward_wgmma(const ForwardWgmmaParams& para
     ptx::prefetch_tensormap(params.k);
     ptx::prefetch_tensormap(params.v);
     ptx::mbarrier_init(shared.q_full, 1);
-    ptx::mbarrier_init(shared.q_empty, kConsumerWarps);
+    ptx::mbarrier_init(shared.q_empty, Config::kConsumers);
     for (int slot = 0; slot < Config::kSlots; ++slot) {
       ptx::mbarrier_init(shared.full[slot], 1);
       ptx::mbarrier_init(shared.empty[slot], kConsumerWarps);

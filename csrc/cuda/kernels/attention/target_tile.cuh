@@ -26,8 +26,7 @@ __device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& param
                                : (2 * begin) >> params.slot_log2;
 }
 
-// Windows of as many rows as a chunk has keys: in each at most one chunk begins that is not its sequence's
-// last.
+// Windows of as many rows as a chunk has keys at most: in each begins no more than one chunk of so many.
 __host__ __device__ __forceinline__ int64_t target_windows(const TargetAttentionParams& params) {
   return (params.offsets.total + (int64_t{1} << params.chunk_log2) - 1) >> params.chunk_log2;
 }
