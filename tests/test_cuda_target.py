@@ -40,7 +40,7 @@ def test_target_attention_merges_the_parts_of_long_sequences(
 def test_target_attention_shares_its_items_out(
     dim: int, queries: int, heads: tuple[int, int]
 ) -> None:
-    """More chunks than CTAs, whole ones and others, and windows of rows outside all sequences."""
+    """More chunks than CTAs, whole ones and others, and tiles of rows outside all sequences."""
     layout = Layout((2048, 5, 0, 1030, 700, 64, 1024) * 30, base=1500, tail=2100)
     spec = spec_of(layout, dims=(dim, dim), queries=queries, heads=heads)
     judge(CASES["jagged_target_attention"], spec, torch.bfloat16, CUDA)

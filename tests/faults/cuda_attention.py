@@ -202,17 +202,9 @@ FAULTS = (
     Fault(
         "an item that nobody takes",
         "cuda",
-        "cuda/kernels/attention/target_forward_wgmma.cuh",
+        "cuda/kernels/attention/target_items.cuh",
         "index = gridDim.x + static_cast<int64_t>(",
         "index = 1 + gridDim.x + static_cast<int64_t>(",
-        "tests/test_cuda_target.py -k test_target_attention_shares_its_items_out",
-    ),
-    Fault(
-        "a chunk that begins behind its window",
-        "cuda",
-        "cuda/kernels/attention/target_tile.cuh",
-        "find_owner(params.offsets, min(window + most, params.offsets.total) - 1);",
-        "find_owner(params.offsets, min(window + most, params.offsets.total - 1));",
         "tests/test_cuda_target.py -k test_target_attention_shares_its_items_out",
     ),
     Fault(

@@ -6,7 +6,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -34,10 +33,6 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorMapSource& source, i
 
 extern "C" cudaError_t cudaGetDevice(int* device) {
   *device = 0;
-  return cudaSuccess;
-}
-extern "C" cudaError_t cudaMemsetAsync(void* bytes, int value, size_t count, cudaStream_t) {
-  std::memset(bytes, value, count);
   return cudaSuccess;
 }
 extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {

@@ -62,8 +62,8 @@ struct TargetAttentionParams {
   bool slots_as_tiles;  // TargetSlots
   int slot_log2;        // of slots: target_chunk_log2()
   int chunk_log2;       // of chunks: that, or more, and then some slots stay empty
-  // Items of a persistent kernel that were taken beside the first of each CTA: workspace that its launch clears.
-  // Null where there are fewer than kPersistentTargetRows: then no such kernel serves.
+  // Items of a persistent kernel that were taken beside the first of each CTA: workspace that its launch clears
+  // (attention/target_items.cuh). Null for fewer rows than kPersistentTargetRows: then no such kernel serves.
   unsigned long long* next_item;
   int out_queries;  // N of out and lse
   int num_queries;  // that this launch computes: the first of q, out and lse

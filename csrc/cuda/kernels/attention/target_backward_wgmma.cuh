@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics are those of target_backward.cuh: all three
 // gradients at once, K and V read once, dK and dV written once, dQ in parts by chunks of keys.
 //
-// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_whole_first) and a
+// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk) and a
 // key/value head, all of whose rows, the N queries of a group's heads, stay in shared memory.
 // Tiles of 64 keys go to two warpgroups in turn, so that one's exponentials run beside the other's
 // products; a third sums dQ, in the order of the keys:
@@ -49,6 +49,7 @@
 #include "cuda/kernels/attention/store_tile.cuh"
 #include "cuda/kernels/attention/target_backward.cuh"
 #include "cuda/kernels/attention/target_forward_wgmma.cuh"
+#include "cuda/kernels/attention/target_items.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
@@ -138,19 +139,6 @@ __device__ __forceinline__ void prefetch_target_rows(const TargetAttentionBackwa
   }
 }
 
-// Gradients of the rows outside all sequences in a window of keys, if the index is that of one. One warp.
-template <typename Element>
-__device__ __forceinline__ void zero_outside(const TargetAttentionBackwardParams& params,
-                                             int64_t index, int kv_head) {
-  visit_outside(params, index, [&](int64_t first, int rows) {
-    const int64_t row = first * params.kv_heads + kv_head;
-    store_zeros<32>(static_cast<Element*>(params.grad_k) + row * params.dim_qk,
-                    int64_t{params.kv_heads} * params.dim_qk, rows, params.dim_qk);
-    store_zeros<32>(static_cast<Element*>(params.grad_v) + row * params.dim_v,
-                    int64_t{params.kv_heads} * params.dim_v, rows, params.dim_v);
-  });
-}
-
 // All lanes of a warp find the items, the first one publishes them and copies their keys and values.
 template <typename Config>
 __device__ __forceinline__ void produce_target_keys(const TargetBackwardWgmmaParams& params,
@@ -169,11 +157,18 @@ __device__ __forceinline__ void produce_target_keys(const TargetBackwardWgmmaPar
 #pragma unroll 1
   for (TargetItems items(target.next_item); items.index < params.items; items.advance()) {
     const int64_t index = items.index;
-    const TargetBackwardItem item = {find_whole_first(target, index / target.kv_heads),
+    const TargetBackwardItem item = {find_chunk(target, index / target.kv_heads),
                                      static_cast<int>(index % target.kv_heads)};
     const TargetChunk& chunk = item.chunk;
-    zero_outside<Element>(target, index / target.kv_heads, item.kv_head);
     if (!chunk.exists) continue;
+    if (chunk.seq < 0) {
+      const int64_t row = chunk.first_key * target.kv_heads + item.kv_head;
+      store_zeros<32>(static_cast<Element*>(target.grad_k) + row * target.dim_qk,
+                      int64_t{target.kv_heads} * target.dim_qk, chunk.keys, target.dim_qk);
+      store_zeros<32>(static_cast<Element*>(target.grad_v) + row * target.dim_v,
+                      int64_t{target.kv_heads} * target.dim_v, chunk.keys, target.dim_v);
+      continue;
+    }
     if (chunk.keys > 0) prefetch_target_rows(target, item, lane);
     if (lane == 0) {
       publish(item);
@@ -547,9 +542,7 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& gi
   params.target = given;
   params.target.chunk_log2 = kTargetWgmmaChunkLog2;  // as forward
   const TargetAttentionBackwardParams& target = params.target;
-  const int64_t items = target_grid(target, 1, /*whole_first=*/true).x;
-  params.items = items;
-  int device = 0, num_sms = 0;
+  params.items = target_grid(target, 1).x;
   const auto encode = [&](CUtensorMap& map, const HeadsView& view, int dims, int box_rows) {
     return encode_tensor_map(map,
                              {view.data, target.type, target.offsets.total, target.kv_heads, dims,
@@ -563,16 +556,12 @@ cudaError_t launch_target_backward_wgmma(const TargetAttentionBackwardParams& gi
        {encode(params.k, target.k, target.dim_qk, Config::kKeys),
         encode(params.v, target.v, target.dim_v, Config::kKeys),
         encode(params.grad_k, contiguous(target.grad_k, target.dim_qk), target.dim_qk, kStoredRows),
-        encode(params.grad_v, contiguous(target.grad_v, target.dim_v), target.dim_v, kStoredRows),
-        cudaGetDevice(&device),
-        cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device)}) {
+        encode(params.grad_v, contiguous(target.grad_v, target.dim_v), target.dim_v,
+               kStoredRows)}) {
     if (error != cudaSuccess) return error;
   }
-  if (const cudaError_t cleared = clear_target_items(target, stream); cleared != cudaSuccess)
-    return cleared;
-  const cudaError_t launched = launch_dependent<target_backward_wgmma<Config>>(
-      params, {items < num_sms ? items : num_sms}, Config::kThreads,
-      sizeof(TargetBackwardWgmmaStorage<Config>), stream, Config::kName);
+  const cudaError_t launched = launch_target_items<target_backward_wgmma<Config>>(
+      params, Config::kThreads, sizeof(TargetBackwardWgmmaStorage<Config>), stream, Config::kName);
   if (launched != cudaSuccess) return launched;
   return launch_merge<merge_backward<typename Config::Element>>(target, stream);
 }

@@ -2,7 +2,7 @@
 // 16-bit elements, head dims up to 128. The mathematics, the chunks of keys and their parts are those
 // of target_forward.cuh; only the tiles are larger.
 //
-// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_whole_first), a
+// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk), a
 // key/value head, and a tile of kTileM of its rows. Two warpgroups compute 64 rows each; one warp of
 // a third finds the items and copies:
 //
@@ -34,6 +34,7 @@
 #include "cuda/kernels/attention/epilogue.cuh"
 #include "cuda/kernels/attention/scores.cuh"
 #include "cuda/kernels/attention/target_forward.cuh"
+#include "cuda/kernels/attention/target_items.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
 
@@ -64,43 +65,6 @@ struct TargetForwardWgmmaParams {
   int64_t items;
   int row_tiles;  // of a key/value head
 };
-
-// Items of a persistent kernel: the first of each CTA is its own, the others are whose turn it is when most of
-// the one before is copied. One warp.
-class TargetItems {
- public:
-  __device__ __forceinline__ explicit TargetItems(unsigned long long* next_item)
-      : index(blockIdx.x), next_item_(next_item) {}
-
-  __device__ __forceinline__ void advance() {
-    unsigned long long taken = 0;
-    if (threadIdx.x % 32 == 0) {
-      ptx::griddepcontrol_wait();  // until the counter is cleared
-      taken = atomicAdd(next_item_, 1ull);
-    }
-    index = gridDim.x + static_cast<int64_t>(__shfl_sync(0xffffffffu, taken, 0));
-  }
-
-  int64_t index;
-
- private:
-  unsigned long long* next_item_;
-};
-
-struct ClearItemsParams {
-  unsigned long long* next_item;
-};
-
-// Before a persistent kernel, which starts beside it. One thread.
-template <typename>
-__global__ void clear_items(const __grid_constant__ ClearItemsParams params) {
-  ptx::griddepcontrol_launch_dependents();
-  *params.next_item = 0;
-}
-
-inline cudaError_t clear_target_items(const TargetAttentionParams& params, cudaStream_t stream) {
-  return launch<clear_items<void>>(ClearItemsParams{params.next_item}, {1}, 1, 0, stream, nullptr);
-}
 
 struct TargetItem {
   TargetChunk chunk;  // does not exist: there are no more
@@ -137,9 +101,9 @@ __device__ __forceinline__ void produce_target(const TargetForwardWgmmaParams& p
   for (TargetItems items(params.target.next_item); items.index < params.items; items.advance()) {
     const int64_t index = items.index;
     const int tile = static_cast<int>(index % tiles);
-    const TargetItem item = {find_whole_first(params.target, index / tiles),
-                             tile / params.row_tiles, tile % params.row_tiles * Config::kTileM};
-    if (!item.chunk.exists) continue;
+    const TargetItem item = {find_chunk(params.target, index / tiles), tile / params.row_tiles,
+                             tile % params.row_tiles * Config::kTileM};
+    if (item.chunk.seq < 0 || !item.chunk.exists) continue;
     if (lane == 0) {
       publish(item);
       const auto copy = [&](const CUtensorMap& map, int key) {
@@ -355,10 +319,6 @@ inline bool takes_target_wgmma(const TargetAttentionParams& params,
 // cudaErrorNotSupported where k or v has no tensor map.
 template <typename Element>
 cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cudaStream_t stream) {
-  int device = 0, num_sms = 0;
-  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  cudaError_t error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
   return for_dim<128>(target, [&](auto dim) {
     if constexpr (dim.value < 64) {
       return cudaErrorNotSupported;
@@ -380,14 +340,10 @@ cudaError_t launch_target_forward_wgmma(const TargetAttentionParams& target, cud
            {encode(params.k, target.k, target.dim_qk), encode(params.v, target.v, target.dim_v)}) {
         if (found != cudaSuccess) return found;
       }
-      const int64_t items = target_grid(params.target, params.row_tiles, /*whole_first=*/true).x;
-      params.items = items;
-      if (const cudaError_t cleared = clear_target_items(params.target, stream);
-          cleared != cudaSuccess)
-        return cleared;
-      const cudaError_t launched = launch_dependent<target_forward_wgmma<Config>>(
-          params, {items < num_sms ? items : num_sms}, Config::kThreads,
-          sizeof(TargetForwardWgmmaStorage<Config>), stream, Config::kName);
+      params.items = target_grid(params.target, params.row_tiles).x;
+      const cudaError_t launched = launch_target_items<target_forward_wgmma<Config>>(
+          params, Config::kThreads, sizeof(TargetForwardWgmmaStorage<Config>), stream,
+          Config::kName);
       if (launched != cudaSuccess) return launched;
       return launch_merge<merge_forward<Element>>(params.target, stream);
     }

@@ -11,7 +11,7 @@ namespace jagged_cuda::attention {
 
 // `keys` keys from global row `first_key` on, a chunk of sequence `seq`.
 struct TargetChunk {
-  int64_t seq;
+  int64_t seq;  // -1 outside all sequences
   int64_t first_key;
   int keys;
   bool exists;   // the first chunk of an empty sequence exists too: somebody must write its results
@@ -26,13 +26,7 @@ __device__ __forceinline__ int64_t first_slot(const TargetAttentionParams& param
                                : (2 * begin) >> params.slot_log2;
 }
 
-// Windows of as many rows as a chunk has keys at most: in each begins no more than one chunk of so many.
-__host__ __device__ __forceinline__ int64_t target_windows(const TargetAttentionParams& params) {
-  return (params.offsets.total + (int64_t{1} << params.chunk_log2) - 1) >> params.chunk_log2;
-}
-
-// Chunks by index, sequence by sequence: a chunk is a tile (prim/jagged.cuh). All lanes of a warp call it
-// together.
+// The chunk with this index: chunks are tiles (prim/jagged.cuh). All lanes of a warp call it together.
 __device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& params,
                                                   int64_t index) {
   const JaggedTile tile = find_any_tile(params.offsets, index, params.chunk_log2);
@@ -45,50 +39,6 @@ __device__ __forceinline__ TargetChunk find_chunk(const TargetAttentionParams& p
   chunk.whole = tile.rows.len <= most;
   chunk.slot = first_slot(params, tile.seq, tile.rows.begin) + (tile.row >> params.chunk_log2);
   return chunk;
-}
-
-// The same in another order: of the windows first, whole chunks of 2^chunk_log2 keys, then the rest of each
-// sequence, so that what comes last is short. No rows outside.
-__device__ __forceinline__ TargetChunk find_whole_first(const TargetAttentionParams& params,
-                                                        int64_t index) {
-  const int64_t windows = target_windows(params), most = int64_t{1} << params.chunk_log2;
-  TargetChunk chunk;
-  RowRange rows;
-  int64_t row;  // of the sequence
-  if (index < windows) {
-    // A whole chunk that begins in the window holds its last row.
-    const int64_t window = index << params.chunk_log2;
-    const JaggedTile owner =
-        find_owner(params.offsets, min(window + most, params.offsets.total) - 1);
-    chunk.seq = owner.seq;
-    rows = owner.rows;
-    row = window > rows.begin ? (window - rows.begin + most - 1) & -most : 0;
-    chunk.keys = static_cast<int>(most);
-    chunk.exists = owner.seq >= 0 && row + most <= rows.len;
-  } else {
-    chunk.seq = index - windows;
-    rows = sequence_rows(params.offsets, chunk.seq);
-    chunk.keys = static_cast<int>(rows.len & (most - 1));
-    row = rows.len - chunk.keys;
-    chunk.exists = chunk.keys > 0 || rows.len == 0;
-  }
-  chunk.first_key = rows.begin + row;
-  chunk.whole = rows.len <= most;
-  chunk.slot = first_slot(params, chunk.seq, rows.begin) + (row >> params.chunk_log2);
-  return chunk;
-}
-
-// Calls visit(first, rows) for the rows outside all sequences in the window with this index, if it is one.
-template <typename Visit>
-__device__ __forceinline__ void visit_outside(const TargetAttentionParams& params, int64_t index,
-                                              Visit visit) {
-  if (index >= target_windows(params)) return;
-  const int64_t begin = index << params.chunk_log2,
-                end = min(begin + (int64_t{1} << params.chunk_log2), params.offsets.total),
-                first = clamped_offset(params.offsets, 0),
-                last = clamped_offset(params.offsets, params.offsets.num_seqs);
-  if (begin < first) visit(begin, static_cast<int>(min(end, first) - begin));
-  if (end > last) visit(max(begin, last), static_cast<int>(end - max(begin, last)));
 }
 
 // Which query and head a row of a key/value head is, and where it lies in contiguous [B, N, H]
@@ -185,12 +135,10 @@ cudaError_t for_dim_and_rows(const Params& params, Launch launch) {
   });
 }
 
-// Chunks, times key/value heads, times row tiles of each; where whole_first by the index of find_whole_first.
-inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles,
-                        bool whole_first = false) {
-  const int64_t chunks = whole_first ? target_windows(params) + params.offsets.num_seqs
-                                     : num_tiles(params.offsets.total, params.offsets.num_seqs,
-                                                 1 << params.chunk_log2);
+// Chunks, times key/value heads, times row tiles of each.
+inline Grid target_grid(const TargetAttentionParams& params, int64_t row_tiles) {
+  const int64_t chunks =
+      num_tiles(params.offsets.total, params.offsets.num_seqs, 1 << params.chunk_log2);
   const int64_t tiles = row_tiles * params.kv_heads;
   return {tiles > Grid::kMaxX / chunks ? Grid::kMaxX + 1 : chunks * tiles};
 }

@@ -10,23 +10,21 @@ namespace jagged_cuda {
 
 #ifdef __CUDACC__
 
-struct NarrowSegment {
-  uint32_t index, begin, end;
-};
-
-// find_segment() of prim/jagged.cuh. The first step looks at 32 segments that follow each other, where the
-// one sought would lie if all were alike, behind `share` of them: as a rule it is among them.
-template <typename Before>
-__device__ __forceinline__ NarrowSegment find_segment_narrow(const OffsetsView& offsets,
-                                                             float share, Before before) {
+// The tile with index `tile`, out of num_tiles(), of 2^rows_log2 rows; all 32 lanes of a warp together.
+// The first step looks at 32 segments that follow each other, where the tile's would lie if all were
+// alike: as a rule it is among them.
+__device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile,
+                                                       int rows_log2) {
   const uint32_t lane = threadIdx.x % 32, total = static_cast<uint32_t>(offsets.total),
                  segments = static_cast<uint32_t>(offsets.num_seqs) + 2;
   // The first row of segment `index`, which lies within (0, segments).
   const auto bound_of = [&](uint32_t index) -> uint32_t {
     return static_cast<uint32_t>(clamped_offset(offsets, index - 1));
   };
-  // before(low) and not before(high); begin and end are their bounds.
+  // The first tile of `low` is not behind `tile`, that of `high` is; begin and end are their bounds.
   uint32_t low = 0, high = segments, begin = 0, end = total;
+  const float share =
+      __fdividef(static_cast<float>(tile), static_cast<float>((total >> rows_log2) + segments));
   const uint32_t likely =
       min(static_cast<uint32_t>(share * static_cast<float>(segments)), segments);
   uint32_t base = likely <= 16 ? 0 : likely - 16, step = 1;
@@ -36,7 +34,8 @@ __device__ __forceinline__ NarrowSegment find_segment_narrow(const OffsetsView& 
     const bool exists = probe < high;
     const uint32_t bound = exists ? bound_of(probe) : total;
     // The lanes before the first that has not passed: with wrong offsets others may follow.
-    const unsigned stopped = ~__ballot_sync(0xffffffffu, exists && before(bound, probe));
+    const unsigned stopped =
+        ~__ballot_sync(0xffffffffu, exists && (bound >> rows_log2) + probe <= tile);
     const int passed = stopped == 0 ? 32 : __ffs(static_cast<int>(stopped)) - 1;
     const uint32_t first = __shfl_sync(0xffffffffu, bound, passed - 1),
                    last = __shfl_sync(0xffffffffu, bound, passed);
@@ -52,31 +51,11 @@ __device__ __forceinline__ NarrowSegment find_segment_narrow(const OffsetsView& 
     base = low;
     step = (high - low + 32) / 33;
   } while (high - low > 1);
-  return {low, begin, end};
-}
-
-__device__ __forceinline__ JaggedTile tile_of(const OffsetsView& offsets,
-                                              const NarrowSegment& segment, uint32_t row) {
-  const uint32_t segments = static_cast<uint32_t>(offsets.num_seqs) + 2;
-  const bool inside = segment.index >= 1 && segment.index + 1 < segments;
-  const uint32_t len = segment.end > segment.begin ? segment.end - segment.begin : 0;
-  return {inside ? static_cast<int64_t>(segment.index) - 1 : -1,
-          {static_cast<int64_t>(segment.begin), static_cast<int64_t>(len)},
-          static_cast<int64_t>(row)};
-}
-
-// The tile with index `tile`, out of num_tiles(), of 2^rows_log2 rows; all 32 lanes of a warp together.
-__device__ __forceinline__ JaggedTile find_tile_narrow(const OffsetsView& offsets, uint32_t tile,
-                                                       int rows_log2) {
-  const uint32_t total = static_cast<uint32_t>(offsets.total),
-                 segments = static_cast<uint32_t>(offsets.num_seqs) + 2;
-  const float share =
-      __fdividef(static_cast<float>(tile), static_cast<float>((total >> rows_log2) + segments));
-  const NarrowSegment segment = find_segment_narrow(
-      offsets, share,
-      [&](uint32_t bound, uint32_t index) { return (bound >> rows_log2) + index <= tile; });
-  return tile_of(offsets, segment,
-                 (tile - ((segment.begin >> rows_log2) + segment.index)) << rows_log2);
+  const bool inside = low >= 1 && low + 1 < segments;
+  const uint32_t len = end > begin ? end - begin : 0;
+  return {inside ? static_cast<int64_t>(low) - 1 : -1,
+          {static_cast<int64_t>(begin), static_cast<int64_t>(len)},
+          static_cast<int64_t>((tile - ((begin >> rows_log2) + low)) << rows_log2)};
 }
 
 template <int kTile>
@@ -104,19 +83,6 @@ __device__ __forceinline__ JaggedTile find_any_tile(const OffsetsView& offsets, 
       offsets, [&](int64_t bound, int64_t index) { return (bound >> rows_log2) + index <= tile; });
   return tile_of(offsets, segment,
                  (tile - ((segment.begin >> rows_log2) + segment.index)) << rows_log2);
-}
-
-// The sequence that holds `row`, as a tile without a row of its own. Of any tensor.
-__device__ __forceinline__ JaggedTile find_owner(const OffsetsView& offsets, int64_t row) {
-  constexpr int64_t kMost = int64_t{1} << 30;
-  const auto before = [&](auto bound, auto /*index*/) {
-    return bound <= static_cast<decltype(bound)>(row);
-  };
-  if (offsets.total < kMost && offsets.num_seqs < kMost) {
-    const float share = __fdividef(static_cast<float>(row), static_cast<float>(offsets.total));
-    return tile_of(offsets, find_segment_narrow(offsets, share, before), 0);
-  }
-  return tile_of(offsets, find_segment(offsets, before), 0);
 }
 
 // The sequence that holds a row, for warps that take rows first and ask for their sequences then.
