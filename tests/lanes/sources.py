@@ -58,6 +58,7 @@ BODIES = {
     "bar_arrive": "lanes::bar(id, threads, true, false);",
     # prim/global_word.cuh, prim/shared_scalar.cuh, prim/tanh.cuh
     "ld_global_nc_4": "if (index < end) value = *(const uint32_t*)global;",
+    "ld_global_nc_4_hinted": "if (index < end) value = *(const uint32_t*)global;",
     "ld_global_nc_2": "if (index < end) value = *(const uint16_t*)global;",
     "ld_4": "if (index < end) value = *(const uint32_t*)data;",
     "ld_2": "if (index < end) value = *(const uint16_t*)data;",

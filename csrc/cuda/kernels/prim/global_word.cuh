@@ -15,6 +15,15 @@ __device__ __forceinline__ void ld_global_nc_4(uint32_t& value, const void* glob
                : "+r"(value)
                : "l"(global), "r"(index), "r"(end));
 }
+// ld_global_nc_4 with a policy of L2 (l2_policy).
+__device__ __forceinline__ void ld_global_nc_4_hinted(uint32_t& value, const void* global,
+                                                      int index, int end, uint64_t policy) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n"
+      "@p ld.global.nc.L2::cache_hint.b32 %0, [%1], %4;\n}\n"
+      : "+r"(value)
+      : "l"(global), "r"(index), "r"(end), "l"(policy));
+}
 __device__ __forceinline__ void ld_global_nc_2(uint32_t& value, const void* global, int index,
                                                int end) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p ld.global.nc.u16 %0, [%1];\n}\n"

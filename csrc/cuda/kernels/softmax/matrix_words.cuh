@@ -171,14 +171,15 @@ struct OwnWords {
     }
   }
 
-  // From the matrix's first word on.
+  // From the matrix's first word on, which are read this once.
   __device__ __forceinline__ void load(const Element* gWords, uint32_t neutral,
                                        uint32_t (&rX)[kItems]) const {
     const char* bytes = reinterpret_cast<const char*>(gWords);
+    const uint64_t policy = ptx::l2_policy(/*is_read_once=*/true);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) rX[i] = neutral;
     for_each([&](int i) {
-      ptx::ld_global_nc_4(rX[i], bytes + (first_bytes + i * step_bytes), i, count);
+      ptx::ld_global_nc_4_hinted(rX[i], bytes + (first_bytes + i * step_bytes), i, count, policy);
     });
   }
 
