@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,15 +49,38 @@ def registered(sample: Sample) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def reference(spec: Spec, t: Tensors) -> Tensors:
-    each, first = padded_len(spec), t["x"].shape[0]
+def joined(spec: Spec, t: Tensors, other: Tensors, from_other: tuple[int, ...]) -> Tensors:
+    """The rows of x and y; those of some parts, by their number, from others of the same values."""
+    each, height = padded_len(spec), t["x"].shape[0]
+    seqs = len(spec.layout.lengths)
     rows: list[int] = []
     for seq, own in enumerate(rows_of_sequences(spec.layout)):
-        dense = range(first + seq * each, first + (seq + 1) * each)
-        for name in spec.choices["parts"]:
-            rows += own if name == "x" else dense
-    y = dense_rows(t["y"], spec, torch.tensor(spec.layout.lengths, device=t["y"].device))
-    return {"out": taken(torch.cat([t["x"], y.flatten(0, 1)]), rows, layout_of(spec))}
+        for number, name in enumerate(spec.choices["parts"]):
+            before = height + seqs * each if number in from_other else 0
+            dense = range(height + seq * each, height + (seq + 1) * each)
+            rows += [before + row for row in (own if name == "x" else dense)]
+    lengths = torch.tensor(spec.layout.lengths, device=t["y"].device)
+    both = [
+        (given["x"], dense_rows(given["y"], spec, lengths).flatten(0, 1)) for given in (t, other)
+    ]
+    return {
+        "out": taken(torch.cat([part for given in both for part in given]), rows, layout_of(spec))
+    }
+
+
+def reference(spec: Spec, t: Tensors) -> Tensors:
+    return joined(spec, t, t, ())
+
+
+def added_first(numbers: tuple[int, ...]) -> Callable[[Spec, Tensors, torch.dtype], Tensors]:
+    """The gradients of these parts are added first, and stored before others are added to them, as
+    autograd does it with a tensor that is given more than once."""
+
+    def way(spec: Spec, t: Tensors, storage: torch.dtype) -> Tensors:
+        stored = {name: x.to(storage).to(x.dtype) for name, x in t.items()}
+        return joined(spec, t, stored, numbers)
+
+    return way
 
 
 CASE = Case(
@@ -72,6 +96,7 @@ CASE = Case(
     function=function,
     registered=registered,
     reference=reference,
+    rounded=tuple(map(added_first, ((), (1, 2), (1, 4), (2, 4)))),
     profiles=ROW_PROFILES,
     autocast="unchanged",
     huge={"trailing": (512,), "padded_len": 1, "parts": "yx"},
