@@ -99,7 +99,8 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
 }
 
 // Whether most rows are likely those of long sequences, which have a kernel of their own: then those of
-// this one, which are neither tiny nor long, are looked for by sequence.
+// this one, which are neither tiny nor long, are looked for by sequence. (Of long_rows() each none is, and a
+// CTA could have the last tile of each of its sequences, which a causal mask leaves most to do.)
 inline bool looks_by_sequence(const AttentionParams& params) {
   return params.long_plan != nullptr && params.split_by_length && !params.longer_in_slabs &&
          params.q_offsets.data == params.kv_offsets.data &&

@@ -23,8 +23,8 @@
 // P and dS may be overwritten; the second comes when P and dS are there.
 //
 // A sequence of one chunk gets its dQ at once. Of longer ones each chunk writes its part in f32 to
-// the workspace, and merge_backward (target_merge.cuh) adds them up in order: no atomics, the same bits at every
-// run.
+// the workspace, and merge_backward (target_merge.cuh) adds them up in order: no atomics, the same bits
+// at every run.
 //
 // An empty sequence has one chunk without keys: dQ 0. Rows and keys past the end are zeros in
 // shared memory, P and dS of keys past the end are 0, and lse and delta of rows past the end, so

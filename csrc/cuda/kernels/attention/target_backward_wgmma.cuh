@@ -2,8 +2,9 @@
 // 16-bit elements, head dims up to 128. The mathematics are those of target_backward.cuh: all three
 // gradients at once, K and V read once, dK and dV written once, dQ in parts by chunks of keys.
 //
-// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk) and a
-// key/value head, all of whose rows, the N queries of a group's heads, stay in shared memory.
+// Grid: one CTA per SM, which takes one item after another (target_items.cuh): a chunk of
+// 2^kTargetWgmmaChunkLog2 keys (find_chunk) and a key/value head, all of whose rows, the N queries of a
+// group's heads, stay in shared memory.
 // Tiles of 64 keys go to two warpgroups in turn, so that one's exponentials run beside the other's
 // products; a third sums dQ, in the order of the keys:
 //

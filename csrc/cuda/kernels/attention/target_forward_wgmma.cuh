@@ -2,9 +2,9 @@
 // 16-bit elements, head dims up to 128. The mathematics, the chunks of keys and their parts are those
 // of target_forward.cuh; only the tiles are larger.
 //
-// Grid: one CTA per SM, which takes one item after another: a chunk of 2^kTargetWgmmaChunkLog2 keys (find_chunk), a
-// key/value head, and a tile of kTileM of its rows. Two warpgroups compute 64 rows each; one warp of
-// a third finds the items and copies:
+// Grid: one CTA per SM, which takes one item after another (target_items.cuh): a chunk of
+// 2^kTargetWgmmaChunkLog2 keys (find_chunk), a key/value head, and a tile of kTileM of its rows. Two
+// warpgroups compute 64 rows each; one warp of a third finds the items and copies:
 //
 //     producer (one warp)                 each computing warpgroup
 //     for each item:                      for each item:

@@ -35,6 +35,7 @@ struct ClearItemsParams {
   unsigned long long* next_item;
 };
 
+// One thread. (A template, since files that include this are linked together.)
 template <typename>
 __global__ void clear_items(const __grid_constant__ ClearItemsParams params) {
   ptx::griddepcontrol_launch_dependents();
