@@ -175,6 +175,32 @@ def test_long_among_shorter_sequences_backward(
             assert last_kernel("cuda") == long_backward(max(dims), in_order=bool(is_ordered))
 
 
+# Where all queries see all keys, and there are rows enough, sequences of 512 rows and more are long, too.
+UNMASKED_LONG = Layout((*(511, 512, 513, 0, 640, 1, 1023, 300, 767, 64) * 4, 129), base=5, tail=70)
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["", "in_order"])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (72, 96)])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_half_as_long_unmasked_backward(
+    dtype: torch.dtype, dims: tuple[int, int], in_order: bool
+) -> None:
+    case = CASES["jagged_flash_attention"]
+    heads = (4, 4)
+    assert UNMASKED_LONG.total * heads[1] >= 2**16
+    for options in ({}, {"causal": True}):
+        spec = spec_of(UNMASKED_LONG, dims=dims, heads=heads, max_len=True, **options)
+        torch.use_deterministic_algorithms(in_order)
+        try:
+            judge(case, spec, dtype, CUDA)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        if HOPPER:
+            takes = not in_order and not options
+            long = long_backward(max(dims), in_order=False)
+            assert (last_kernel("cuda") == long) == takes
+
+
 # Beside so many others sequences of 1,024 rows and more have launches of their own, at D up to 32.
 LONG_HIDDEN = Layout(
     (*(40, 0, 128, 70, 65, 1, 100) * 2, 1023, 1024, 1100, 300, 1025), base=5, tail=70

@@ -125,19 +125,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   params.grad_q = view_heads(padded.result(grad_q));
   params.grad_k = view_heads(padded.result(grad_k));
   params.grad_v = view_heads(padded.result(grad_v));
+  params.long_in_order = deterministic || adds_in_order(params);
   Tensor long_plan, long_statistics, long_grad_q, tickets;
   if (is_wide(params)) {
     if (takes_long_backward(params)) long_plan = allocate_long_plan(op, params, q, /*plans=*/2);
   } else if (takes_long_backward(params)) {
     long_plan = allocate_long_plan(op, params, q);
-    const bool is_narrow = is_narrow_backward(params);
-    long_statistics =
-        allocate(op, q, {long_statistics_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
-    long_grad_q =
-        allocate(op, q, {long_grad_q_floats(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Float);
-    params.long_in_order = deterministic || adds_in_order(params);
+    long_statistics = allocate(op, q, {long_statistics_floats(params)}, ScalarType::Float);
+    long_grad_q = allocate(op, q, {long_grad_q_floats(params)}, ScalarType::Float);
     if (deterministic || first_tile_may_store(params)) {
-      tickets = allocate(op, q, {num_long_tickets(sizes.Tq, sizes.H, is_narrow)}, ScalarType::Int);
+      tickets = allocate(op, q, {num_long_tickets(params)}, ScalarType::Int);
       params.long_tickets = tickets.mutable_data_ptr<int>();
     }
     params.long_statistics = long_statistics.mutable_data_ptr<float>();

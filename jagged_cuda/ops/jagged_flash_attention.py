@@ -96,7 +96,7 @@ def jagged_flash_attention(
         is 0, and 0 times NaN is NaN. It never reaches another sequence.
         Deterministic, but for the gradient of q in 16 bits on Hopper (compute capability 9.0):
         without key_ranges, kv_lengths and biases, where max(D, Dv) is 33 to 128, sequences of 1,024
-        queries and more may add to it in no fixed order, in float32. Under
+        queries and more (512 without a mask) may add to it in no fixed order, in float32. Under
         ``torch.use_deterministic_algorithms(True)`` they add in order, which costs some time. No
         double backward. q, k and v are read in place if their last dimension is contiguous (slices
         of a fused projection included), fastest if rows are 16-byte aligned and D, Dv are multiples

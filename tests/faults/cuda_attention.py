@@ -160,6 +160,14 @@ FAULTS = (
         "tests/test_cuda_long.py -k test_first_tiles_of_keys_store",
     ),
     Fault(
+        "sums at another sequence's place",
+        "cuda",
+        "cuda/kernels/attention/long_backward_producer.cuh",
+        "first_unit(attention, sequence.begin, sequence.seq)",
+        "first_unit(attention, sequence.begin, 0)",
+        "tests/test_cuda_long.py -k test_first_tiles_of_keys_store",
+    ),
+    Fault(
         "dK written where dQ is still read",
         "cuda",
         "cuda/kernels/attention/long_backward_consumer.cuh",

@@ -279,12 +279,13 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
               longer.q_offsets.total < longer.q_offsets.num_seqs * kShortRows)
             longer.longer_in_slabs = true;
         }
-        error = attention::launch_backward_wgmma<Element>(longer, stream);
-        if (error != cudaSuccess || longer.long_plan == nullptr) return error;
-        error = attention::launch_backward_long<Element>(longer, stream);
-        if (error != cudaErrorNotSupported) return error;
-        longer.long_plan = nullptr;
-        return attention::launch_backward_wgmma<Element>(longer, stream);
+        if (longer.long_plan != nullptr) {
+          error = attention::launch_backward_long<Element>(longer, stream);
+          if (error != cudaErrorNotSupported) return error;
+          longer.long_plan = nullptr;
+        }
+        return attention::launch_backward_wgmma<Element>(longer, attention::BackwardPart::kAll,
+                                                         stream);
       };
       const bool wide_rows = has_wide_rows(params), grouped = params.heads != params.kv_heads;
       // Few rows are of tiny sequences where these are wide and sequences long on average.

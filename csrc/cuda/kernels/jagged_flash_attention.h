@@ -155,6 +155,8 @@ struct AttentionBackwardParams : AttentionParams {
   // [num_long_tickets]; null: all tiles of keys add to sums that a kernel before them clears.
   int* long_tickets;
   bool long_in_order;  // tiles add in order; else the first stores, and the others add to that
+  // The kernel for dk and dv of other sequences is behind those for long ones: delta is there.
+  bool dkdv_is_last;
 };
 
 // What each tile of 64 queries sees (attention/visible.cuh).
@@ -176,51 +178,65 @@ inline int64_t table_ctas(const AttentionParams& params) {
   return wanted < tiles ? wanted : tiles;
 }
 
-// The backward kernel for long sequences takes those of more queries than this: shorter ones end
-// before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it.
-constexpr int kLongBackwardRows = 1023;
-constexpr int long_rows(const AttentionBackwardParams& params) {
-  return is_wide(params) ? 0 : kLongBackwardRows;
-}
-
-// Workspace rows for the queries of long sequences, in whole units: of a sequence that begins at row
-// `begin` from long_unit(begin, unit) on. Sequences have at least kMinRows rows, so that each gets
-// as many units as it needs without a search.
-template <int kMinRows, int kUnit>
-constexpr int64_t long_unit(int64_t begin) {
-  return begin * (kMinRows + kUnit) / (int64_t{kMinRows} * kUnit);
-}
-constexpr int kLongMinRows = kLongBackwardRows + 1;
-// Queries of a step, at head dims up to 64 and up to 128.
-constexpr int kLongNarrowStep = 128, kLongStep = 64;
-constexpr int64_t long_steps(int64_t queries, bool is_narrow) {
-  return (is_narrow ? long_unit<kLongMinRows, kLongNarrowStep>(queries)
-                    : long_unit<kLongMinRows, kLongStep>(queries)) +
-         2;
-}
-// For each step and head lse and delta,
-constexpr int64_t long_statistics_floats(int64_t queries, int64_t heads, bool is_narrow) {
-  return long_steps(queries, is_narrow) * heads * 2 * (is_narrow ? kLongNarrowStep : kLongStep);
-}
-// the sums of dq,
-constexpr int64_t long_grad_q_floats(int64_t queries, int64_t heads, bool is_narrow) {
-  return long_steps(queries, is_narrow) * heads * kLongNarrowStep * kLongStep;
-}
-// and of each half of these, how many tiles of keys are in it. (Without an order the first of a sequence
-// and kv head counts the warps that have stored the first tile's.)
-constexpr int64_t num_long_tickets(int64_t queries, int64_t heads, bool is_narrow) {
-  return long_steps(queries, is_narrow) * heads * 2;
+constexpr bool is_narrow_backward(const AttentionBackwardParams& params) {
+  return params.dim_qk <= 64 && params.dim_v <= 64;
 }
 
 // Whether the first tile of keys of each sequence is seen by all queries, so that its part of dq can be
 // stored, and the others' added to that.
-inline bool first_tile_may_store(const AttentionBackwardParams& params) {
+constexpr bool first_tile_may_store(const AttentionBackwardParams& params) {
   return params.q_offsets.data == params.kv_offsets.data &&
          params.window_left >= AttentionParams::kUnbounded;
 }
 
-inline bool is_narrow_backward(const AttentionBackwardParams& params) {
-  return params.dim_qk <= 64 && params.dim_v <= 64;
+// The backward kernel for long sequences takes those of more queries than this: shorter ones end
+// before its pipeline has filled, and the sums of dq cost a kernel before it and one behind it. Where
+// all queries see all keys half as many are enough, if there are tiles of keys for all SMs.
+constexpr int kLongBackwardRows = 1023, kLongUnmaskedRows = 511;
+constexpr int long_rows(const AttentionBackwardParams& params) {
+  if (is_wide(params)) return 0;
+  constexpr int64_t kEnoughRows = 1 << 16;  // of all kv heads
+  const bool sees_all =
+      first_tile_may_store(params) && params.window_right >= AttentionParams::kUnbounded;
+  return sees_all && !params.long_in_order &&
+                 params.kv_offsets.total * params.kv_heads >= kEnoughRows
+             ? kLongUnmaskedRows
+             : kLongBackwardRows;
+}
+
+// Workspace for the queries of long sequences, in whole units: of sequence `seq`, which begins at row
+// `begin`, from long_unit() on. A sequence needs up to one unit more than its rows fill. It has that by
+// its number; or by its rows, of which there are at least so many, where that takes less memory.
+template <int kUnit>
+constexpr int64_t long_unit(const AttentionBackwardParams& params, int64_t begin, int64_t seq) {
+  constexpr int64_t kMany = kLongBackwardRows + 1, kFewer = kLongUnmaskedRows + 1;
+  const bool fewer = long_rows(params) == kLongUnmaskedRows;
+  if (params.q_offsets.num_seqs * (fewer ? kFewer : kMany) < params.q_offsets.total)
+    return begin / kUnit + seq;
+  return fewer ? begin * (kFewer + kUnit) / (kFewer * kUnit)
+               : begin * (kMany + kUnit) / (kMany * kUnit);
+}
+// Queries of a step, at head dims up to 64 and up to 128.
+constexpr int kLongNarrowStep = 128, kLongStep = 64;
+constexpr int64_t long_steps(const AttentionBackwardParams& params) {
+  const int64_t rows = params.q_offsets.total, seqs = params.q_offsets.num_seqs;
+  return (is_narrow_backward(params) ? long_unit<kLongNarrowStep>(params, rows, seqs)
+                                     : long_unit<kLongStep>(params, rows, seqs)) +
+         2;
+}
+// For each step and head lse and delta,
+constexpr int64_t long_statistics_floats(const AttentionBackwardParams& params) {
+  return long_steps(params) * params.heads * 2 *
+         (is_narrow_backward(params) ? kLongNarrowStep : kLongStep);
+}
+// the sums of dq,
+constexpr int64_t long_grad_q_floats(const AttentionBackwardParams& params) {
+  return long_steps(params) * params.heads * kLongNarrowStep * kLongStep;
+}
+// and of each half of these, how many tiles of keys are in it. (Without an order the first of a sequence
+// and kv head counts the warps that have stored the first tile's.)
+constexpr int64_t num_long_tickets(const AttentionBackwardParams& params) {
+  return long_steps(params) * params.heads * 2;
 }
 
 // Whether tiles of keys add in order though nobody asks for it: with a causal mask and few sequences and
@@ -228,7 +244,7 @@ inline bool is_narrow_backward(const AttentionBackwardParams& params) {
 inline bool adds_in_order(const AttentionBackwardParams& params) {
   constexpr int64_t kFew = 128;
   const int64_t num_seqs = params.q_offsets.num_seqs,
-                most_long = params.q_offsets.total / kLongMinRows;
+                most_long = params.q_offsets.total / (kLongBackwardRows + 1);
   return !is_narrow_backward(params) && first_tile_may_store(params) &&
          params.window_right < AttentionParams::kUnbounded &&
          (num_seqs < most_long ? num_seqs : most_long) * params.kv_heads < kFew;

@@ -4,7 +4,7 @@
 namespace jagged_cuda::attention {
 
 template cudaError_t launch_backward_wgmma<__nv_bfloat16>(const AttentionBackwardParams&,
-                                                          cudaStream_t);
+                                                          BackwardPart, cudaStream_t);
 template cudaError_t launch_backward_mma_sync_dim<__nv_bfloat16, 32>(const AttentionBackwardParams&,
                                                                      cudaStream_t);
 template cudaError_t launch_backward_mma_sync_dim<__nv_bfloat16, 64>(const AttentionBackwardParams&,

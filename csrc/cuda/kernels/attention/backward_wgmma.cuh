@@ -228,15 +228,6 @@ __device__ __forceinline__ void backward_dq_of_queries(const AttentionBackwardPa
              params.grad_q.row_stride, rows, params.dim_qk, true, lane);
 }
 
-// Whether most rows are likely those of long sequences, which have a kernel of their own: then those of
-// the kernels here are looked for by sequence, in few CTAs. (Where they are a quarter, as in U[1, 2048],
-// the loop costs more than the CTAs that find nothing.)
-inline bool most_are_long(const AttentionBackwardParams& params) {
-  return params.long_plan != nullptr && !params.longer_in_slabs && params.q_offsets.num_seqs > 0 &&
-         params.q_offsets.data == params.kv_offsets.data &&
-         params.q_offsets.total / (kLongMinRows * 3 / 2) >= params.q_offsets.num_seqs;
-}
-
 // The tiles of a CTA in slabs, or where params.longer_in_slabs is false by sequence.
 template <int kRows>
 class LoopedTilesOfCta {
@@ -340,7 +331,7 @@ __device__ __forceinline__ void backward_dkdv_of_keys(const AttentionBackwardPar
   load_tile<kThreads>(shared.sV, row_of<Element>(params.v, global_row, kv_head),
                       params.v.row_stride, rows, params.dim_v, true);
   ptx::cp_async_commit();
-  if (kWaits) ptx::griddepcontrol_wait();  // for delta
+  if (kWaits && !params.dkdv_is_last) ptx::griddepcontrol_wait();  // for delta
   if (first_query < last_query) load_queries(head, first_query, 0);
   ptx::cp_async_commit();
 
@@ -457,16 +448,18 @@ inline Grid shorter_grid(const OffsetsView& offsets, int tile_rows, int heads) {
 }
 
 template <typename Element, int kDim, int kStep, bool kLooped>
-cudaError_t launch_backward_step(const AttentionBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_backward_step(const AttentionBackwardParams& params, BackwardPart part,
+                                 cudaStream_t stream) {
   using Dq = DqWgmmaConfig<Element, kDim, kStep>;
   using Dkdv = DkdvWgmmaConfig<Element, kDim, kStep>;
   const auto grid = [&](const OffsetsView& offsets, int tile_rows, int heads) {
     return kLooped && !params.longer_in_slabs ? shorter_grid(offsets, tile_rows, heads)
                                               : looped_grid(params, offsets, tile_rows, heads);
   };
-  const cudaError_t error =
-      launch_dq<Dq, kLooped>(params, grid(params.q_offsets, Dq::kRows, params.heads), stream);
-  if (error != cudaSuccess) return error;
+  cudaError_t error = cudaSuccess;
+  if (part != BackwardPart::kDkdv)
+    error = launch_dq<Dq, kLooped>(params, grid(params.q_offsets, Dq::kRows, params.heads), stream);
+  if (error != cudaSuccess || part == BackwardPart::kDq) return error;
   return launch_dkdv<Dkdv, kLooped>(params, grid(params.kv_offsets, Dkdv::kRows, params.kv_heads),
                                     stream);
 }
@@ -504,26 +497,28 @@ cudaError_t launch_backward_with_long(const AttentionBackwardParams& params, cud
 }
 
 template <typename Element>
-cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, BackwardPart part,
+                                  cudaStream_t stream) {
   return for_dim<128>(params, [&](auto dim) {
     constexpr int kShortStep = dim.value <= 64 ? 32 : 64;
     if (params.longer_in_slabs) {
       // Others than short ones are rare, and have most of the work if there are any.
       const bool any_longer = params.max_len == 0 || params.max_len > kShortRows;
       return any_longer && (dim.value == 32 || params.short_apart)
-                 ? launch_backward_step<Element, dim.value, 64, true>(params, stream)
-                 : launch_backward_step<Element, dim.value, kShortStep, true>(params, stream);
+                 ? launch_backward_step<Element, dim.value, 64, true>(params, part, stream)
+                 : launch_backward_step<Element, dim.value, kShortStep, true>(params, part, stream);
     }
     if constexpr (dim.value == 32) {
-      if (hides_long(params)) return launch_backward_with_long<Element>(params, stream);
+      if (part == BackwardPart::kAll && hides_long(params))
+        return launch_backward_with_long<Element>(params, stream);
     }
     if constexpr (dim.value > 32) {
       if (most_are_long(params))
-        return launch_backward_step<Element, dim.value, 64, true>(params, stream);
+        return launch_backward_step<Element, dim.value, 64, true>(params, part, stream);
     }
     if (!has_long_sequences(params))
-      return launch_backward_step<Element, dim.value, kShortStep, false>(params, stream);
-    return launch_backward_step<Element, dim.value, 64, false>(params, stream);
+      return launch_backward_step<Element, dim.value, kShortStep, false>(params, part, stream);
+    return launch_backward_step<Element, dim.value, 64, false>(params, part, stream);
   });
 }
 

@@ -40,6 +40,15 @@ inline Grid looped_grid(const AttentionParams& params, const OffsetsView& offset
   return grid;
 }
 
+// Whether most rows are likely those of long sequences, which have a kernel of their own: then those
+// of 64-row tiles are looked for by sequence, in few CTAs. (Where they are a quarter, as in U[1, 2048],
+// the loop costs more than the CTAs that find nothing.)
+inline bool most_are_long(const AttentionBackwardParams& params) {
+  return params.long_plan != nullptr && !params.longer_in_slabs && params.q_offsets.num_seqs > 0 &&
+         params.q_offsets.data == params.kv_offsets.data &&
+         params.q_offsets.total / ((kLongBackwardRows + 1) * 3 / 2) >= params.q_offsets.num_seqs;
+}
+
 // Launches a kernel that, where it is behind another one of the same operator with which it shares
 // nothing, may start while that one still runs.
 template <auto kKernel, typename Params>

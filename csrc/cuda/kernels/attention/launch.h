@@ -70,8 +70,11 @@ cudaError_t for_dim(const Params& params, Launch launch) {
 // 16-bit elements. cudaErrorNotSupported where an operand has no tensor map.
 template <typename Element>
 cudaError_t launch_forward_wgmma(const AttentionParams& params, cudaStream_t stream);
+// Of its two kernels that for dk and dv needs what that for dq leaves in params.delta.
+enum class BackwardPart { kAll, kDq, kDkdv };
 template <typename Element>
-cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, cudaStream_t stream);
+cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, BackwardPart part,
+                                  cudaStream_t stream);
 
 // The kernels of a head dim. They are compiled in files of their own (backward_128_f16.cu), so that none
 // takes so long that all others would be done before it.

@@ -2,7 +2,9 @@
 // 16-bit elements. With P = exp(scale S - lse), dP = dO V^T, delta = rowsum(dO * O) - dlse and
 // dS = P * (dP - delta):
 //     dQ = scale dS K        dK = scale dS^T Q        dV = P^T dO
-// Kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys:
+// Kernels behind the plan (long_plan.cuh), whose items are tiles of kTileN keys; of those for other
+// sequences (backward_wgmma.cuh) that for dQ comes before them, and that for dK and dV before or behind
+// (dkdv_comes_last):
 //     prepare_long     lse and delta of all queries; zeros for the tickets, or the sums of dQ
 //     long_backward    the five products; dK and dV leave it, dQ is added to sums in f32
 //     finish_long      the sums, rounded, to dQ; not where tiles of keys add in order
@@ -123,6 +125,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();
+  if (params.attention.dkdv_is_last) ptx::griddepcontrol_launch_dependents();
   __syncthreads();
   // The same in all lanes, as the compiler then sees.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -138,11 +141,22 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
   }
 }
 
+// Whether of the kernels for other sequences that for dk and dv comes last: beside the last items and
+// finish_long, where the GPU would be idle. Where by the mean of lengths most rows are of one kind it comes
+// first, since what finds next to nothing is over sooner by itself.
+inline bool dkdv_comes_last(const AttentionBackwardParams& attention) {
+  const int64_t enough = (long_rows(attention) + 1) * 3 / 4;
+  return !attention.longer_in_slabs && !most_are_long(attention) &&
+         attention.q_offsets.total >= enough * attention.q_offsets.num_seqs;
+}
+
 template <typename Config>
-cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaStream_t stream) {
+cudaError_t launch_long_backward(const AttentionBackwardParams& given, cudaStream_t stream) {
   using Storage = LongBackwardStorage<Config>;
   LongBackwardOperands params;
-  params.attention = attention;
+  params.attention = given;
+  AttentionBackwardParams& attention = params.attention;
+  attention.dkdv_is_last = dkdv_comes_last(given);
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
   int num_sms = 0;
   cudaError_t error =
@@ -155,23 +169,33 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& attention, cudaS
                                                        keys, attention.kv_heads, attention.dim_v);
   if (error == cudaSuccess) error = count_sms(num_sms);
   if (error != cudaSuccess) return error;
-  // Several CTAs per SM, but no more, since often there is nothing to do.
-  const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
-                slots = 8 * num_sms / attention.heads + 1;
-  const Grid rows{tiles < slots ? tiles : slots, attention.heads};
-  error = launch_plan<Config::kTileN, AttentionBackwardParams>(true, attention, stream);
-  if (error != cudaSuccess) return error;
-  error = launch_dependent<prepare_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
-  if (error != cudaSuccess) return error;
   const int64_t items =
       num_tiles(keys, attention.kv_offsets.num_seqs, Config::kTileN) * attention.kv_heads;
-  error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
-                                                  Config::kThreads, sizeof(Storage), stream,
-                                                  Config::kName);
-  if constexpr (!Config::kOrdered) {
-    if (error == cudaSuccess)
-      error = launch_dependent<finish_long<Config>>(attention, rows, kPrepareThreads, 0, stream);
-  }
+  const bool is_last = attention.dkdv_is_last;
+  // Several CTAs per SM, but no more, since often there is nothing to do.
+  const auto rows = [&](int ctas_of_sm) {
+    const int64_t tiles = num_longer_tiles(queries, kPreparedRows),
+                  slots = ctas_of_sm * num_sms / attention.heads + 1;
+    return Grid{tiles < slots ? tiles : slots, attention.heads};
+  };
+  const bool many_long = is_last || most_are_long(attention);
+  using Element = typename Config::Element;
+  error = launch_backward_wgmma<Element>(attention,
+                                         is_last ? BackwardPart::kDq : BackwardPart::kAll, stream);
+  if (error == cudaSuccess)
+    error = launch_plan<Config::kTileN, AttentionBackwardParams>(true, attention, stream);
+  if (error == cudaSuccess)
+    error = launch_dependent<prepare_long<Config>>(attention, rows(many_long ? 4 : 2),
+                                                   kPrepareThreads, 0, stream);
+  if (error == cudaSuccess)
+    error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
+                                                    Config::kThreads, sizeof(Storage), stream,
+                                                    Config::kName);
+  if (error == cudaSuccess && !Config::kOrdered)  // few, if others run beside them
+    error = launch_dependent<finish_long<Config>>(attention, rows(is_last ? 2 : 8), kPrepareThreads,
+                                                  0, stream);
+  if (error == cudaSuccess && is_last)
+    error = launch_backward_wgmma<Element>(attention, BackwardPart::kDkdv, stream);
   return error;
 }
 

@@ -51,6 +51,7 @@ __device__ __forceinline__ void schedule_keys(const LongBackwardOperands& params
     KeyItem item;
     item.key = (keys_fall(attention) ? tiles - 1 - tile : tile) * Config::kTileN;
     item.query_begin = sequence.begin;
+    item.first_unit = LongWorkspace<Config>::first_unit(attention, sequence.begin, sequence.seq);
     item.key_begin = static_cast<int>(kv.begin) + item.key;
     item.keys = min(Config::kTileN, num_keys - item.key);
     item.num_queries = sequence.num_queries;
@@ -109,7 +110,7 @@ __device__ __forceinline__ void copy_steps(const LongBackwardOperands& params,
             (steps_left == kStepsAhead || (steps_left < kStepsAhead && member == 0 && i == 0)))
           ptx::mbarrier_arrive(shared.wanted);
         --steps_left;
-        const int64_t step = Workspace::step(attention, item.query_begin, query, head);
+        const int64_t step = Workspace::step(attention, item.first_unit, query, head);
         shared.ring.acquire(slot);
         const int stage = slot.advance();
         shared.steps[stage] = {Workspace::grad_q(attention, step, 0), query,
@@ -187,7 +188,7 @@ struct LongSender {
           // How many tiles add to this step before this one.
           const int before = keys_fall(attention) ? tiles.last - 1 - tile : tile - tiles.first;
           const bool is_last = before == tiles.last - tiles.first - 1;
-          const int64_t step = Workspace::step(attention, item.query_begin, query, head);
+          const int64_t step = Workspace::step(attention, item.first_unit, query, head);
           float* sums = Workspace::grad_q(attention, step, warpgroup);
           int* ticket = Workspace::ticket(attention, step, warpgroup);
           shared.complete[warpgroup] = {item.query_begin + query,

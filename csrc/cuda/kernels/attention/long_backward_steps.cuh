@@ -50,6 +50,7 @@ enum class JoinsSums : int {
 
 struct KeyItem {
   int query_begin;  // in q
+  int first_unit;   // in the workspaces
   int key_begin;    // the tile, in k and v
   int key;          // the tile's first key within the sequence
   int keys;         // of the tile

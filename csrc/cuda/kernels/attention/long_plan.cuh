@@ -148,7 +148,12 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
       const int rows = kOfKeys ? keys_of(attention, sequence.seq, sequence.num_queries)
                                : sequence.num_queries << attention.packed_shift;
       tiles = (rows + kTile - 1) / kTile;
-      if (kOfKeys) atomicAdd(&all_tiles, static_cast<unsigned long long>(tiles));
+    }
+    if (kOfKeys) {
+      // Of 32 numbers below 2^31 the sum in two halves.
+      const auto low = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(tiles) & 0xffff),
+                 high = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(tiles) >> 16);
+      if (lane == 0) atomicAdd(&all_tiles, (static_cast<unsigned long long>(high) << 16) + low);
     }
     int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {

@@ -24,12 +24,16 @@ struct LongWorkspace {
   static constexpr int kSums = Config::kWarpgroups * kPart;  // and all of one step and head
   static_assert(kSums == Config::kStep * Config::kDim);
 
-  // The step, in the workspaces, that holds row `row` of a sequence that begins at row `begin`, and
+  // The first unit of a sequence that begins at row `begin`.
+  __device__ __forceinline__ static int first_unit(const AttentionBackwardParams& params,
+                                                   int64_t begin, int64_t seq) {
+    return static_cast<int>(long_unit<Config::kStep>(params, begin, seq));
+  }
+  // The step, in the workspaces, that holds row `row` of a sequence that begins at such a unit, and
   // head.
   __device__ __forceinline__ static int64_t step(const AttentionBackwardParams& params,
-                                                 int64_t begin, int row, int head) {
-    return (long_unit<kLongMinRows, Config::kStep>(begin) + row / Config::kStep) * params.heads +
-           head;
+                                                 int first_unit, int row, int head) {
+    return static_cast<int64_t>(first_unit + row / Config::kStep) * params.heads + head;
   }
 
   // lse and delta of its queries, one after the other, in the order of statistics_place().
@@ -55,7 +59,7 @@ struct LongWorkspace {
   __device__ __forceinline__ static int* item_ticket(const AttentionBackwardParams& params,
                                                      const Item& item) {
     const int head = item.kv_head * (params.heads / params.kv_heads);
-    return ticket(params, step(params, item.query_begin, 0, head), 0);
+    return ticket(params, step(params, item.first_unit, 0, head), 0);
   }
 };
 
@@ -91,12 +95,14 @@ __device__ __forceinline__ bool first_tile_stores(const AttentionBackwardParams&
 // Zeros for the sums of a tile of kPreparedRows queries.
 template <typename Config>
 __device__ __forceinline__ void clear_sums(const AttentionBackwardParams& params,
-                                           const JaggedTile& tile, int rows, int head) {
+                                           const JaggedTile& tile) {
   using Workspace = LongWorkspace<Config>;
-  const int steps = (rows + Config::kStep - 1) / Config::kStep;
+  const int rows = static_cast<int>(min(int64_t{kPreparedRows}, tile.rows.len - tile.row)),
+            steps = (rows + Config::kStep - 1) / Config::kStep, head = blockIdx.y,
+            first_unit = Workspace::first_unit(params, tile.rows.begin, tile.seq);
   for (int index = threadIdx.x; index < steps * (Workspace::kSums / 4); index += kPrepareThreads) {
     const int row = static_cast<int>(tile.row) + index / (Workspace::kSums / 4) * Config::kStep;
-    float* sums = Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, row, head),
+    float* sums = Workspace::grad_q(params, Workspace::step(params, first_unit, row, head),
                                     /*warpgroup=*/0);
     ptx::st_global_16(sums + index % (Workspace::kSums / 4) * 4, make_uint4(0, 0, 0, 0));
   }
@@ -127,11 +133,10 @@ __device__ __forceinline__ void zero_unseen_queries(const AttentionBackwardParam
 }
 
 // lse, in units of log2, and delta of a tile: a thread multiplies one chunk of O by that of dO for
-// every kRowStep-th row. All that it needs is asked for first; find_next() runs while that comes.
-template <typename Config, typename FindNext>
+// every kRowStep-th row. All that it needs is asked for first.
+template <typename Config>
 __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& params,
-                                             const JaggedTile& tile, bool clears,
-                                             FindNext find_next) {
+                                             const JaggedTile& tile) {
   using Element = typename Config::Element;
   using Workspace = LongWorkspace<Config>;
   constexpr int kChunks = Config::kDim / 8, kRowStep = kPrepareThreads / kChunks,
@@ -160,8 +165,6 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
     grad_out[i] =
         ptx::ld_global_nc_16(row_of<Element>(params.grad_out, global_row, head) + chunk * 8, valid);
   }
-  find_next();
-  if (!Config::kOrdered && clears) clear_sums<Config>(params, tile, rows, head);
   if constexpr (Config::kOrdered) zero_unseen_queries<Config>(params, tile, rows, head);
   float lane_delta = 0.0f;
 #pragma unroll
@@ -178,8 +181,9 @@ __device__ __forceinline__ void prepare_tile(const AttentionBackwardParams& para
   }
   const int step_rows = (rows + Config::kStep - 1) / Config::kStep * Config::kStep;
   if (chunk >= kRows || lane_row >= step_rows) return;
-  float* statistics = Workspace::statistics(params, Workspace::step(params, tile.rows.begin,
-                                                                    first_row + lane_row, head)) +
+  const int first_unit = Workspace::first_unit(params, tile.rows.begin, tile.seq);
+  float* statistics = Workspace::statistics(
+                          params, Workspace::step(params, first_unit, first_row + lane_row, head)) +
                       Workspace::statistics_place(lane_row % Config::kStep);
   // Rows past the end, and rows that see nothing, have lse inf.
   statistics[0] = lse == -INFINITY ? INFINITY : lse * kLog2E;
@@ -197,6 +201,7 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
   const int rows = min(kPreparedRows, num_queries - first_row), head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float scale = static_cast<float>(params.scale), scales[2] = {scale, scale};
+  const int first_unit = Workspace::first_unit(params, tile.rows.begin, tile.seq);
 #pragma unroll
   for (int unit = warp; unit < kUnits; unit += kPrepareThreads / 32) {
     const int row = unit / kChunks * 16, column = unit % kChunks;
@@ -204,8 +209,7 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
     // At 128 dims a warpgroup has half of the columns, at 64 half of the queries.
     const int chunk = column * 4 + row % Config::kStep / 16;
     const float* source =
-        Workspace::grad_q(params, Workspace::step(params, tile.rows.begin, first_row + row, head),
-                          0) +
+        Workspace::grad_q(params, Workspace::step(params, first_unit, first_row + row, head), 0) +
         chunk * Workspace::kChunk + lane * 4;
     Accumulator<1, 8> dq;
 #pragma unroll
@@ -223,28 +227,50 @@ __device__ __forceinline__ void finish_tile(const AttentionBackwardParams& param
   }
 }
 
-// Calls visit(tile, find_next) for the tiles of long sequences, of which this CTA takes every
-// gridDim.x-th; visit calls find_next(), which looks for the next one.
-template <typename Visit>
-__device__ __forceinline__ void for_long_tiles(const AttentionBackwardParams& params, Visit visit) {
-  const int64_t count = num_longer_tiles(params.q_offsets.total, kPreparedRows);
-  int64_t index = int64_t{blockIdx.x} - gridDim.x;
-  JaggedTile next = {-1, {0, 0}, 0};
-  const auto find_next = [&] {
-    index += gridDim.x;
-    if (index < count)
-      next = find_longer_tile<kPreparedRows>(params.q_offsets, kPreparedRows, index);
-  };
-  find_next();
-  while (index < count) {
-    const JaggedTile tile = next;
-    if (tile.seq >= 0 && tile.row < tile.rows.len && left_to_long(params, tile.rows.len)) {
-      visit(tile, find_next);
-    } else {
-      find_next();
+// The tiles of long sequences, of which this CTA takes every gridDim.x-th. Each lane of a warp looks for one
+// of the next 32.
+class PreparedTiles {
+ public:
+  __device__ __forceinline__ explicit PreparedTiles(const AttentionBackwardParams& params)
+      : params_(params),
+        count_(num_longer_tiles(params.q_offsets.total, kPreparedRows)),
+        first_(blockIdx.x) {}
+
+  // False if there are no more.
+  __device__ __forceinline__ bool next() {
+    constexpr unsigned kAll = 0xffffffffu;
+    while (left_ == 0) {
+      if (first_ >= count_) return false;
+      look();
     }
+    const int source = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    tile_.seq = __shfl_sync(kAll, found_.seq, source);
+    tile_.row = __shfl_sync(kAll, found_.row, source);
+    tile_.rows.begin = __shfl_sync(kAll, found_.rows.begin, source);
+    tile_.rows.len = __shfl_sync(kAll, found_.rows.len, source);
+    return true;
   }
-}
+  __device__ __forceinline__ const JaggedTile& tile() const { return tile_; }
+
+ private:
+  __device__ __forceinline__ void look() {
+    const int64_t own = first_ + int64_t{threadIdx.x % 32} * gridDim.x;
+    found_ = {-1, {0, 0}, 0};
+    if (own < count_)
+      found_ = find_longer_tile_of_lane<kPreparedRows>(params_.q_offsets, kPreparedRows, own);
+    left_ = __ballot_sync(0xffffffffu, found_.seq >= 0 && found_.row < found_.rows.len &&
+                                           left_to_long(params_, found_.rows.len));
+    first_ += int64_t{32} * gridDim.x;
+  }
+
+  const AttentionBackwardParams& params_;
+  const int64_t count_;
+  int64_t first_;      // of those to look for next
+  unsigned left_ = 0;  // lanes whose tile is still to come
+  JaggedTile found_, tile_;
+};
+
 __device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params) {
   return __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_sequences) > 0;
 }
@@ -252,32 +278,28 @@ __device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params)
 template <typename Config>
 __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     const __grid_constant__ AttentionBackwardParams params) {
-  ptx::griddepcontrol_wait();
+  for (PreparedTiles tiles(params); tiles.next();) prepare_tile<Config>(params, tiles.tile());
+  ptx::griddepcontrol_wait();  // for the plan
   if (!plans_any(params)) return;
-  const bool stores = first_tile_stores<Config>(params);
-  if (Config::kOrdered || stores) {
+  if (Config::kOrdered || first_tile_stores<Config>(params)) {
     // All tickets, whatever the offsets say: one that is not cleared could be waited for in vain.
-    const int64_t tickets =
-        num_long_tickets(params.q_offsets.total, params.heads, Config::kDim == 64);
+    const int64_t tickets = num_long_tickets(params);
     for (int64_t index =
              (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kPrepareThreads + threadIdx.x;
          index < tickets; index += int64_t{gridDim.x} * gridDim.y * kPrepareThreads)
       params.long_tickets[index] = 0;
+  } else {
+    for (PreparedTiles tiles(params); tiles.next();) clear_sums<Config>(params, tiles.tile());
   }
-  for_long_tiles(params, [&](const JaggedTile& tile, auto find_next) {
-    prepare_tile<Config>(params, tile, !stores, find_next);
-  });
 }
 
 template <typename Config>
 __global__ __launch_bounds__(kPrepareThreads) void finish_long(
     const __grid_constant__ AttentionBackwardParams params) {
+  if (params.dkdv_is_last) ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   if (!plans_any(params)) return;
-  for_long_tiles(params, [&](const JaggedTile& tile, auto find_next) {
-    finish_tile<Config>(params, tile);
-    find_next();
-  });
+  for (PreparedTiles tiles(params); tiles.next();) finish_tile<Config>(params, tiles.tile());
 }
 
 }  // namespace jagged_cuda::attention
