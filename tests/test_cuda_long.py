@@ -175,7 +175,7 @@ def test_long_among_shorter_sequences_backward(
             assert last_kernel("cuda") == long_backward(max(dims), in_order=bool(is_ordered))
 
 
-# Where all queries see all keys, and there are rows enough, sequences of 512 rows and more are long, too.
+# Where all queries see all keys, and there are rows enough, those of 512 and more are long, too.
 UNMASKED_LONG = Layout((*(511, 512, 513, 0, 640, 1, 1023, 300, 767, 64) * 4, 129), base=5, tail=70)
 
 
