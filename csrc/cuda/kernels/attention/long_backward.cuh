@@ -191,9 +191,11 @@ cudaError_t launch_long_backward(const AttentionBackwardParams& given, cudaStrea
     error = launch_dependent<long_backward<Config>>(params, Grid{items < num_sms ? items : num_sms},
                                                     Config::kThreads, sizeof(Storage), stream,
                                                     Config::kName);
-  if (error == cudaSuccess && !Config::kOrdered)  // few, if others run beside them
-    error = launch_dependent<finish_long<Config>>(attention, rows(is_last ? 2 : 8), kPrepareThreads,
-                                                  0, stream);
+  if constexpr (!Config::kOrdered) {
+    if (error == cudaSuccess)  // few CTAs, if others run beside them
+      error = launch_dependent<finish_long<Config>>(attention, rows(is_last ? 2 : 8),
+                                                    kPrepareThreads, 0, stream);
+  }
   if (error == cudaSuccess && is_last)
     error = launch_backward_wgmma<Element>(attention, BackwardPart::kDkdv, stream);
   return error;
