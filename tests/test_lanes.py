@@ -22,18 +22,21 @@ STRIPS = "cuda/kernels/softmax/strips.cuh"
 TARGET = "cuda/kernels/attention/target_backward_wgmma.cuh"
 FEW = "cuda/kernels/attention/target_backward.cuh"
 RING = "cuda/kernels/softmax/sequence_ring.cuh"
+WORKSPACE = "cuda/kernels/attention/long_workspace.cuh"
 
 PATHS = {
     "strips": STRIPS,
     "target_backward": TARGET,
     "target_few": FEW,
     "sequence_ring": RING,
+    "long_workspace": WORKSPACE,
 }
 DRIVERS = {
     "strips": range(1, 49),
     "target_backward": range(1, 9),
     "target_few": range(1, 25),
     "sequence_ring": range(1, 121),
+    "long_workspace": range(1, 41),
 }
 
 
@@ -182,6 +185,38 @@ FAULTS = (
         "if (sequence.stages == 0) {",
         range(1, 21),
         "WRONG out",
+    ),
+    Fault(
+        "one of 32 tiles alone",
+        "long_workspace",
+        "    left_ &= left_ - 1;\n",
+        "    left_ = 0;\n",
+        range(1, 9),
+        "WRONG",
+    ),
+    Fault(
+        "rows that see nothing are taken for others",
+        "long_workspace",
+        "lse == -INFINITY ? INFINITY : lse * kLog2E",
+        "lse * kLog2E",
+        range(1, 9),
+        "WRONG lse",
+    ),
+    Fault(
+        "two sequences at one place",
+        "long_workspace",
+        "long_unit<Config::kStep>(params, begin, seq)",
+        "long_unit<Config::kStep>(params, begin, 0)",
+        range(1, 21),
+        "WRONG sums",
+    ),
+    Fault(
+        "sums of rows past the end are stored",
+        "long_workspace",
+        "params.grad_q.row_stride, rows - row - lane / 4,",
+        "params.grad_q.row_stride, 16,",
+        range(1, 21),
+        "write outside: grad_q",
     ),
 )
 
