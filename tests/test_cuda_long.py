@@ -12,10 +12,11 @@ from plain import assert_same_bits, calls, cotangents_of, spec_of
 
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
+from jagged_cuda.testing.case import Case
 from jagged_cuda.testing.cases import CASES
 from jagged_cuda.testing.judge import judge, run
 from jagged_cuda.testing.lengths import Layout
-from jagged_cuda.testing.samples import Sample
+from jagged_cuda.testing.samples import Sample, Spec
 
 pytestmark = pytest.mark.cuda
 
@@ -28,6 +29,15 @@ def long_backward(dim: int, *, in_order: bool) -> str:
     """
     name = "long_ordered" if in_order else "long"
     return f"cuda.attention.backward.{name}.d{64 if dim <= 64 else 128}"
+
+
+def judge_in_order(case: Case, spec: Spec, dtype: torch.dtype, in_order: bool) -> None:
+    """Judges both passes; `in_order`: under torch.use_deterministic_algorithms."""
+    torch.use_deterministic_algorithms(in_order)
+    try:
+        judge(case, spec, dtype, CUDA)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -53,11 +63,7 @@ def test_path_of_long_sequences(dtype: torch.dtype, dim: int, path: str, causal:
         backward = long_backward(dim, in_order=causal and dim > 64)
         in_order = long_backward(dim, in_order=True)
     assert last_kernel("cuda") == backward
-    torch.use_deterministic_algorithms(True)
-    try:
-        judge(case, spec, dtype, CUDA)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    judge_in_order(case, spec, dtype, True)
     assert last_kernel("cuda") == in_order
 
 
@@ -164,11 +170,7 @@ def test_long_among_shorter_sequences_backward(
     for options in ({}, {"causal": True}, *({"window_size": window} for window in windows)):
         spec = spec_of(LONG_BACKWARD, dims=dims, heads=heads, **options)
         spec = dataclasses.replace(spec, kv_layout=LONG_BACKWARD_KEYS if cross else None)
-        torch.use_deterministic_algorithms(in_order)
-        try:
-            judge(case, spec, dtype, CUDA)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        judge_in_order(case, spec, dtype, in_order)
         if HOPPER:
             first_is_seen = options.get("causal") or options.get("window_size") == (-1, 9)
             is_ordered = in_order or (first_is_seen and not cross and max(dims) > 64)
@@ -186,15 +188,10 @@ def test_half_as_long_unmasked_backward(
     dtype: torch.dtype, dims: tuple[int, int], in_order: bool
 ) -> None:
     case = CASES["jagged_flash_attention"]
-    heads = (4, 4)
-    assert UNMASKED_LONG.total * heads[1] >= 2**16
+    assert UNMASKED_LONG.total * 4 >= 2**16
     for options in ({}, {"causal": True}):
-        spec = spec_of(UNMASKED_LONG, dims=dims, heads=heads, max_len=True, **options)
-        torch.use_deterministic_algorithms(in_order)
-        try:
-            judge(case, spec, dtype, CUDA)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        spec = spec_of(UNMASKED_LONG, dims=dims, heads=(4, 4), max_len=True, **options)
+        judge_in_order(case, spec, dtype, in_order)
         if HOPPER:
             takes = not in_order and not options
             long = long_backward(max(dims), in_order=False)

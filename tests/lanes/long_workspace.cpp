@@ -6,14 +6,6 @@
 inline unsigned __activemask() { lanes::fail("__activemask"); }
 inline unsigned __match_any_sync(unsigned, int) { lanes::fail("__match_any_sync"); }
 inline int atomicAdd(int*, int) { lanes::fail("atomicAdd"); }
-template <typename T>
-inline T __reduce_add_sync(unsigned mask, T value) {
-  return reduce_lanes(mask, value, [](T a, T b) { return a + b; });
-}
-template <typename T>
-inline T __ldcs(const T* pointer) {
-  return *pointer;
-}
 
 #include "cuda/kernels/attention/long_backward_steps.cuh"
 

@@ -175,6 +175,14 @@ inline T __reduce_min_sync(unsigned mask, T value) {
   return reduce_lanes(mask, value, [](T a, T b) { return a < b ? a : b; });
 }
 template <typename T>
+inline T __reduce_add_sync(unsigned mask, T value) {
+  return reduce_lanes(mask, value, [](T a, T b) { return a + b; });
+}
+template <typename T>
+inline T __ldcs(const T* pointer) {
+  return *pointer;
+}
+template <typename T>
 inline T __ldg(const T* pointer) {
   return *pointer;
 }
