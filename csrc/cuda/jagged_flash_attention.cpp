@@ -99,8 +99,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   Tensor grad_k = allocate(op, given_q, {sizes.Tk, sizes.G, sizes.D});
   Tensor grad_v = allocate(op, given_q, {sizes.Tk, sizes.G, sizes.Dv});
   const int64_t statistics = sizes.Tq * sizes.H;
-  const Tensor delta = allocate(op, given_q, {statistics + AttentionParams::kLongerWords},
-                                sum_dtype(given_q.scalar_type()));
+  const Tensor delta =
+      allocate(op, given_q,
+               {statistics + AttentionParams::kLongerWords + AttentionBackwardParams::kItemCounts},
+               sum_dtype(given_q.scalar_type()));
   PaddedHeads padded(op, {&given_q, &given_k, &given_v, &given_out, &given_grad_out});
   const Tensor q = padded.operand(given_q), k = padded.operand(given_k),
                v = padded.operand(given_v), out = padded.operand(given_out),
@@ -121,7 +123,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
   set_grad_out(params, grad_out);
   params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
   params.delta = delta.mutable_data_ptr();
-  if (is_16_bit(params.type)) params.longer = static_cast<int*>(params.delta) + statistics;
+  if (is_16_bit(params.type)) {
+    params.longer = static_cast<int*>(params.delta) + statistics;
+    params.next_item = params.longer + AttentionParams::kLongerWords;
+  }
   params.grad_q = view_heads(padded.result(grad_q));
   params.grad_k = view_heads(padded.result(grad_k));
   params.grad_v = view_heads(padded.result(grad_v));

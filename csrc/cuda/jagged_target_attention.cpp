@@ -247,13 +247,15 @@ std::tuple<Tensor, Tensor, Tensor> jagged_target_attention_backward(
     q = with_uniform_rows(op, q);
     grad_out = with_uniform_rows(op, grad_out);
     const Tensor q_offsets = query_offsets(op, sizes, q);
-    const Tensor delta = allocate(op, q, {queries}, sum_dtype(q.scalar_type()));
+    const Tensor delta = allocate(op, q, {queries + AttentionBackwardParams::kItemCounts},
+                                  sum_dtype(q.scalar_type()));
     AttentionBackwardParams params{};
     fill_flash(op, params, sizes, q, k, v, out, lse, q_offsets, offsets, scale, allow_tf32);
     params.grad_out = view_as_rows(grad_out);
     params.aligned = params.aligned && has_aligned_lines(grad_out, {0, 1, 2});
     params.grad_lse = grad_lse ? grad_lse->const_data_ptr() : nullptr;
     params.delta = delta.mutable_data_ptr();
+    if (is_16_bit(params.type)) params.next_item = static_cast<int*>(params.delta) + queries;
     params.grad_q = view_as_rows(grad_q);
     params.grad_k = view_heads(grad_k);
     params.grad_v = view_heads(grad_v);

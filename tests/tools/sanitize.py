@@ -193,16 +193,20 @@ def initcheck_sees(given: Draw) -> bool:
     return not ops.reads_before
 
 
+# Of 64 heads: more tiles of 64 rows than have CTAs of their own (backward_items.cuh).
+MANY_TILES = (65, 130, 0, 63, 1, 100, 40, 129, 64, 200, 300, 70, 66, 10, 128, 90)
+
+
 def _run_first_tiles(ops: Any) -> None:
     """So many long sequences and heads that first tiles of keys store dq (long_workspace.cuh).
 
-    Without a mask shorter ones, too, beside which dk and dv of others are computed last. For the
-    fuzzer, which judges its draws in float64, they are too many.
+    Without a mask shorter ones, too, beside which dk and dv of others are computed last; and tiles
+    that warpgroups take one after another. For the fuzzer, which judges its draws in float64, they
+    are too many.
     """
     heads = 64
-    for dim, (lengths, causal) in itertools.product(
-        (64, 128), (((1024, 1024), True), ((700, 513, 40), False))
-    ):
+    batches = (((1024, 1024), True), ((700, 513, 40), False), (MANY_TILES, True))
+    for dim, (lengths, causal) in itertools.product((64, 128), batches):
         offsets = jagged_cuda.offsets_from_lengths(torch.tensor(lengths, device="cuda"))
         size = (sum(lengths), heads, dim)
         leaves = [

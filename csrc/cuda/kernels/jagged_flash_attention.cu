@@ -29,6 +29,12 @@ bool takes_wgmma(const AttentionParams& params) {
          params.q_offsets.total < kMaxRows32 && params.kv_offsets.total < kMaxRows32 && has_wgmma();
 }
 
+// The same in the backward pass, where the kernels for head dims of 65 to 128 copy grad_out, too.
+bool takes_wgmma_backward(const AttentionBackwardParams& params) {
+  return takes_wgmma(params) && (attention::dim_bucket(params) != 128 ||
+                                 copyable(params.grad_out, params.q_offsets.total, params.heads));
+}
+
 // Whether the kernels for tiny sequences take these operands: head dims of at most 256, rows that can
 // be moved in 16-byte pieces, and items, rows and bytes of strides that can be counted in 32 bits.
 // `grad_out` is a fourth operand, or `out` in the forward pass.
@@ -266,7 +272,7 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
           const cudaError_t error = attention::launch_backward_wide<Element>(longer, stream);
           if (error != cudaErrorNotSupported) return error;
         }
-        if (is_wide(longer) || !takes_wgmma(longer))
+        if (is_wide(longer) || !takes_wgmma_backward(longer))
           return attention::launch_backward_mma_sync<Element>(longer, stream);
         cudaError_t error = cudaSuccess;
         if (takes_short_backward(longer)) {
@@ -284,8 +290,11 @@ cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams
           if (error != cudaErrorNotSupported) return error;
           longer.long_plan = nullptr;
         }
-        return attention::launch_backward_wgmma<Element>(longer, attention::BackwardPart::kAll,
-                                                         stream);
+        error = attention::launch_backward_wgmma<Element>(longer, attention::BackwardPart::kAll,
+                                                          stream);
+        return error == cudaErrorNotSupported
+                   ? attention::launch_backward_mma_sync<Element>(longer, stream)
+                   : error;
       };
       const bool wide_rows = has_wide_rows(params), grouped = params.heads != params.kv_heads;
       // Few rows are of tiny sequences where these are wide and sequences long on average.

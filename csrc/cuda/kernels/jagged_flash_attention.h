@@ -132,11 +132,14 @@ constexpr int packing_shift(const AttentionParams& params) {
 constexpr int64_t long_plan_bytes(int64_t num_seqs) { return (num_seqs + 3) * 16; }
 
 struct AttentionBackwardParams : AttentionParams {
+  static constexpr int kItemCounts = 2;
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
   // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight(). Behind it
   // there may be `longer`.
   void* delta;
+  // [kItemCounts]: workspace of the kernels whose warpgroups take items; null where there is none.
+  int* next_item;
   HeadsView grad_q;  // [Tq, H, D] contiguous
   HeadsView grad_k;  // [Tk, G, D] contiguous
   HeadsView grad_v;  // [Tk, G, Dv] contiguous

@@ -516,9 +516,13 @@ cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, Backwar
       if (most_are_long(params))
         return launch_backward_step<Element, dim.value, 64, true>(params, part, stream);
     }
-    if (!has_long_sequences(params))
-      return launch_backward_step<Element, dim.value, kShortStep, false>(params, part, stream);
-    return launch_backward_step<Element, dim.value, 64, false>(params, part, stream);
+    if constexpr (dim.value == 128) {
+      return launch_backward_bulk<Element>(params, part, stream);
+    } else {
+      if (!has_long_sequences(params))
+        return launch_backward_step<Element, dim.value, kShortStep, false>(params, part, stream);
+      return launch_backward_step<Element, dim.value, 64, false>(params, part, stream);
+    }
   });
 }
 

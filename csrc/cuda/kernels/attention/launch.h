@@ -76,6 +76,11 @@ template <typename Element>
 cudaError_t launch_backward_wgmma(const AttentionBackwardParams& params, BackwardPart part,
                                   cudaStream_t stream);
 
+// The same for head dims of 65 to 128, by bulk copies, which grad_out allows: copyable().
+template <typename Element>
+cudaError_t launch_backward_bulk(const AttentionBackwardParams& params, BackwardPart part,
+                                 cudaStream_t stream);
+
 // The kernels of a head dim. They are compiled in files of their own (backward_128_f16.cu), so that none
 // takes so long that all others would be done before it.
 template <typename Element, int kDim>

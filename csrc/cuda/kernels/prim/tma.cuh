@@ -92,6 +92,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(void* shared, const CUte
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier)), "l"(policy) : "memory");
 }
 
+// cp.async.mbarrier.arrive.noinc: this thread's arrival, once its earlier cp.async are done ("Data Movement
+// and Conversion Instructions: cp.async.mbarrier.arrive").
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t& barrier) {
+  JAGGED_CUDA_TMA("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
+      shared_address(&barrier)) : "memory");
+}
+
 // cp.async.bulk: `bytes` in one piece to shared memory; completes on `barrier`. Addresses and size
 // are multiples of 16 ("cp.async.bulk").
 __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, int bytes,
