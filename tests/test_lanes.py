@@ -23,6 +23,7 @@ TARGET = "cuda/kernels/attention/target_backward_wgmma.cuh"
 FEW = "cuda/kernels/attention/target_backward.cuh"
 RING = "cuda/kernels/softmax/sequence_ring.cuh"
 WORKSPACE = "cuda/kernels/attention/long_workspace.cuh"
+ITEMS = "cuda/kernels/attention/backward_items.cuh"
 
 PATHS = {
     "strips": STRIPS,
@@ -30,6 +31,7 @@ PATHS = {
     "target_few": FEW,
     "sequence_ring": RING,
     "long_workspace": WORKSPACE,
+    "backward_bulk": ITEMS,
 }
 DRIVERS = {
     "strips": range(1, 49),
@@ -37,6 +39,7 @@ DRIVERS = {
     "target_few": range(1, 25),
     "sequence_ring": range(1, 121),
     "long_workspace": range(1, 41),
+    "backward_bulk": range(1, 13),
 }
 
 
@@ -185,6 +188,31 @@ FAULTS = (
         "if (sequence.stages == 0) {",
         range(1, 21),
         "WRONG out",
+    ),
+    Fault(
+        "an item's own rows come where the last item's are read",
+        "backward_bulk",
+        "      ptx::mbarrier_wait(barriers.own_empty, count % 2 ^ 1);\n      copy_both(tiles.sQ,",
+        "      copy_both(tiles.sQ,",
+        range(1, 3),
+        "write after write: shared memory",
+    ),
+    Fault(
+        "no barrier before dQ is written where V was",
+        "backward_bulk",
+        "    ptx::bar_sync(barrier, 128);  // no warp's product reads the last V any more\n",
+        "",
+        range(1, 2),
+        "write after read: shared memory",
+    ),
+    Fault(
+        "a place is given back before its copy has left",
+        "backward_bulk",
+        "    if (lane == 0) ptx::cp_async_bulk_wait_read();\n    __syncwarp();\n"
+        "    barriers.second_ring.release(values.advance());\n",
+        "    barriers.second_ring.release(values.advance());\n",
+        range(1, 2),
+        "a CTA ends before its bulk stores",
     ),
     Fault(
         "one of 32 tiles alone",

@@ -72,6 +72,11 @@ def ranged_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compiled("ranged_forward_bf16", tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def bulk_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compiled("backward_bulk_bf16", tmp_path_factory)
+
+
 def _instructions(library: Path, function: str) -> list[tuple[int, str, str]]:
     command = [_cuobjdump(), "-arch", "sm_90a", "-sass", "-fun", function, str(library)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -246,3 +251,21 @@ def test_first_loads_are_those_that_initcheck_may_name(
     loads = [opcode for at, opcode, _ in code if at < FIRST_LOADS and opcode.startswith("LDG")]
     assert loads == ["LDG.E.STRONG.GPU"] * 2
     assert LEFT.search(f"void jagged_cuda::attention::{kernel}<Config>(Params)")
+
+
+@pytest.mark.parametrize(("kernel", "products"), [("dq", 20), ("dkdv", 24)])
+def test_a_step_of_an_item_stays_in_registers(
+    bulk_library: Path, kernel: str, products: int
+) -> None:
+    """Those who take items have so few registers that they spill; those who compute do not.
+
+    A step starts its products from uniform registers and has one exponential for each score.
+    """
+    name = _name(f"backward_{kernel}_items", "ItemsBackwardConfig", "BulkBackwardParams", BF16)
+    code = _instructions(bulk_library, name.replace("EEEEEv", "EEEEv"))
+    loop = _key_loop(code, products)
+    assert len(_places(loop, "HGMMA")) == products
+    assert len(_places(loop, "MUFU.EX2")) == 64 * 64 // 128
+    assert _spills(loop) == 0
+    assert len(_places(loop, "R2UR")) <= 16, "products take descriptors lane by lane"
+    assert not _places(loop, "LDGSTS"), "those who compute do not copy"

@@ -878,16 +878,26 @@ void cp_async_commit() {
   self->copy_groups.push_back(self->copies);
   self->copies.clear();
 }
+void finish_copies(const std::vector<AsyncCopy>& copies, const void* code) {
+  for (const AsyncCopy& c : copies) {
+    char values[16] = {};
+    if (c.source_bytes > 0) copy(values, c.global, size_t(c.source_bytes), code);
+    copy(at(c.shared), values, size_t(c.bytes), code);
+  }
+}
 void cp_async_wait(int pending) {
-  const void* code = __builtin_return_address(0);
   while (self->copy_groups.size() > size_t(pending)) {
-    for (const AsyncCopy& c : self->copy_groups[0]) {
-      char values[16] = {};
-      if (c.source_bytes > 0) copy(values, c.global, size_t(c.source_bytes), code);
-      copy(at(c.shared), values, size_t(c.bytes), code);
-    }
+    finish_copies(self->copy_groups[0], __builtin_return_address(0));
     self->copy_groups.erase(self->copy_groups.begin());
   }
+}
+void cp_async_arrive(uint64_t& barrier) {
+  cp_async_commit();
+  while (!self->copy_groups.empty()) {
+    finish_copies(self->copy_groups[0], __builtin_return_address(0));
+    self->copy_groups.erase(self->copy_groups.begin());
+  }
+  mbarrier_arrive(barrier, 1, 0);
 }
 
 void wgmma(const Product& product) {
@@ -1005,6 +1015,12 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 unsigned long long atomicAdd(unsigned long long* counter, unsigned long long count) {
   const unsigned long long before = *counter;
+  *counter += count;
+  return before;
+}
+
+int atomicAdd(int* counter, int count) {
+  const int before = *counter;
   *counter += count;
   return before;
 }

@@ -85,6 +85,7 @@ void bulk_wait();
 void cp_async(uint32_t shared, const void* global, int bytes, int source_bytes);
 void cp_async_commit();
 void cp_async_wait(int pending);
+void cp_async_arrive(uint64_t& barrier);
 struct Product {  // a [64, 16] in registers or in shared memory, b [16, 8 blocks]
   float* c;
   int blocks;
@@ -140,8 +141,16 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == mask; }
+inline unsigned __match_any_sync(unsigned mask, int value) {
+  const uint64_t* values = lanes::exchange(15, mask, unsigned(value));
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i)
+    same |= unsigned((mask >> i & 1) && values[i] == unsigned(value)) << i;
+  return same;
+}
 // Of kernels that share their items out; orders nothing, and is not looked at.
 unsigned long long atomicAdd(unsigned long long* counter, unsigned long long count);
+int atomicAdd(int* counter, int count);
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int lane) {
   return lanes::bits<T>(lanes::exchange(2, mask, lanes::bits<uint64_t>(value))[lane & 31]);

@@ -41,6 +41,7 @@ BODIES = {
     "cp_async_4": "lanes::cp_async(shared.value, global, 4, source_bytes);",
     "cp_async_commit": "lanes::cp_async_commit();",
     "cp_async_wait": "lanes::cp_async_wait(kPending);",
+    "cp_async_mbarrier_arrive": "lanes::cp_async_arrive(barrier);",
     "stmatrix_x4": "lanes::stmatrix(shared.value, r);",
     "ldmatrix_x4": "lanes::ldmatrix(r, shared.value, false);",
     "ldmatrix_x4_trans": "lanes::ldmatrix(r, shared.value, true);",

@@ -136,7 +136,7 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out;    // [Tq, H, Dv]
   const void* grad_lse;  // [Tq, H], may be null
   // [Tq, H]: workspace, sum of grad_out * out over Dv, less grad_lse; of silu: row_weight(). Behind it
-  // there may be `longer`.
+  // there may be `longer` and `next_item`.
   void* delta;
   // [kItemCounts]: workspace of the kernels whose warpgroups take items; null where there is none.
   int* next_item;
