@@ -13,10 +13,14 @@ from plain import spec_of
 import jagged_cuda
 from jagged_cuda.testing import last_kernel
 from jagged_cuda.testing.cases import CASES
+from jagged_cuda.testing.comparison import MismatchError
 from jagged_cuda.testing.judge import judge
 from jagged_cuda.testing.lengths import Layout
 
 pytestmark = pytest.mark.cuda
+
+# What is drawn on a GPU depends on its number of SMs.
+HAS_KNOWN_DRAWS = HOPPER and torch.cuda.get_device_properties(CUDA).multi_processor_count == 132
 
 # From 2,112 tiles of 64 rows of all heads on, warpgroups take them one after another.
 MANY = Layout((*(63, 64, 65, 0, 129, 1, 300, 128, 17, 70, 191, 40, 448) * 8, 257), base=5, tail=70)
@@ -40,7 +44,11 @@ def path(is_many: bool) -> str:
 @pytest.mark.parametrize("dims", [(128, 128), (72, 96)])
 @pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
 def test_many_tiles_backward(
-    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    cross: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     """With fewer heads of keys than of queries dk and dv may have few tiles where dq has many.
 
@@ -48,6 +56,13 @@ def test_many_tiles_backward(
     """
     case = CASES["jagged_flash_attention"]
     assert tiles(MANY) * 8 >= 2112 > tiles(MANY_KEYS) * 2
+    known_draw = (torch.bfloat16, (72, 96), (8, 2), True)
+    if HAS_KNOWN_DRAWS and (dtype, dims, heads, cross) == known_draw:
+        # Not of these kernels: out, of which delta is made, is 0.2 % off where the forward pass
+        # keeps the maximum of the first 64 keys and one key behind them has nearly all of the
+        # probability (docs/performance_log.md, "3a4212f").
+        reason = "P of a maximum that is kept"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=MismatchError, reason=reason))
     for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (3, 0)}):
         spec = spec_of(MANY, dims=dims, heads=heads, max_len=True, **options)
         spec = dataclasses.replace(spec, kv_layout=MANY_KEYS if cross else None)
