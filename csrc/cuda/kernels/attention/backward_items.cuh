@@ -43,10 +43,12 @@
 
 namespace jagged_cuda::attention {
 
+constexpr int kItemWarpgroups = 2;  // of a CTA, that compute
+
 template <typename Element_>
 struct ItemsBackwardConfig {
   using Element = Element_;
-  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kThreads = 128 * (kItemWarpgroups + 1);
   // 128 (producers) + 256 (consumers) of what the launch gives each of 384 threads. Those of dkdv keep two
   // sums; its producers spill instead.
   static constexpr int kDqProducerRegisters = 40, kDqConsumerRegisters = 232;
@@ -55,7 +57,7 @@ struct ItemsBackwardConfig {
       PathName("cuda.attention.backward.wgmma.d") + kBulkDim + ".items";
 };
 
-// The barriers of a warpgroup and the warp that works for it; `Keys`: three places, `Values`: two.
+// The barriers of a warpgroup and of the warp that works for it.
 template <bool kKeys>
 struct ItemsBarriers {
   uint64_t item_full[2], item_empty[2], own_full, own_empty;
@@ -92,17 +94,17 @@ template <typename Element>
 struct DqItemsStorage {
   struct Tiles {
     BulkTile<Element> sQ, sGradOut, sK[3], sV[2];
-  } tiles[2];
-  ItemsBarriers<false> barriers[2];
+  } tiles[kItemWarpgroups];
+  ItemsBarriers<false> barriers[kItemWarpgroups];
 };
 
 template <typename Element>
 struct DkdvItemsStorage {
   struct Tiles {
     BulkTile<Element> sK, sV, sQ[3], sGradOut[2];
-  } tiles[2];
-  StepStatistics statistics[2][2];
-  ItemsBarriers<true> barriers[2];
+  } tiles[kItemWarpgroups];
+  StepStatistics statistics[kItemWarpgroups][2];
+  ItemsBarriers<true> barriers[kItemWarpgroups];
 };
 
 // Tiles of all heads, heads fastest, as warps take them.
@@ -261,7 +263,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_dq_items(
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kDqProducerRegisters>();
     ptx::griddepcontrol_wait();  // the counter is cleared
-    if (threadIdx.x < 64) produce_dq(params, shared, threadIdx.x / 32);
+    if (threadIdx.x / 32 < kItemWarpgroups) produce_dq(params, shared, threadIdx.x / 32);
   } else {
     ptx::setmaxnreg_inc<Config::kDqConsumerRegisters>();
     consume_dq(params, shared, warpgroup - 1);
@@ -411,7 +413,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void backward_dkdv_items(
     ptx::setmaxnreg_dec<Config::kDkdvProducerRegisters>();
     // For delta. The last warp always waits, so that this kernel does not end before the one in front.
     if (!params.attention.dkdv_is_last || threadIdx.x >= 96) ptx::griddepcontrol_wait();
-    if (threadIdx.x < 64) produce_dkdv(params, shared, threadIdx.x / 32);
+    if (threadIdx.x / 32 < kItemWarpgroups) produce_dkdv(params, shared, threadIdx.x / 32);
   } else {
     ptx::setmaxnreg_inc<Config::kDkdvConsumerRegisters>();
     consume_dkdv(params, shared, warpgroup - 1);
@@ -438,10 +440,9 @@ inline bool has_many_tiles(const AttentionBackwardParams& params, const OffsetsV
                            int heads) {
   constexpr int64_t kManyTiles = 2112, kMost = int64_t{1} << 30;
   const int64_t tiles = num_tiles(offsets.total, offsets.num_seqs, kBulkRows) * heads;
-  const bool most_are_others =
-      params.long_plan != nullptr &&
-      params.q_offsets.total > params.q_offsets.num_seqs * long_rows(params);
-  return params.next_item != nullptr && !most_are_others && tiles >= kManyTiles && tiles < kMost;
+  const bool are_long = params.long_plan != nullptr &&  // on average
+                        params.q_offsets.total > params.q_offsets.num_seqs * long_rows(params);
+  return params.next_item != nullptr && !are_long && tiles >= kManyTiles && tiles < kMost;
 }
 
 template <typename Element>
