@@ -194,7 +194,7 @@ FAULTS = (
         "backward_bulk",
         "      ptx::mbarrier_wait(barriers.own_empty, count % 2 ^ 1);\n      copy_both(tiles.sQ,",
         "      copy_both(tiles.sQ,",
-        range(1, 3),
+        range(1, 15),
         "write after write: shared memory",
     ),
     Fault(

@@ -4,8 +4,6 @@
 
 // Of the plan's own kernel, which does not run here.
 inline unsigned __activemask() { lanes::fail("__activemask"); }
-inline unsigned __match_any_sync(unsigned, int) { lanes::fail("__match_any_sync"); }
-inline int atomicAdd(int*, int) { lanes::fail("atomicAdd"); }
 
 #include "cuda/kernels/attention/long_backward_steps.cuh"
 
