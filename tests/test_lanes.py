@@ -192,15 +192,15 @@ FAULTS = (
     Fault(
         "an item's own rows come where the last item's are read",
         "backward_bulk",
-        "      ptx::mbarrier_wait(barriers.own_empty, count % 2 ^ 1);\n      copy_both(tiles.sQ,",
-        "      copy_both(tiles.sQ,",
-        range(1, 15),
+        "      ptx::mbarrier_wait(barriers.own_empty, count % 2 ^ 1);\n      copy_pair(tiles.sQ,",
+        "      copy_pair(tiles.sQ,",
+        range(3, 4),
         "write after write: shared memory",
     ),
     Fault(
         "no barrier before dQ is written where V was",
         "backward_bulk",
-        "    ptx::bar_sync(barrier, 128);  // no warp's product reads the last V any more\n",
+        "    ptx::bar_sync(own.barrier, 128);  // no warp's product reads the last V any more\n",
         "",
         range(1, 2),
         "write after read: shared memory",
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(
         "a place is given back before its copy has left",
         "backward_bulk",
-        "    if (lane == 0) ptx::cp_async_bulk_wait_read();\n    __syncwarp();\n"
+        "    if (own.lane == 0) ptx::cp_async_bulk_wait_read();\n    __syncwarp();\n"
         "    barriers.second_ring.release(values.advance());\n",
         "    barriers.second_ring.release(values.advance());\n",
         range(1, 2),

@@ -62,6 +62,14 @@ std::tuple<Tensor, Tensor> jagged_flash_attention(
   return {given_out, lse};
 }
 
+// A gradient whose rows or heads were expanded, as that of a sum over heads, becomes contiguous in 16 bits:
+// the fastest kernels copy rows by TMA, which has no stride of 0.
+Tensor with_own_rows(const char* op, const Tensor& grad) {
+  const bool is_expanded =
+      (grad.size(0) > 1 && grad.stride(0) == 0) || (grad.size(1) > 1 && grad.stride(1) == 0);
+  return is_expanded && grad.element_size() == 2 ? as_contiguous(op, grad) : grad;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attention_backward(
     const Tensor& grad_out_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any,
     const Tensor& k_any, const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any,
@@ -87,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> jagged_flash_attentio
                       position_table, position_first);
   const Tensor given_q = as_contiguous(op, q_any, -1), given_k = as_contiguous(op, k_any, -1),
                given_v = as_contiguous(op, v_any, -1),
-               given_grad_out = as_contiguous(op, grad_out_any, -1),
+               given_grad_out = with_own_rows(op, as_contiguous(op, grad_out_any, -1)),
                given_out = as_contiguous(op, out_any, -1), lse = as_contiguous(op, lse_any);
   const std::optional<Tensor> grad_lse =
       grad_lse_any ? std::optional<Tensor>(as_contiguous(op, *grad_lse_any)) : std::nullopt;

@@ -2,7 +2,7 @@
 // and warpgroups that take tiles one after another (attention/backward_items.cuh).
 #include "cuda/kernels/attention/backward_items.cuh"
 
-#include "driver.h"
+#include "attention.h"
 
 using namespace jagged_cuda;
 using namespace jagged_cuda::attention;
@@ -56,85 +56,29 @@ Shape draw_shape(Draw& draw) {
   return s;
 }
 
-struct Tensors {
-  const Element *q, *k, *v, *grad_out;
-  Element* out;
-  float* lse;
-  const float* grad_lse;  // or null
-};
-struct Gradients {
-  std::vector<double> q, k, v;
-};
+using Tensors = lanes::AttentionTensors<Element>;
+using Gradients = lanes::AttentionGradients;
 
-double dot(const Element* a, const Element* b, int count) {
-  double sum = 0;
-  for (int i = 0; i < count; ++i) sum += double(float(a[i])) * double(float(b[i]));
-  return sum;
-}
-
-// Forward, which writes out and lse, and the gradients:
-// P = softmax(scale q k^T), dS = P (dO v^T - delta), delta = rowsum(dO out) - dlse,
-// dq = scale dS k, dk = scale dS^T q, dv = P^T dO.
+// Writes out and lse.
 Gradients reference(const Shape& s, const Tensors& t) {
   Gradients grad;
   grad.q.assign(size_t(s.queries * s.heads * s.dim_qk), 0.0);
   grad.k.assign(size_t(s.keys * s.kv_heads * s.dim_qk), 0.0);
   grad.v.assign(size_t(s.keys * s.kv_heads * s.dim_v), 0.0);
-  const auto add = [](double* sum, double factor, const Element* row, int count) {
-    for (int i = 0; i < count; ++i) sum[i] += factor * double(float(row[i]));
-  };
   for (int64_t seq = 0; seq < s.num_seqs(); ++seq) {
-    const int keys = int(s.kv_offsets[seq + 1] - s.kv_offsets[seq]);
-    const int64_t queries = s.q_offsets[seq + 1] - s.q_offsets[seq];
+    const int64_t queries = s.q_offsets[seq + 1] - s.q_offsets[seq],
+                  all_keys = s.kv_offsets[seq + 1] - s.kv_offsets[seq];
     for (int64_t i = 0; i < queries * s.heads; ++i) {
-      const int head = int(i % s.heads);
-      const int64_t row = (s.q_offsets[seq] + i / s.heads) * s.heads + head;
-      const auto key = [&](int j) {
-        return (s.kv_offsets[seq] + j) * s.kv_heads + head / (s.heads / s.kv_heads);
-      };
-      const Element *q = t.q + row * s.dim_qk, *grad_out = t.grad_out + row * s.dim_v;
-      std::vector<double> p(keys, -INFINITY), out(s.dim_v, 0.0);
-      double largest = -INFINITY, sum = 0;
-      for (int j = 0; j < keys; ++j) {
-        if (!s.sees(seq, i / s.heads, j)) continue;
-        p[j] = s.scale * dot(q, t.k + key(j) * s.dim_qk, s.dim_qk);
-        largest = std::max(largest, p[j]);
+      const int64_t head = i % s.heads, row = (s.q_offsets[seq] + i / s.heads) * s.heads + head;
+      std::vector<int64_t> keys;
+      for (int64_t j = 0; j < all_keys; ++j) {
+        if (s.sees(seq, i / s.heads, j))
+          keys.push_back((s.kv_offsets[seq] + j) * s.kv_heads + head / (s.heads / s.kv_heads));
       }
-      const bool sees_any = largest > -INFINITY;
-      for (double& x : p) sum += x = sees_any ? exp(x - largest) : 0.0;
-      t.lse[row] = sees_any ? float(largest + log(sum)) : -INFINITY;
-      for (int j = 0; j < keys && sees_any; ++j)
-        add(out.data(), p[j] /= sum, t.v + key(j) * s.dim_v, s.dim_v);
-      double delta = t.grad_lse != nullptr ? -t.grad_lse[row] : 0.0;
-      for (int d = 0; d < s.dim_v; ++d) {
-        t.out[row * s.dim_v + d] = Element(float(out[d]));
-        delta += out[d] * double(float(grad_out[d]));
-      }
-      for (int j = 0; j < keys; ++j) {
-        const double dp = dot(grad_out, t.v + key(j) * s.dim_v, s.dim_v);
-        const double ds = s.scale * p[j] * (dp - delta);
-        add(&grad.v[key(j) * s.dim_v], p[j], grad_out, s.dim_v);
-        add(&grad.k[key(j) * s.dim_qk], ds, q, s.dim_qk);
-        add(&grad.q[row * s.dim_qk], ds, t.k + key(j) * s.dim_qk, s.dim_qk);
-      }
+      lanes::differentiate(t, grad, row, keys, s.dim_qk, s.dim_v, s.scale);
     }
   }
   return grad;
-}
-
-// Rows of no sequence are NaN: nothing may use them.
-template <typename T>
-void spoil_outside(const std::vector<int64_t>& offsets, int64_t total, T* rows, int columns) {
-  for (int64_t row = 0; row < total; ++row) {
-    if (row >= offsets.front() && row < offsets.back()) continue;
-    std::fill_n(rows + row * columns, columns, T(NAN));
-  }
-}
-
-void compare(const char* name, const Element* got, const std::vector<double>& reference) {
-  double largest = 0;
-  for (const double x : reference) largest = std::max(largest, std::abs(x));
-  lanes::compare(name, got, reference, 0, 0.03 * largest + 1e-6);
 }
 
 cudaError_t launch(const BulkBackwardParams& params, bool many_queries, bool many_keys) {
@@ -168,12 +112,12 @@ std::string run(Draw& draw) {
             draw.normals<float>(rows, "lse"),
             draw.one_in(2) ? draw.normals<float>(rows, "grad_lse") : nullptr};
   const Gradients expected = reference(s, t);
-  spoil_outside(s.q_offsets, s.queries, q, s.heads * s.dim_qk);
-  spoil_outside(s.q_offsets, s.queries, grad_out, s.heads * s.dim_v);
-  spoil_outside(s.q_offsets, s.queries, t.out, s.heads * s.dim_v);
-  spoil_outside(s.q_offsets, s.queries, t.lse, s.heads);
-  spoil_outside(s.kv_offsets, s.keys, k, s.kv_heads * s.dim_qk);
-  spoil_outside(s.kv_offsets, s.keys, v, s.kv_heads * s.dim_v);
+  lanes::spoil_outside(s.q_offsets, s.queries, q, s.heads * s.dim_qk);
+  lanes::spoil_outside(s.q_offsets, s.queries, grad_out, s.heads * s.dim_v);
+  lanes::spoil_outside(s.q_offsets, s.queries, t.out, s.heads * s.dim_v);
+  lanes::spoil_outside(s.q_offsets, s.queries, t.lse, s.heads);
+  lanes::spoil_outside(s.kv_offsets, s.keys, k, s.kv_heads * s.dim_qk);
+  lanes::spoil_outside(s.kv_offsets, s.keys, v, s.kv_heads * s.dim_v);
   auto *grad_q = lanes::unwritten<Element>(rows * s.dim_qk, "grad_q"),
        *grad_k = lanes::unwritten<Element>(keys * s.dim_qk, "grad_k"),
        *grad_v = lanes::unwritten<Element>(keys * s.dim_v, "grad_v");
@@ -215,9 +159,9 @@ std::string run(Draw& draw) {
   if (launched == cudaSuccess) launched = launch(bulk, many_queries, many_keys);
   if (launched != cudaSuccess) lanes::fail("no launch");
   if (!is_spoilt) {
-    compare("grad_q", grad_q, expected.q);
-    compare("grad_k", grad_k, expected.k);
-    compare("grad_v", grad_v, expected.v);
+    lanes::compare_gradient("grad_q", grad_q, expected.q);
+    lanes::compare_gradient("grad_k", grad_k, expected.k);
+    lanes::compare_gradient("grad_v", grad_v, expected.v);
   }
   return std::to_string(s.num_seqs()) + " sequences, " + std::to_string(s.queries) + " queries, " +
          std::to_string(s.keys) + " keys, heads " + std::to_string(s.heads) + " of " +

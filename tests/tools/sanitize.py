@@ -197,7 +197,7 @@ def initcheck_sees(given: Draw) -> bool:
 MANY_TILES = (65, 130, 0, 63, 1, 100, 40, 129, 64, 200, 300, 70, 66, 10, 128, 90)
 
 
-def _run_first_tiles(ops: Any) -> None:
+def _run_large(ops: Any) -> None:
     """So many long sequences and heads that first tiles of keys store dq (long_workspace.cuh).
 
     Without a mask shorter ones, too, beside which dk and dv of others are computed last; and tiles
@@ -226,7 +226,7 @@ def _run_draws(path: Path, ops: Any) -> None:
         except Exception:
             print(f"failed in the draw {line}", flush=True)
             raise
-    _run_first_tiles(jagged_cuda if ops is None else ops)
+    _run_large(jagged_cuda if ops is None else ops)
 
 
 def main() -> int:

@@ -51,12 +51,11 @@ __device__ __forceinline__ void backward_dq_of_item(const BulkBackwardParams& pa
                                                     DqBulkStorage<typename Config::Element>& shared,
                                                     const BulkItem<false>& item) {
   using Element = typename Config::Element;
-  constexpr int kBarrier = 1;
   const AttentionBackwardParams& attention = params.attention;
-  const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * 16;
+  const BulkThread own(attention, threadIdx.x, 1);
   if (item.seq < 0) {
     zero_gradient<Element>(attention.grad_q, item.global_row, item.head, item.rows,
-                           attention.dim_qk, thread);
+                           attention.dim_qk, own.thread);
     return;
   }
   const int kv_head = item.head / (attention.heads / attention.kv_heads);
@@ -65,18 +64,17 @@ __device__ __forceinline__ void backward_dq_of_item(const BulkBackwardParams& pa
     copy_tile(shared.sK[k_stage], params.k, key, kv_head, shared.keys_full[k_stage]);
     copy_tile(shared.sV[step % 2], params.v, key, kv_head, shared.values_full[step % 2]);
   };
-  if (thread == 0) {
-    copy_both(shared.sQ, params.q, shared.sGradOut, params.grad_out, item.global_row, item.head,
+  if (own.thread == 0) {
+    copy_pair(shared.sQ, params.q, shared.sGradOut, params.grad_out, item.global_row, item.head,
               shared.own_full);
     for (int step = 0; step < min(item.steps, 2); ++step) copy_keys(step, step);
   }
   __syncwarp();
-  QueryStatistics<Element> statistics(attention, item.global_row, item.head, item.rows, thread);
+  QueryStatistics<Element> statistics(attention, item.global_row, item.head, item.rows, own.thread);
   ptx::mbarrier_wait(shared.own_full, 0);
   statistics.sum_delta(shared.sGradOut);
 
   const WindowOf<int> window = item.window(attention);
-  const float scale = static_cast<float>(attention.scale), scale_log2 = scale * kLog2E;
   BulkSums dq = {};
   BulkScores s, dp;
   PackedRows<Element, kBulkRows / 8> ds;
@@ -86,8 +84,7 @@ __device__ __forceinline__ void backward_dq_of_item(const BulkBackwardParams& pa
               next_k_stage = k_stage == 2 ? 0 : k_stage + 1;
     auto& sK = shared.sK[k_stage];
     ptx::mbarrier_wait(shared.keys_full[k_stage], k_parity);
-    if (key + kBulkRows > item.num_other)
-      zero_rows_from(sK, item.num_other - key, thread, kBarrier);
+    if (key + kBulkRows > item.num_other) own.zero_rows_from(sK, item.num_other - key);
     __syncthreads();
     ptx::fence_operands(dq[0]);
     ptx::wgmma_fence();
@@ -99,17 +96,18 @@ __device__ __forceinline__ void backward_dq_of_item(const BulkBackwardParams& pa
     ptx::mbarrier_wait(shared.values_full[stage], step / 2 % 2);
     wgmma_rows_by_rows<0, true>(dp, shared.sGradOut, 0, shared.sV[stage]);
     ptx::wgmma_commit_group();
-    if (thread == 0 && step > 0 && step + 1 < item.steps) copy_keys(step + 1, next_k_stage);
+    if (own.thread == 0 && step > 0 && step + 1 < item.steps) copy_keys(step + 1, next_k_stage);
     __syncwarp();
     ptx::wgmma_wait_group<2>();
     ptx::fence_operands(s[0]);
-    statistics.exponentiate(s, scale_log2);
+    statistics.exponentiate(s, own.scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dp[0]);
     ptx::fence_operands(dq[0]);
     statistics.multiply(s, dp);
     if (window.cuts_tile(item.row, kBulkRows, key, kBulkRows, item.num_other))
-      replace_unseen(s, 0.0f, window, item.row + warp_row + lane / 4, key, item.num_other, lane);
+      replace_unseen(s, 0.0f, window, item.row + own.warp_row + own.lane / 4, key, item.num_other,
+                     own.lane);
     ds = PackedRows<Element, kBulkRows / 8>(s);
     last_k_stage = k_stage;
     if (next_k_stage == 0) k_parity ^= 1;
@@ -124,10 +122,10 @@ __device__ __forceinline__ void backward_dq_of_item(const BulkBackwardParams& pa
     ptx::fence_operands(dq[0]);
   }
   // No warp's product reads Q any more.
-  ptx::bar_sync(kBarrier, Config::kThreads);
-  send_gradient<Element>(shared.sQ, warp_row, params.grad_q, attention.grad_q, dq, scale,
-                         item.global_row, item.head, item.rows, attention.dim_qk, lane);
-  if (lane == 0) ptx::cp_async_bulk_wait_read();
+  ptx::bar_sync(own.barrier, Config::kThreads);
+  send_gradient<Element>(shared.sQ, own.warp_row, params.grad_q, attention.grad_q, dq, own.scale,
+                         item.global_row, item.head, item.rows, attention.dim_qk, own.lane);
+  if (own.lane == 0) ptx::cp_async_bulk_wait_read();
 }
 
 template <typename Config>
@@ -156,30 +154,23 @@ __device__ __forceinline__ void backward_dkdv_of_item(
     const BulkBackwardParams& params, DkdvBulkStorage<typename Config::Element>& shared,
     const BulkItem<true>& item) {
   using Element = typename Config::Element;
-  constexpr int kBarrier = 1;
   const AttentionBackwardParams& attention = params.attention;
-  const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * 16;
-  if (item.seq < 0) {
-    zero_gradient<Element>(attention.grad_k, item.global_row, item.head, item.rows,
-                           attention.dim_qk, thread);
-    zero_gradient<Element>(attention.grad_v, item.global_row, item.head, item.rows, attention.dim_v,
-                           thread);
-    return;
-  }
+  const BulkThread own(attention, threadIdx.x, 1);
+  if (item.seq < 0) return KeySums<Element>::zero(own, attention, item);
   QuerySteps next(attention, item);
   // A step's queries, and what belongs to them; one thread, and all.
   const auto copy_queries = [&](int stage) {
-    copy_both(shared.sQ[stage], params.q, shared.sGradOut[stage], params.grad_out,
+    copy_pair(shared.sQ[stage], params.q, shared.sGradOut[stage], params.grad_out,
               item.other_begin + next.query, next.head, shared.full[stage]);
   };
   const auto copy_statistics = [&](int stage) {
-    shared.statistics[stage].copy(attention, thread, item.other_begin + next.query, next.head,
+    shared.statistics[stage].copy(attention, own.thread, item.other_begin + next.query, next.head,
                                   item.num_other - next.query);
     ptx::cp_async_mbarrier_arrive(shared.full[stage]);
     next.advance();
   };
-  if (thread == 0) {
-    copy_both(shared.sK, params.k, shared.sV, params.v, item.global_row, item.head,
+  if (own.thread == 0) {
+    copy_pair(shared.sK, params.k, shared.sV, params.v, item.global_row, item.head,
               shared.own_full);
     if (item.steps > 0) copy_queries(0);
   }
@@ -189,8 +180,7 @@ __device__ __forceinline__ void backward_dkdv_of_item(
   if (item.steps > 0) copy_statistics(0);
 
   const WindowOf<int> window = item.window(attention);
-  const float scale = static_cast<float>(attention.scale), scale_log2 = scale * kLog2E;
-  BulkSums dk = {}, dv = {};
+  KeySums<Element> sums;
   ptx::mbarrier_wait(shared.own_full, 0);
   for (int step = 0; step < item.steps; ++step) {
     const int stage = step % 2, next_query = next.query;
@@ -198,50 +188,22 @@ __device__ __forceinline__ void backward_dkdv_of_item(
     auto& sGradOut = shared.sGradOut[stage];
     ptx::mbarrier_wait(shared.full[stage], step / 2 % 2);
     if (query + kBulkRows > item.num_other) {
-      zero_rows_from(sQ, item.num_other - query, thread, kBarrier);
-      zero_rows_from(sGradOut, item.num_other - query, thread, kBarrier);
+      own.zero_rows_from(sQ, item.num_other - query);
+      own.zero_rows_from(sGradOut, item.num_other - query);
     }
     __syncthreads();
-    BulkScores s, dp;  // S^T and dP^T
-    ptx::wgmma_fence();
-    wgmma_rows_by_rows<0, true>(s, shared.sK, 0, sQ);
-    ptx::wgmma_commit_group();
-    wgmma_rows_by_rows<0, true>(dp, shared.sV, 0, sGradOut);
-    ptx::wgmma_commit_group();
-    if (step + 1 < item.steps) {
-      if (thread == 0) copy_queries(stage ^ 1);
+    const auto copy_next = [&] {
+      if (step + 1 == item.steps) return;
+      if (own.thread == 0) copy_queries(stage ^ 1);
       __syncwarp();
       copy_statistics(stage ^ 1);
-    }
-    ptx::wgmma_wait_group<1>();
-    ptx::fence_operands(s[0]);
-    shared.statistics[stage].exponentiate(s, scale_log2, lane);
-    if (window.cuts_tile(item.row, kBulkRows, query, kBulkRows, item.num_other))
-      replace_unseen(s, 0.0f, window, item.row + warp_row + lane / 4, query, item.num_other, lane);
-    const PackedRows<Element, kBulkRows / 8> p(s);
-    ptx::fence_operands(dv[0]);
-    ptx::wgmma_fence();
-    wgmma_packed_by_columns<true>(dv, p, sGradOut);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
-    ptx::fence_operands(dp[0]);
-    shared.statistics[stage].multiply(s, dp, lane);
-    const PackedRows<Element, kBulkRows / 8> ds(s);
-    ptx::fence_operands(dk[0]);
-    ptx::wgmma_fence();
-    wgmma_packed_by_columns<true>(dk, ds, sQ);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(dv[0]);
-    ptx::fence_operands(dk[0]);
+    };
+    sums.add(own, item, window, query, shared.sK, shared.sV, sQ, sGradOut, shared.statistics[stage],
+             copy_next, [] {});
     query = next_query;
   }
   __syncthreads();  // no warp's product reads K and V any more
-  send_gradient<Element>(shared.sV, warp_row, params.grad_v, attention.grad_v, dv, 1.0f,
-                         item.global_row, item.head, item.rows, attention.dim_v, lane);
-  send_gradient<Element>(shared.sK, warp_row, params.grad_k, attention.grad_k, dk, scale,
-                         item.global_row, item.head, item.rows, attention.dim_qk, lane);
-  if (lane == 0) ptx::cp_async_bulk_wait_read();
+  sums.send(own, params, item, shared.sV, shared.sK);
 }
 
 template <typename Config>

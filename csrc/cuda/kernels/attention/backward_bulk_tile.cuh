@@ -3,9 +3,9 @@
 // take tiles one after another. Mathematics and order are those of backward_wgmma.cuh.
 #pragma once
 
+#include "cuda/kernels/attention/backward_tiles.cuh"
 #include "cuda/kernels/attention/backward_wgmma.cuh"
 #include "cuda/kernels/attention/store_tile.cuh"
-#include "cuda/kernels/attention/tiles.cuh"
 
 namespace jagged_cuda::attention {
 
@@ -17,33 +17,31 @@ using BulkTile = WarpgroupTile<Element, kBulkRows, kBulkDim>;
 using BulkScores = Accumulator<1, kBulkRows / 8>;
 using BulkSums = Accumulator<1, kBulkDim / 8>;
 
-struct BulkBackwardParams {
-  CUtensorMap q, k, v, grad_out;       // boxes of kBulkRows rows of one head
-  CUtensorMap grad_q, grad_k, grad_v;  // of kStoredRows
-  AttentionBackwardParams attention;
+struct BulkBackwardParams : BackwardOperands {  // boxes of kBulkRows rows
+  CUtensorMap grad_q, grad_k, grad_v;           // of kStoredRows
 };
 
-// Two tiles of one head, for whose bytes `full` waits; one thread.
-template <typename Tile>
-__device__ __forceinline__ void copy_both(Tile& a, const CUtensorMap& a_map, Tile& b,
-                                          const CUtensorMap& b_map, int64_t row, int head,
-                                          uint64_t& full) {
-  ptx::mbarrier_arrive_expect_tx(full, 2 * static_cast<int>(sizeof(a.data)));
-  copy_expected_tile(a, a_map, row, head, full);
-  copy_expected_tile(b, b_map, row, head, full);
-}
+// A thread of a warpgroup that computes, whose barrier is `barrier`.
+struct BulkThread {
+  int thread, lane, warp_row, barrier;
+  float scale, scale_log2;
+  __device__ __forceinline__ BulkThread(const AttentionBackwardParams& params, int own_thread,
+                                        int own_barrier)
+      : thread(own_thread),
+        lane(thread % 32),
+        warp_row(thread / 32 * 16),
+        barrier(own_barrier),
+        scale(static_cast<float>(params.scale)),
+        scale_log2(scale * kLog2E) {}
 
-// Rows of a tile from `first` on become zeros for the tensor cores; the threads of a warpgroup, whose
-// barrier is `id`.
-template <typename Tile>
-__device__ __forceinline__ void zero_rows_from(Tile& tile, int first, int thread, int id) {
-  for (int index = thread; index < (Tile::kRows - first) * Tile::kChunks; index += 128) {
-    *reinterpret_cast<uint4*>(tile.chunk(first + index / Tile::kChunks, index % Tile::kChunks)) =
-        make_uint4(0, 0, 0, 0);
+  // Rows of a tile from `first` on become zeros for the tensor cores; all threads of the warpgroup.
+  template <typename Tile>
+  __device__ __forceinline__ void zero_rows_from(Tile& tile, int first) const {
+    zero_tile_rows<128>(tile, first, Tile::kRows, thread);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(barrier, 128);
   }
-  ptx::fence_proxy_async();
-  ptx::bar_sync(id, 128);
-}
+};
 
 // Zeros for `rows` rows of a gradient; the threads of a warpgroup.
 template <typename Element>
@@ -148,7 +146,7 @@ struct StepStatistics {
   __device__ __forceinline__ void exponentiate(BulkScores& s, float scale_log2, int lane) const {
 #pragma unroll
     for (int block = 0; block < kBulkRows / 8; ++block) {
-      const float2 lse = *reinterpret_cast<const float2*>(&sLse[block * 8 + 2 * (lane % 4)]);
+      const float2 lse = columns_of_lane(sLse, block, lane);
       const float lse_log2[2] = {lse.x * kLog2E, lse.y * kLog2E};
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -159,7 +157,7 @@ struct StepStatistics {
   __device__ __forceinline__ void multiply(BulkScores& s, const BulkScores& dp, int lane) const {
 #pragma unroll
     for (int block = 0; block < kBulkRows / 8; ++block) {
-      const float2 delta = *reinterpret_cast<const float2*>(&sDelta[block * 8 + 2 * (lane % 4)]);
+      const float2 delta = columns_of_lane(sDelta, block, lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         s[0][block][i] *= dp[0][block][i] - (i % 2 == 0 ? delta.x : delta.y);
@@ -211,9 +209,8 @@ struct BulkItem {
 
   // Rows are those that it owns.
   __device__ __forceinline__ WindowOf<int> window(const AttentionBackwardParams& params) const {
-    const WindowOf<int> of_queries{kKeys ? num_own - num_other : num_other - num_own,
-                                   window_rows32(params.window_left),
-                                   window_rows32(params.window_right)};
+    const WindowOf<int> of_queries =
+        sequence_window(params, kKeys ? num_own - num_other : num_other - num_own);
     return kKeys ? of_queries.transposed() : of_queries;
   }
   // The same in all lanes of a warp, as the compiler then sees.
@@ -257,22 +254,86 @@ class QuerySteps {
   int first_, end_;
 };
 
+// dK and dV of a tile of keys, a step at a time; the threads of a warpgroup.
+template <typename Element>
+struct KeySums {
+  BulkSums dk = {}, dv = {};
+
+  // Adds a step of queries from `query` on, which has arrived. started() is called behind the start of S^T
+  // and dP^T, scores_done() when K and V have been read.
+  template <typename Started, typename ScoresDone>
+  __device__ __forceinline__ void add(const BulkThread& own, const BulkItem<true>& item,
+                                      const WindowOf<int>& window, int query,
+                                      const BulkTile<Element>& sK, const BulkTile<Element>& sV,
+                                      const BulkTile<Element>& sQ,
+                                      const BulkTile<Element>& sGradOut,
+                                      const StepStatistics& statistics, Started started,
+                                      ScoresDone scores_done) {
+    BulkScores s, dp;  // S^T and dP^T
+    ptx::wgmma_fence();
+    start_scores_and_grad_probs<true>(s, sK, sQ, dp, sV, sGradOut);
+    started();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s[0]);
+    statistics.exponentiate(s, own.scale_log2, own.lane);
+    if (window.cuts_tile(item.row, kBulkRows, query, kBulkRows, item.num_other))
+      replace_unseen(s, 0.0f, window, item.row + own.warp_row + own.lane / 4, query, item.num_other,
+                     own.lane);
+    const PackedRows<Element, kBulkRows / 8> p(s);
+    ptx::fence_operands(dv[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns<true>(dv, p, sGradOut);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(dp[0]);
+    scores_done();
+    statistics.multiply(s, dp, own.lane);
+    const PackedRows<Element, kBulkRows / 8> ds(s);
+    ptx::fence_operands(dk[0]);
+    ptx::wgmma_fence();
+    wgmma_packed_by_columns<true>(dk, ds, sQ);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dv[0]);
+    ptx::fence_operands(dk[0]);
+  }
+
+  // Both leave through two tiles, which all products of the warpgroup have read.
+  __device__ __forceinline__ void send(const BulkThread& own, const BulkBackwardParams& params,
+                                       const BulkItem<true>& item, BulkTile<Element>& through_v,
+                                       BulkTile<Element>& through_k) const {
+    const AttentionBackwardParams& attention = params.attention;
+    send_gradient<Element>(through_v, own.warp_row, params.grad_v, attention.grad_v, dv, 1.0f,
+                           item.global_row, item.head, item.rows, attention.dim_v, own.lane);
+    send_gradient<Element>(through_k, own.warp_row, params.grad_k, attention.grad_k, dk, own.scale,
+                           item.global_row, item.head, item.rows, attention.dim_qk, own.lane);
+    if (own.lane == 0) ptx::cp_async_bulk_wait_read();
+  }
+
+  // Zeros for keys that no query sees.
+  __device__ __forceinline__ static void zero(const BulkThread& own,
+                                              const AttentionBackwardParams& params,
+                                              const BulkItem<true>& item) {
+    zero_gradient<Element>(params.grad_k, item.global_row, item.head, item.rows, params.dim_qk,
+                           own.thread);
+    zero_gradient<Element>(params.grad_v, item.global_row, item.head, item.rows, params.dim_v,
+                           own.thread);
+  }
+};
+
 template <typename Element>
 cudaError_t encode_bulk_maps(BulkBackwardParams& params) {
   using Tile = BulkTile<Element>;
   using Stored = WarpgroupTile<Element, kStoredRows, kBulkDim>;
   const AttentionBackwardParams& attention = params.attention;
-  const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total,
-                heads = attention.heads, kv_heads = attention.kv_heads, dim = attention.dim_qk,
-                dim_v = attention.dim_v;
-  const cudaError_t errors[] = {
-      encode_heads<Tile>(params.q, attention, attention.q, queries, heads, dim),
-      encode_heads<Tile>(params.k, attention, attention.k, keys, kv_heads, dim),
-      encode_heads<Tile>(params.v, attention, attention.v, keys, kv_heads, dim_v),
-      encode_heads<Tile>(params.grad_out, attention, attention.grad_out, queries, heads, dim_v),
-      encode_heads<Stored>(params.grad_q, attention, attention.grad_q, queries, heads, dim),
-      encode_heads<Stored>(params.grad_k, attention, attention.grad_k, keys, kv_heads, dim),
-      encode_heads<Stored>(params.grad_v, attention, attention.grad_v, keys, kv_heads, dim_v)};
+  const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
+  const cudaError_t errors[] = {params.encode<Tile, Tile>(),
+                                encode_heads<Stored>(params.grad_q, attention, attention.grad_q,
+                                                     queries, attention.heads, attention.dim_qk),
+                                encode_heads<Stored>(params.grad_k, attention, attention.grad_k,
+                                                     keys, attention.kv_heads, attention.dim_qk),
+                                encode_heads<Stored>(params.grad_v, attention, attention.grad_v,
+                                                     keys, attention.kv_heads, attention.dim_v)};
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }

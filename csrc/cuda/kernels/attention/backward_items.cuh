@@ -1,8 +1,8 @@
 // Backward of jagged_flash_attention for head dims of 65 to 128 on wgmma and TMA (compute capability 9.0),
 // 16-bit elements, where there are many tiles. Mathematics and kernels are those of backward_wgmma.cuh.
 //
-// A tile of 64 rows takes 2,000 to 3,000 cycles a step, and one that starts in a CTA of its own 8,000 more
-// before its first product and behind its last. So CTAs stay, one per SM: two warpgroups compute, each its
+// A tile of 64 rows takes 2,250 to 3,000 cycles a step, and one that starts in a CTA of its own 7,000 to
+// 8,000 more before its first product and behind its last. So CTAs stay, one per SM: two warpgroups compute, each its
 // own items (a tile of 64 rows of a head) with its own part of shared memory; for each of them a warp takes
 // items as they come, finds their rows, and copies ahead.
 //
@@ -38,7 +38,6 @@
 #pragma once
 
 #include "cuda/kernels/attention/backward_bulk.cuh"
-#include "cuda/kernels/attention/backward_tiles.cuh"
 #include "cuda/kernels/prim/ring.cuh"
 
 namespace jagged_cuda::attention {
@@ -158,7 +157,7 @@ __device__ __forceinline__ void produce_dq(const BulkBackwardParams& params,
     if (copies) {
       const int kv_head = item.head / (attention.heads / attention.kv_heads);
       ptx::mbarrier_wait(barriers.own_empty, count % 2 ^ 1);
-      copy_both(tiles.sQ, params.q, tiles.sGradOut, params.grad_out, item.global_row, item.head,
+      copy_pair(tiles.sQ, params.q, tiles.sGradOut, params.grad_out, item.global_row, item.head,
                 barriers.own_full);
       for (int step = 0; step < item.steps; ++step) {
         const int key = item.other_begin + item.first + step * kBulkRows;
@@ -182,22 +181,20 @@ __device__ __forceinline__ void consume_dq(const BulkBackwardParams& params,
   const AttentionBackwardParams& attention = params.attention;
   auto& tiles = storage.tiles[warpgroup];
   auto& barriers = storage.barriers[warpgroup];
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp_row = thread / 32 * 16,
-            barrier = 1 + warpgroup;
-  const float scale = static_cast<float>(attention.scale), scale_log2 = scale * kLog2E;
+  const BulkThread own(attention, threadIdx.x % 128, 1 + warpgroup);
   Ring<3>::Position keys;
   Ring<2>::Position values;
   for (int count = 0;; ++count) {
     const BulkItem<false> item = barriers.receive(count);
     if (item.rows == 0) return;
     QueryStatistics<Element> statistics(attention, item.global_row, item.head,
-                                        item.seq < 0 ? 0 : item.rows, thread);
+                                        item.seq < 0 ? 0 : item.rows, own.thread);
     ptx::mbarrier_wait(barriers.own_full, count % 2);
     statistics.sum_delta(tiles.sGradOut);
     if (item.steps == 0) {
       ptx::mbarrier_arrive(barriers.own_empty);
       zero_gradient<Element>(attention.grad_q, item.global_row, item.head, item.rows,
-                             attention.dim_qk, thread);
+                             attention.dim_qk, own.thread);
       continue;
     }
     const WindowOf<int> window = item.window(attention);
@@ -206,8 +203,7 @@ __device__ __forceinline__ void consume_dq(const BulkBackwardParams& params,
       const int key = item.first + step * kBulkRows;
       auto& sK = tiles.sK[keys.stage];
       barriers.first_ring.wait(keys);
-      if (key + kBulkRows > item.num_other)
-        zero_rows_from(sK, item.num_other - key, thread, barrier);
+      if (key + kBulkRows > item.num_other) own.zero_rows_from(sK, item.num_other - key);
       BulkScores s, dp;
       ptx::wgmma_fence();
       wgmma_rows_by_rows<0, true>(s, tiles.sQ, 0, sK);
@@ -218,7 +214,7 @@ __device__ __forceinline__ void consume_dq(const BulkBackwardParams& params,
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();
       ptx::fence_operands(s[0]);
-      statistics.exponentiate(s, scale_log2);
+      statistics.exponentiate(s, own.scale_log2);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dp[0]);
       if (step + 1 < item.steps) {
@@ -228,7 +224,8 @@ __device__ __forceinline__ void consume_dq(const BulkBackwardParams& params,
       }
       statistics.multiply(s, dp);
       if (window.cuts_tile(item.row, kBulkRows, key, kBulkRows, item.num_other))
-        replace_unseen(s, 0.0f, window, item.row + warp_row + lane / 4, key, item.num_other, lane);
+        replace_unseen(s, 0.0f, window, item.row + own.warp_row + own.lane / 4, key, item.num_other,
+                       own.lane);
       const PackedRows<Element, kBulkRows / 8> ds(s);
       ptx::fence_operands(dq[0]);
       ptx::wgmma_fence();
@@ -238,10 +235,11 @@ __device__ __forceinline__ void consume_dq(const BulkBackwardParams& params,
       ptx::fence_operands(dq[0]);
       barriers.first_ring.release(keys.advance());
     }
-    ptx::bar_sync(barrier, 128);  // no warp's product reads the last V any more
-    send_gradient<Element>(tiles.sV[values.stage], warp_row, params.grad_q, attention.grad_q, dq,
-                           scale, item.global_row, item.head, item.rows, attention.dim_qk, lane);
-    if (lane == 0) ptx::cp_async_bulk_wait_read();
+    ptx::bar_sync(own.barrier, 128);  // no warp's product reads the last V any more
+    send_gradient<Element>(tiles.sV[values.stage], own.warp_row, params.grad_q, attention.grad_q,
+                           dq, own.scale, item.global_row, item.head, item.rows, attention.dim_qk,
+                           own.lane);
+    if (own.lane == 0) ptx::cp_async_bulk_wait_read();
     __syncwarp();
     barriers.second_ring.release(values.advance());
   }
@@ -287,7 +285,7 @@ __device__ __forceinline__ void produce_dkdv(const BulkBackwardParams& params,
     if (item.rows == 0) return;
     if (copies) {
       ptx::mbarrier_wait(barriers.own_empty, count % 2 ^ 1);
-      copy_both(tiles.sK, params.k, tiles.sV, params.v, item.global_row, item.head,
+      copy_pair(tiles.sK, params.k, tiles.sV, params.v, item.global_row, item.head,
                 barriers.own_full);
     }
     __syncwarp();
@@ -319,9 +317,7 @@ __device__ __forceinline__ void consume_dkdv(const BulkBackwardParams& params,
   const AttentionBackwardParams& attention = params.attention;
   auto& tiles = storage.tiles[warpgroup];
   auto& barriers = storage.barriers[warpgroup];
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp_row = thread / 32 * 16,
-            barrier = 1 + warpgroup;
-  const float scale = static_cast<float>(attention.scale), scale_log2 = scale * kLog2E;
+  const BulkThread own(attention, threadIdx.x % 128, 1 + warpgroup);
   Ring<3>::Position queries;
   Ring<2>::Position gradients;
   for (int count = 0;; ++count) {
@@ -330,66 +326,34 @@ __device__ __forceinline__ void consume_dkdv(const BulkBackwardParams& params,
     ptx::mbarrier_wait(barriers.own_full, count % 2);
     if (item.steps == 0) {
       ptx::mbarrier_arrive(barriers.own_empty);
-      zero_gradient<Element>(attention.grad_k, item.global_row, item.head, item.rows,
-                             attention.dim_qk, thread);
-      zero_gradient<Element>(attention.grad_v, item.global_row, item.head, item.rows,
-                             attention.dim_v, thread);
+      KeySums<Element>::zero(own, attention, item);
       continue;
     }
     const WindowOf<int> window = item.window(attention);
     QuerySteps place(attention, item);
-    BulkSums dk = {}, dv = {};
+    KeySums<Element> sums;
     for (int step = 0; step < item.steps; ++step, place.advance()) {
       const int query = place.query;
       auto& sQ = tiles.sQ[queries.stage];
       auto& sGradOut = tiles.sGradOut[gradients.stage];
-      const StepStatistics& statistics = storage.statistics[warpgroup][gradients.stage];
       barriers.first_ring.wait(queries);
       barriers.second_ring.wait(gradients);
       if (query + kBulkRows > item.num_other) {
-        zero_rows_from(sQ, item.num_other - query, thread, barrier);
-        zero_rows_from(sGradOut, item.num_other - query, thread, barrier);
+        own.zero_rows_from(sQ, item.num_other - query);
+        own.zero_rows_from(sGradOut, item.num_other - query);
       }
-      BulkScores s, dp;  // S^T and dP^T
-      ptx::wgmma_fence();
-      wgmma_rows_by_rows<0, true>(s, tiles.sK, 0, sQ);
-      ptx::wgmma_commit_group();
-      wgmma_rows_by_rows<0, true>(dp, tiles.sV, 0, sGradOut);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();
-      ptx::fence_operands(s[0]);
-      statistics.exponentiate(s, scale_log2, lane);
-      if (window.cuts_tile(item.row, kBulkRows, query, kBulkRows, item.num_other))
-        replace_unseen(s, 0.0f, window, item.row + warp_row + lane / 4, query, item.num_other,
-                       lane);
-      const PackedRows<Element, kBulkRows / 8> p(s);
-      ptx::fence_operands(dv[0]);
-      ptx::wgmma_fence();
-      wgmma_packed_by_columns<true>(dv, p, sGradOut);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();
-      ptx::fence_operands(dp[0]);
-      if (step + 1 == item.steps) ptx::mbarrier_arrive(barriers.own_empty);
-      statistics.multiply(s, dp, lane);
-      const PackedRows<Element, kBulkRows / 8> ds(s);
-      ptx::fence_operands(dk[0]);
-      ptx::wgmma_fence();
-      wgmma_packed_by_columns<true>(dk, ds, sQ);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(dv[0]);
-      ptx::fence_operands(dk[0]);
+      const auto give_back = [&] {
+        if (step + 1 == item.steps) ptx::mbarrier_arrive(barriers.own_empty);
+      };
+      sums.add(
+          own, item, window, query, tiles.sK, tiles.sV, sQ, sGradOut,
+          storage.statistics[warpgroup][gradients.stage], [] {}, give_back);
       if (step + 1 == item.steps) break;
       barriers.first_ring.release(queries.advance());
       barriers.second_ring.release(gradients.advance());
     }
-    ptx::bar_sync(barrier, 128);  // no warp's product reads the last Q and dO any more
-    send_gradient<Element>(tiles.sGradOut[gradients.stage], warp_row, params.grad_v,
-                           attention.grad_v, dv, 1.0f, item.global_row, item.head, item.rows,
-                           attention.dim_v, lane);
-    send_gradient<Element>(tiles.sQ[queries.stage], warp_row, params.grad_k, attention.grad_k, dk,
-                           scale, item.global_row, item.head, item.rows, attention.dim_qk, lane);
-    if (lane == 0) ptx::cp_async_bulk_wait_read();
+    ptx::bar_sync(own.barrier, 128);  // no warp's product reads the last Q and dO any more
+    sums.send(own, params, item, tiles.sGradOut[gradients.stage], tiles.sQ[queries.stage]);
     __syncwarp();
     barriers.second_ring.release(gradients.advance());
     barriers.first_ring.release(queries.advance());

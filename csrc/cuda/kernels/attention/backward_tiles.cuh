@@ -73,15 +73,15 @@ __device__ __forceinline__ void zero_tile_rows(Tile& tile, int first, int last, 
 }
 
 // Starts s = a b^T and then dp = c d^T, each in a group of its own, for 64 rows, behind a
-// wgmma_fence: S = Q K^T and dP = dO V^T, or S^T = K Q^T and dP^T = V dO^T.
-template <int kBlocks, typename RowTile, typename ColumnTile>
+// wgmma_fence: S = Q K^T and dP = dO V^T, or S^T = K Q^T and dP^T = V dO^T. kUniform: descriptor_of().
+template <bool kUniform = false, int kBlocks, typename RowTile, typename ColumnTile>
 __device__ __forceinline__ void start_scores_and_grad_probs(Accumulator<1, kBlocks>& s,
                                                             const RowTile& a, const ColumnTile& b,
                                                             Accumulator<1, kBlocks>& dp,
                                                             const RowTile& c, const ColumnTile& d) {
-  wgmma_rows_by_rows(s, a, 0, b);
+  wgmma_rows_by_rows<0, kUniform>(s, a, 0, b);
   ptx::wgmma_commit_group();
-  wgmma_rows_by_rows(dp, c, 0, d);
+  wgmma_rows_by_rows<0, kUniform>(dp, c, 0, d);
   ptx::wgmma_commit_group();
 }
 

@@ -16,6 +16,9 @@
 // (each warp reads its rows of it for delta), and a barrier of the warpgroup before dq leaves; dkdv
 // one before dk and dv leave.
 //
+// Of head dims of 65 to 128 only tiles that are looked for in slabs, or by sequence, come here; others go to
+// backward_bulk.cuh.
+//
 // Rows past the end are zeros in shared memory and P is 0 wherever a query does not see a key, so
 // that they add nothing, even where lse is -inf. Rows outside all sequences get zeros; a sequence
 // without queries gives zeros to its keys.
