@@ -24,6 +24,7 @@ FEW = "cuda/kernels/attention/target_backward.cuh"
 RING = "cuda/kernels/softmax/sequence_ring.cuh"
 WORKSPACE = "cuda/kernels/attention/long_workspace.cuh"
 ITEMS = "cuda/kernels/attention/backward_items.cuh"
+PLAN = "cuda/kernels/attention/long_plan.cuh"
 
 PATHS = {
     "strips": STRIPS,
@@ -32,6 +33,7 @@ PATHS = {
     "sequence_ring": RING,
     "long_workspace": WORKSPACE,
     "backward_bulk": ITEMS,
+    "own_plan": PLAN,
 }
 DRIVERS = {
     "strips": range(1, 49),
@@ -40,6 +42,7 @@ DRIVERS = {
     "sequence_ring": range(1, 121),
     "long_workspace": range(1, 41),
     "backward_bulk": range(1, 13),
+    "own_plan": range(1, 201),
 }
 
 
@@ -245,6 +248,22 @@ FAULTS = (
         "params.grad_q.row_stride, 16,",
         range(1, 21),
         "write outside: grad_q",
+    ),
+    Fault(
+        "sequences of the same length share their items",
+        "own_plan",
+        "(its_length == length && other < lane)",
+        "(its_length == length && other > 31)",
+        range(1, 41),
+        "WRONG taken twice, or outside",
+    ),
+    Fault(
+        "a sequence's lane where those before it leave gaps",
+        "own_plan",
+        "const int from = set_bit(found, lane - count),",
+        "const int from = set_bit(found, lane),",
+        range(1, 41),
+        "WRONG",
     ),
 )
 

@@ -118,6 +118,7 @@ std::string run_of(Draw& draw) {
   const auto is_taken = [&](int64_t seq) { return right.length(seq) > long_rows(p); };
   for (int64_t seq = 0; seq < s.num_seqs(); ++seq) plan->num_sequences += is_taken(seq);
   p.long_plan = plan;
+  p.planned = planned_lengths(p);
 
   const Grid grid{1 + draw.below(4), s.heads};
   const auto launch_of = [&](auto kernel) {

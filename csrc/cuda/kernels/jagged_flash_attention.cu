@@ -158,6 +158,7 @@ cudaError_t launch_on_wgmma(AttentionParams params, cudaStream_t stream) {
     const bool any_between = !params.short_apart || params.long_plan == nullptr ||
                              params.q_offsets.data != params.kv_offsets.data;
     if (any_between) error = attention::launch_forward_wgmma<Element>(params, stream);
+    params.plan_is_there = any_between;
   }
   const bool any_long = params.long_plan != nullptr && !params.long_first;
   return error == cudaSuccess && any_long ? attention::launch_forward_long<Element>(params, stream)
@@ -207,7 +208,9 @@ bool takes_ranged_backward(const AttentionBackwardParams& params) {
          takes_wgmma(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
-cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
+cudaError_t launch_jagged_flash_attention(const AttentionParams& given, cudaStream_t stream) {
+  AttentionParams params = given;
+  params.planned = planned_lengths(params);
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {
@@ -247,6 +250,7 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
           error = attention::launch_forward_long<Element>(planned, stream);
         if (error != cudaErrorNotSupported) return error;
       }
+      planned.plan_is_there = is_wide(params) && has_tiny;  // nothing comes between
       return launch_by_length(planned, has_tiny, stream, launch_longer,
                               has_wide_rows(params) ? attention::launch_forward_tiny_wide<Element>
                                                     : attention::launch_forward_tiny<Element>);
@@ -254,8 +258,10 @@ cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStr
   });
 }
 
-cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& params,
+cudaError_t launch_jagged_flash_attention_backward(const AttentionBackwardParams& given,
                                                    cudaStream_t stream) {
+  AttentionBackwardParams params = given;
+  params.planned = planned_lengths(params);
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {

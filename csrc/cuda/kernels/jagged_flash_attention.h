@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jagged_cuda {
 
@@ -45,10 +46,13 @@ constexpr int long_rows(const Params& params) {
 }
 // But with packed heads up to 64 dims those that are short in queries and keys are not among them.
 template <typename Params>
+constexpr bool spares_short(const Params& params) {
+  return params.packed_shift > 0 && params.dim_qk <= 64 && params.dim_v <= 64;
+}
+template <typename Params>
 constexpr bool is_long(const Params& params, int64_t queries, int64_t keys) {
-  const bool spares_short = params.packed_shift > 0 && params.dim_qk <= 64 && params.dim_v <= 64;
   return queries > long_rows(params) &&
-         !(spares_short && queries <= kShortRows && keys <= kShortRows);
+         !(spares_short(params) && queries <= kShortRows && keys <= kShortRows);
 }
 
 // A [rows, heads, dim] operand whose last dimension is contiguous; strides in elements.
@@ -58,22 +62,54 @@ struct HeadsView {
   int64_t head_stride;
 };
 
-// Sums, LSE and its gradient are f32 (f64 for f64), contiguous.
+// Which sequences the kernel for long ones takes where there is a plan, found from the other parameters by
+// planned_lengths(): with what those decide, device code would wait for most lines of them.
+struct PlannedLengths {
+  int above;     // those of more queries,
+  int spared;    // but for those of at most so many queries and keys;
+  bool outside;  // and the rows outside all sequences
+};
+
+// Sums, LSE and its gradient are f32 (f64 for f64), contiguous. What the first instructions of a kernel
+// read stands first: for each line of its parameters it waits.
 struct AttentionParams {
   ElementType type;
   OffsetsView q_offsets;   // [B + 1], rows of q
   OffsetsView kv_offsets;  // [B + 1], rows of k and v; a copy of q_offsets in self-attention
-  HeadsView q;             // [Tq, H, D]
-  HeadsView k;             // [Tk, G, D]
-  HeadsView v;             // [Tk, G, Dv]
-  HeadsView out;           // [Tq, H, Dv] contiguous: written forward, read backward
-  void* lse;               // [Tq, H]: written forward, read backward
-  int heads;               // H
-  int kv_heads;            // G, divides H
-  int dim_qk;              // D
-  int dim_v;               // Dv
-  int64_t window_left;     // rows, at least 0; kUnbounded for all
+  // [long_plan_bytes(B)], aligned to 16: workspace of the kernel for long sequences; twice as much in
+  // the backward pass of wide heads. Null if there are none, or no such kernel.
+  void* long_plan;
+  PlannedLengths planned;
+  // True where each CTA of that kernel finds out for itself what is in the plan, which nobody writes.
+  bool plans_itself;
+  // True where the plan is complete as soon as that kernel starts: the one before it has waited for it.
+  bool plan_is_there;
+  // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
+  // rows outside all sequences are the latter's.
+  bool split_by_length;
+  // True where the former looks for its tiles in slabs of tiny_limit() rows, whose number does not grow
+  // with that of sequences; self-attention only.
+  bool longer_in_slabs;
+  // True where a kernel for short sequences takes those that are not tiny.
+  bool short_apart;
+  int packed_shift;     // its tiles hold 2^packed_shift heads of each query (packing_shift())
+  int heads;            // H
+  int kv_heads;         // G, divides H
+  int dim_qk;           // D
+  int dim_v;            // Dv
+  int64_t window_left;  // rows, at least 0; kUnbounded for all
   int64_t window_right;
+  // [kLongerWords]: the kernel for tiny sequences leaves call_number here, where it finds a sequence of
+  // more than tiny_limit() rows, and one of more than kShortRows. Where it has not, those behind it that
+  // look for tiles in slabs have nothing to look for. Before, the words may hold anything: if that
+  // number, they look in vain. Null: they always look.
+  int* longer;
+  int call_number;
+  HeadsView q;    // [Tq, H, D]
+  HeadsView k;    // [Tk, G, D]
+  HeadsView v;    // [Tk, G, Dv]
+  HeadsView out;  // [Tq, H, Dv] contiguous: written forward, read backward
+  void* lse;      // [Tq, H]: written forward, read backward
   double scale;
   const KeyInterval* key_ranges;  // [Tq, num_key_ranges], contiguous; may be null: all keys
   int num_key_ranges;             // 1 or 2
@@ -88,29 +124,9 @@ struct AttentionParams {
   // multiples of 16 bytes.
   bool aligned;
   bool mma_sync_only;  // JAGGED_CUDA_TENSOR_CORES=mma_sync
-  // True where a kernel for longer sequences runs behind one for tiny ones, each on its own. The
-  // rows outside all sequences are the latter's.
-  bool split_by_length;
-  // True where the former looks for its tiles in slabs of tiny_limit() rows, whose number does not grow
-  // with that of sequences; self-attention only.
-  bool longer_in_slabs;
-  // True where a kernel for short sequences takes those that are not tiny.
-  bool short_apart;
-  // [long_plan_bytes(B)], aligned to 16: workspace of the kernel for long sequences; twice as much in
-  // the backward pass of wide heads. Null if there are none, or no such kernel.
-  void* long_plan;
-  // True where each CTA of that kernel finds out for itself what is in the plan, which nobody writes.
-  bool plans_itself;
-  // True where it comes before the kernels for other lengths, since most rows are likely its own.
+  // True where the kernel for long sequences comes before those for other lengths, since most rows are
+  // likely its own.
   bool long_first;
-  // [kLongerWords]: the kernel for tiny sequences leaves call_number here, where it finds a sequence of
-  // more than tiny_limit() rows, and one of more than kShortRows. Where it has not, those behind it that
-  // look for tiles in slabs have nothing to look for. Before, the words may hold anything: if that
-  // number, they look in vain. Null: they always look.
-  int* longer;
-  int call_number;
-  // Its tiles hold 2^packed_shift heads of each query (packing_shift()).
-  int packed_shift;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
   static constexpr int kLongerWords = 2;
@@ -205,6 +221,18 @@ constexpr int long_rows(const AttentionBackwardParams& params) {
                  params.kv_offsets.total * params.kv_heads >= kEnoughRows
              ? kLongUnmaskedRows
              : kLongBackwardRows;
+}
+
+// `planned`, from the other parameters, but for the plan `outside` and of `spared` tiny ones, which depend
+// on params.split_by_length: that is known later.
+template <typename Params>
+PlannedLengths planned_lengths(const Params& params) {
+  constexpr bool kOfKeys = std::is_base_of_v<AttentionBackwardParams, Params>;
+  const int above = long_rows(params), tiny = params.split_by_length ? tiny_limit(params) : 0;
+  const bool takes_all = above == 0, outside = (takes_all && !params.split_by_length) ||
+                                               (!kOfKeys && (params.silu || is_general(params)));
+  // Tiles of keys are planned where there are no queries, too.
+  return {takes_all && kOfKeys ? -1 : above, spares_short(params) ? kShortRows : tiny, outside};
 }
 
 // Workspace for the queries of long sequences, in whole units: of sequence `seq`, which begins at row

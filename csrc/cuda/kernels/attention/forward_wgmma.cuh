@@ -108,11 +108,12 @@ inline bool looks_by_sequence(const AttentionParams& params) {
 }
 
 // Rows of the longest sequence in self-attention that is not long, and tiles of kTile rows that it has.
-constexpr int most_middle_rows(const AttentionParams& params) {
-  return is_long(params, kShortRows, kShortRows) ? long_rows(params) : kShortRows;
+inline __host__ __device__ int most_middle_rows(const AttentionParams& params) {
+  const PlannedLengths& planned = params.planned;
+  return planned.above < kShortRows && planned.spared < kShortRows ? planned.above : kShortRows;
 }
 template <int kTile>
-constexpr int64_t middle_tiles(const AttentionParams& params) {
+__host__ __device__ int64_t middle_tiles(const AttentionParams& params) {
   return (most_middle_rows(params) + kTile - 1) / kTile;
 }
 
@@ -127,7 +128,7 @@ class MiddleTilesOfCta {
   // False if there are no more.
   __device__ __forceinline__ bool next(JaggedTile& tile) {
     return tiles_.next(tile, middle_tiles<kTile>(params_), [&](int64_t len) {
-      return len > tiny_limit(params_) && !is_long(params_, len, len);
+      return len > tiny_limit(params_) && !left_to_long(params_, len, len);
     });
   }
 
@@ -351,11 +352,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
     const __grid_constant__ ForwardWgmmaParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
+  // launch_longer; and the next one, which may be that for long sequences, finds its plan complete.
+  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (kLooped && nothing_is_left(params.attention)) return;
   run_forward_wgmma<Config, kLooped>(
       params, *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
-  if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();  // launch_longer
 }
 
 template <typename Config>
@@ -388,9 +390,12 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
     grid = looped_grid(attention, attention.q_offsets, Config::kTileM,
                        attention.heads / params.heads_per_cta);
     if (by_sequence) {
-      constexpr int64_t kCtas = 528;
+      // One on each SM of an H100 finds a few thousand tiles while that for long sequences waits for SMs;
+      // of more it would not hide what its products wait for.
+      constexpr int64_t kFewTiles = 4096, kFewCtas = 132, kManyCtas = 528;
       const int64_t tiles = attention.q_offsets.num_seqs * middle_tiles<Config::kTileM>(attention),
-                    enough = (kCtas + attention.heads - 1) / attention.heads;
+                    ctas = tiles * attention.heads <= kFewTiles ? kFewCtas : kManyCtas,
+                    enough = (ctas + attention.heads - 1) / attention.heads;
       grid.x = tiles < enough ? tiles : enough;
     }
     const bool is_behind = attention.split_by_length || is_behind_long(attention);

@@ -124,6 +124,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_backward(
     }
     ptx::fence_mbarrier_init();
   }
+  // Of finish_long, which waits for all of this; of dk and dv only behind those that leave delta.
+  if (!params.attention.dkdv_is_last) ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   if (params.attention.dkdv_is_last) ptx::griddepcontrol_launch_dependents();
   __syncthreads();

@@ -281,18 +281,16 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
+  params.planned = planned_lengths(params);
   return for_long_forward<Element>(params, [&](auto config) {
     constexpr int kTileM = decltype(config)::kTileM;
     params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM >> params.packed_shift,
                                          params.heads >> params.packed_shift, num_sms);
     if (!params.plans_itself) {
-      // Those for shorter sequences, which are few then, fill its last round; where there are not even some
-      // rounds, all that comes before it is what takes time.
-      constexpr int64_t kManyRows = int64_t{1} << 18;  // of all heads: some rounds
-      const bool are_many = params.q_offsets.total * params.heads >= kManyRows;
-      const int64_t few_shorter = dim_bucket(params) == 64 ? kShortRows : are_many ? 1024 : 288;
-      params.long_first =
-          !is_wide(params) && params.q_offsets.total >= params.q_offsets.num_seqs * few_shorter;
+      // Those for shorter sequences, which are few then, fill its last round. Where it comes last it fills
+      // theirs; but that for short ones leaves no SM before its end.
+      params.long_first = dim_bucket(params) == 64 &&
+                          params.q_offsets.total >= params.q_offsets.num_seqs * kShortRows;
       return launch_plan<kTileM, AttentionParams>(false, params, stream);
     }
     const int64_t shorter = long_rows(params) > 0 ? long_rows(params) : 2 * tiny_limit(params);

@@ -6,7 +6,8 @@
 // on it.
 //
 // A kernel before the main one costs some microseconds, so where there are few sequences and items
-// (takes_own_plan) each CTA sorts the sequences itself, one in each lane of the warp that takes items.
+// (takes_own_plan) each CTA finds the order itself: a lane of the warp that takes items holds a sequence, and
+// adds up the tiles of those that come before it.
 #pragma once
 
 #include "cuda/kernels/attention/launch.cuh"
@@ -69,22 +70,13 @@ __device__ __forceinline__ int take_place(int* counts, int bin) {
   return __shfl_sync(peers, first, leader) + __popc(peers & ((1u << lane) - 1));
 }
 
-// The bin of a sequence that the kernel takes, -1 for others. kOfKeys: items are tiles of keys.
-template <bool kOfKeys, typename Params>
-__device__ __forceinline__ int planned_bin(const Params& attention, int64_t seq,
-                                           int64_t num_queries) {
-  const bool takes_all = long_rows(attention) == 0;
+// The keys of a sequence that the kernel takes, -1 for others.
+__device__ __forceinline__ int planned_length(const AttentionParams& attention, int64_t seq,
+                                              int64_t num_queries) {
+  const PlannedLengths& planned = attention.planned;
   const int num_keys = keys_of(attention, seq, num_queries);
-  if (!(takes_all && kOfKeys) && !left_to_long(attention, num_queries, num_keys)) return -1;
-  return left_to_tiny(attention, num_queries, num_keys) ? -1 : plan_bin(num_keys);
-}
-
-// Whether the plan lists the rows outside all sequences, too.
-template <typename Params>
-__device__ __forceinline__ bool plans_outside(const Params& attention) {
-  constexpr bool kOfKeys = std::is_same_v<Params, AttentionBackwardParams>;
-  return (long_rows(attention) == 0 && !attention.split_by_length) ||
-         (!kOfKeys && (attention.silu || is_general(attention)));
+  const bool is_spared = num_queries <= planned.spared && num_keys <= planned.spared;
+  return num_queries > planned.above && !is_spared ? num_keys : -1;
 }
 
 // Items are tiles of kTile queries, in the backward pass of keys.
@@ -105,7 +97,8 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
 
   const auto bin_of = [&](int64_t seq) {
     if (seq >= num_seqs) return -1;
-    return planned_bin<kOfKeys>(attention, seq, sequence_rows(attention.q_offsets, seq).len);
+    const int length = planned_length(attention, seq, sequence_rows(attention.q_offsets, seq).len);
+    return length < 0 ? -1 : plan_bin(length);
   };
   constexpr int kAhead = 8;  // loads in flight
   for (int64_t first = threadIdx.x; first < num_seqs; first += kAhead * kPlanThreads) {
@@ -174,7 +167,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    if (plans_outside(attention)) {
+    if (attention.planned.outside) {
       const OffsetsView& offsets = kOfKeys ? attention.kv_offsets : attention.q_offsets;
       const int begin = static_cast<int>(clamped_offset(offsets, 0)),
                 end = static_cast<int>(clamped_offset(offsets, num_seqs)),
@@ -198,7 +191,7 @@ __global__ __launch_bounds__(kPlanThreads) void plan_long(
 
 // Compiled once for all kernels with a plan, in long_plan.cu.
 template <int kTile, typename Params>
-cudaError_t launch_plan(bool is_behind, const Params& params, cudaStream_t stream);
+cudaError_t launch_plan(bool is_behind, Params params, cudaStream_t stream);
 
 // Whether a kernel of `num_sms` CTAs, one per SM, whose items are tiles of tile_rows rows, plans for
 // itself: a lane holds a sequence, two the rows outside, and without a counter that CTAs share items
@@ -240,12 +233,13 @@ class PlannedItems {
         num_tiles_(__ldcg(&plan->num_tiles)),
         num_items_(static_cast<int64_t>(num_tiles_) * heads) {}
 
-  // The plan of another kernel, or where params.plans_itself this warp's own. Items are tiles of
+  // The plan of another kernel, or where params.plans_itself this warp's own. (Where plan_is_there no
+  // kernel in front is waited for: what they compute is not read.) Items are tiles of
   // kTile queries, or keys.
   template <int kTile, bool kOfKeys>
   __device__ __forceinline__ static PlannedItems of(const AttentionParams& params, int heads) {
     if (params.plans_itself) return PlannedItems(params, heads, Constant<kTile>{}, kOfKeys);
-    ptx::griddepcontrol_wait();
+    if (!params.plan_is_there) ptx::griddepcontrol_wait();
     return PlannedItems(static_cast<LongPlan*>(params.long_plan), heads);
   }
 
@@ -352,74 +346,65 @@ class PlannedItems {
   }
 
  private:
-  // Lane l gets the l-th of the sequences, then the rows outside; longest first where a CTA takes more
-  // than one item.
+  // A lane gets a sequence, of more than kOwnPlanSeqs one that is planned, or rows outside; longer ones come
+  // first, of equal ones those of lower lanes.
   template <int kTile>
   __device__ __forceinline__ PlannedItems(const AttentionParams& params, int heads,
                                           Constant<kTile> /*tile*/, bool of_keys)
       : plan_(nullptr), heads_(heads) {
     const int lane = threadIdx.x % 32, num_seqs = static_cast<int>(params.q_offsets.num_seqs);
-    const OffsetsView& tiled = of_keys ? params.kv_offsets : params.q_offsets;
-    PlannedSequence mine = {0, 0, 0, -1};
-    int bin = -1, count = 0;
+    const auto planned = [&](int seq, PlannedSequence& sequence) {
+      if (seq >= num_seqs) return -1;
+      const RowRange rows = sequence_rows(params.q_offsets, seq);
+      sequence = {0, static_cast<int>(rows.begin), static_cast<int>(rows.len), seq};
+      return planned_length(params, seq, rows.len);
+    };
+    int length = -1, count = num_seqs;  // keys; lanes that may have a sequence
+    if (num_seqs <= kOwnPlanSeqs) {
+      length = planned(lane, own_);
+    } else {
+      count = 0;
 #pragma unroll 1
-    for (int first = 0; first < num_seqs; first += 32) {
-      const int seq = first + lane;
-      PlannedSequence candidate = {0, 0, 0, seq};
-      int its = -1;
-      if (seq < num_seqs) {
-        const RowRange rows = sequence_rows(params.q_offsets, seq);
-        candidate.begin = static_cast<int>(rows.begin);
-        candidate.num_queries = static_cast<int>(rows.len);
-        its = of_keys ? planned_bin<true>(params, seq, rows.len)
-                      : planned_bin<false>(params, seq, rows.len);
+      for (int first = 0; first < num_seqs; first += 32) {
+        PlannedSequence candidate = {};
+        const int its = planned(first + lane, candidate);
+        const unsigned found = __ballot_sync(0xffffffffu, its >= 0);
+        const int from = set_bit(found, lane - count),
+                  next_length = __shfl_sync(0xffffffffu, its, from);
+        const PlannedSequence next = shuffled(candidate, from);
+        const int last = min(count + __popc(found), kOwnPlanSeqs);
+        if (lane >= count && lane < last) {
+          own_ = next;
+          length = next_length;
+        }
+        count = last;
       }
-      const unsigned found = __ballot_sync(0xffffffffu, its >= 0);
-      const int from = set_bit(found, lane - count), next_bin = __shfl_sync(0xffffffffu, its, from);
-      const PlannedSequence next = shuffled(candidate, from);
-      const int last = min(count + __popc(found), kOwnPlanSeqs);
-      if (lane >= count && lane < last) {
-        mine = next;
-        bin = next_bin;
+    }
+    int rows = own_.num_queries << params.packed_shift;
+    if (of_keys) rows = length;
+    if (params.planned.outside) {
+      if (lane >= count && lane < count + 2) {
+        const OffsetsView& tiled = of_keys ? params.kv_offsets : params.q_offsets;
+        const bool before = lane == count;
+        const int first = before ? 0 : static_cast<int>(clamped_offset(tiled, num_seqs)),
+                  last = static_cast<int>(before ? clamped_offset(tiled, 0) : tiled.total);
+        own_ = {0, first, last - first, -1};
+        rows = last - first;
+        length = 0;
       }
-      count = last;
+      count += 2;
     }
-    if (lane >= count && lane < count + 2 && plans_outside(params)) {
-      const bool before = lane == count;
-      const int first = before ? 0 : static_cast<int>(clamped_offset(tiled, num_seqs)),
-                last = static_cast<int>(before ? clamped_offset(tiled, 0) : tiled.total);
-      mine = {0, first, last - first, -1};
-      bin = kPlanBins;
+    const int tiles = length >= 0 ? (rows + kTile - 1) / kTile : 0;
+    int before = 0;
+#pragma unroll 4
+    for (int other = 0; other < (count + 3) / 4 * 4; ++other) {
+      const int its_length = __shfl_sync(0xffffffffu, length, other),
+                its_tiles = __shfl_sync(0xffffffffu, tiles, other);
+      if (its_length > length || (its_length == length && other < lane)) before += its_tiles;
     }
-    num_sequences_ = __popc(__ballot_sync(0xffffffffu, bin >= 0));
-    int rows = mine.num_queries << params.packed_shift;
-    if (of_keys && mine.seq >= 0) rows = keys_of(params, mine.seq, mine.num_queries);
-    int tiles = lane < num_sequences_ ? (rows + kTile - 1) / kTile : 0;
-    num_items_ = static_cast<int64_t>(__reduce_add_sync(0xffffffffu, tiles)) * heads;
-    if (num_items_ > gridDim.x) {
-      // The lane whose bin is the lane-th of all in order, of equal ones that of the lowest lane.
-      unsigned left = __ballot_sync(0xffffffffu, lane < num_sequences_);
-      int place = lane;
-#pragma unroll 1
-      for (int bit = kPlanBins; bit > 0; bit /= 2) {
-        const unsigned ones = __ballot_sync(0xffffffffu, (bin & bit) != 0);
-        const int zeros = __popc(left & ~ones);
-        left &= place < zeros ? ~ones : ones;
-        if (place >= zeros) place -= zeros;
-      }
-      const int source = set_bit(left, place);
-      mine = shuffled(mine, source);
-      tiles = __shfl_sync(0xffffffffu, tiles, source);
-      if (lane >= num_sequences_) tiles = 0;
-    }
-    int sum = tiles;
-#pragma unroll 1
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += before;
-    }
-    own_ = mine;
-    own_.first_tile = sum - tiles;
+    own_.first_tile = before;
+    own_end_ = before + tiles;
+    num_items_ = __reduce_add_sync(0xffffffffu, tiles) * heads;
   }
 
   // The place of the index-th of `bits`, some place if there are fewer. A loop as it stands: so short a
@@ -449,24 +434,23 @@ class PlannedItems {
   __device__ __forceinline__ bool next_of_own(PlannedSequence& sequence,
                                               int64_t& item_in_sequence) {
     const unsigned place = round_ % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    const int64_t item = int64_t{round_++} * gridDim.x + place;
+    const int item = static_cast<int>(round_++ * gridDim.x + place);
     if (item >= num_items_) return false;
-    const int lane = threadIdx.x % 32;
-    const bool before =
-        lane < num_sequences_ && static_cast<int64_t>(own_.first_tile) * heads_ <= item;
-    sequence = shuffled(own_, __popc(__ballot_sync(0xffffffffu, before)) - 1);
-    item_in_sequence = item - static_cast<int64_t>(sequence.first_tile) * heads_;
+    const bool is_its = own_.first_tile * heads_ <= item && item < own_end_ * heads_;
+    sequence = shuffled(own_, __ffs(static_cast<int>(__ballot_sync(0xffffffffu, is_its))) - 1);
+    item_in_sequence = item - sequence.first_tile * heads_;
     return true;
   }
 
   LongPlan* plan_;  // null: own_ is a lane's part of the plan
   const int heads_;
-  int num_sequences_;
+  int num_sequences_ = 0;
   int num_tiles_ = 0;
   int64_t num_items_;
   int rank_ = 0;
   unsigned round_ = 0;
-  PlannedSequence own_ = {};
+  PlannedSequence own_ = {0, 0, 0, -1};
+  int own_end_ = 0;  // behind its last tile
 };
 
 }  // namespace jagged_cuda::attention

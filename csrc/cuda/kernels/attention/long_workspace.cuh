@@ -278,6 +278,7 @@ __device__ __forceinline__ bool plans_any(const AttentionBackwardParams& params)
 template <typename Config>
 __global__ __launch_bounds__(kPrepareThreads) void prepare_long(
     const __grid_constant__ AttentionBackwardParams params) {
+  ptx::griddepcontrol_launch_dependents();
   for (PreparedTiles tiles(params); tiles.next();) prepare_tile<Config>(params, tiles.tile());
   ptx::griddepcontrol_wait();  // for the plan
   if (!plans_any(params)) return;

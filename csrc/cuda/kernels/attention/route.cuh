@@ -27,13 +27,16 @@ __device__ __forceinline__ bool left_to_short(const AttentionParams& params, int
 }
 
 // Whether another kernel leaves a sequence to that for long ones.
-template <typename Params>
-__device__ __forceinline__ bool left_to_long(const Params& params, int64_t queries, int64_t keys) {
-  return params.long_plan != nullptr && is_long(params, queries, keys);
+__device__ __forceinline__ bool left_to_long(const AttentionParams& params, int64_t queries,
+                                             int64_t keys) {
+  const PlannedLengths& planned = params.planned;
+  return params.long_plan != nullptr && queries > planned.above &&
+         !(queries <= planned.spared && keys <= planned.spared);
 }
+// In the backward pass, where none are spared.
 __device__ __forceinline__ bool left_to_long(const AttentionBackwardParams& params,
                                              int64_t queries) {
-  return params.long_plan != nullptr && queries > long_rows(params);
+  return params.long_plan != nullptr && queries > params.planned.above;
 }
 
 // Whether no tile is left for a kernel behind those for tiny and short sequences. Where longer ones are

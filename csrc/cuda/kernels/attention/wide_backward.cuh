@@ -40,8 +40,10 @@ cudaError_t launch_wide_backward(const AttentionBackwardParams& attention, cudaS
   if (takes_own_plan(attention, attention.q_offsets, Config::kTileM, attention.heads, num_sms) &&
       takes_own_plan(attention, attention.kv_offsets, Config::kRows, attention.kv_heads, num_sms)) {
     params.attention.plans_itself = true;
+    params.attention.planned = planned_lengths<AttentionParams>(attention);
     error = launch_planning<kDq>(attention, params, dq_grid, Config::kThreads, kDqBytes, stream,
                                  Config::kName);
+    params.attention.planned = planned_lengths(attention);
   } else {
     AttentionBackwardParams of_keys = attention;
     of_keys.long_plan = static_cast<char*>(attention.long_plan) + long_plan_bytes(num_seqs);
