@@ -148,7 +148,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_ti
     const __grid_constant__ AttentionParams params) {
   const unsigned heads = params.heads, item_ctas = TinyItem::ctas(params, heads, Config::kWarps);
   if (params.plan_is_there && blockIdx.x == item_ctas) ptx::griddepcontrol_wait();  // for the plan
-  ptx::griddepcontrol_launch_dependents();  // launch_longer
+  ptx::griddepcontrol_launch_dependents();                                          // launch_longer
   if (blockIdx.x >= item_ctas) {
     const unsigned cta = blockIdx.x - item_ctas;
     fill_outside(params.q_offsets, params.out.data, heads * params.dim_v / 2, 0.0f, cta);
