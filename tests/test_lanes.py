@@ -24,6 +24,7 @@ FEW = "cuda/kernels/attention/target_backward.cuh"
 RING = "cuda/kernels/softmax/sequence_ring.cuh"
 WORKSPACE = "cuda/kernels/attention/long_workspace.cuh"
 ITEMS = "cuda/kernels/attention/backward_items.cuh"
+SHORT = "cuda/kernels/attention/short_backward_consumer.cuh"
 PLAN = "cuda/kernels/attention/long_plan.cuh"
 
 PATHS = {
@@ -34,6 +35,7 @@ PATHS = {
     "long_workspace": WORKSPACE,
     "backward_bulk": ITEMS,
     "own_plan": PLAN,
+    "short_backward": SHORT,
 }
 DRIVERS = {
     "strips": range(1, 49),
@@ -43,6 +45,7 @@ DRIVERS = {
     "long_workspace": range(1, 41),
     "backward_bulk": range(1, 13),
     "own_plan": range(1, 201),
+    "short_backward": range(1, 17),
 }
 
 
@@ -264,6 +267,22 @@ FAULTS = (
         "const int from = set_bit(found, lane),",
         range(1, 41),
         "WRONG",
+    ),
+    Fault(
+        "no barrier before the other warpgroup's sums are read",
+        "short_backward",
+        "    ptx::bar_sync(kSums, 256);\n",
+        "",
+        range(1, 5),
+        "read after write: shared memory",
+    ),
+    Fault(
+        "sums are written while the other warpgroup reads those before",
+        "short_backward",
+        "    ptx::bar_sync(kRead + warpgroup, 256);  // before these places are written again\n",
+        "",
+        range(1, 5),
+        "write after read: shared memory",
     ),
 )
 

@@ -49,6 +49,8 @@ void start(unsigned seed);  // forgets all tensors
 void* tensor(size_t bytes, const char* name, bool is_written);
 // With offsets that are not right, only accesses outside of tensors count: neighbours overlap.
 void judge_bounds_alone(bool alone);
+// Where a product has rows that nobody stores: of what they are made nobody wrote.
+void products_may_read_unwritten(bool may);
 int findings();
 using Kernel = void (*)(const void*);
 void run(Kernel kernel, const void* params, int64_t grid_x, int64_t grid_y, int threads,

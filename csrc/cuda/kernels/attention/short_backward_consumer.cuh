@@ -120,6 +120,7 @@ struct ShortBackwardConsumer {
       if (i * 4 < rows) ptx::st_global_16(target, value);
       target += uint64_t{4} * g.row_bytes;
     }
+    __syncwarp();  // before dS is written there
   }
 
   // --- a step: 64 keys, of which this lane's first is `own_key`, and kBlocks * 8 queries
