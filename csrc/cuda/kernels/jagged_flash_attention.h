@@ -62,8 +62,8 @@ struct HeadsView {
   int64_t head_stride;
 };
 
-// Which sequences the kernel for long ones takes where there is a plan, found from the other parameters by
-// planned_lengths(): with what those decide, device code would wait for most lines of them.
+// Which sequences the kernel for long ones takes, where there is a plan. The host finds it from the other
+// parameters (planned_lengths()): a kernel would wait for each line of these that decide it.
 struct PlannedLengths {
   int above;     // those of more queries,
   int spared;    // but for those of at most so many queries and keys;
@@ -223,8 +223,8 @@ constexpr int long_rows(const AttentionBackwardParams& params) {
              : kLongBackwardRows;
 }
 
-// `planned`, from the other parameters, but for the plan `outside` and of `spared` tiny ones, which depend
-// on params.split_by_length: that is known later.
+// `planned` from the other parameters. As it depends on split_by_length, too, which is known later, it is
+// found again before a plan is made.
 template <typename Params>
 PlannedLengths planned_lengths(const Params& params) {
   constexpr bool kOfKeys = std::is_base_of_v<AttentionBackwardParams, Params>;

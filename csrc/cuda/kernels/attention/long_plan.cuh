@@ -233,9 +233,9 @@ class PlannedItems {
         num_tiles_(__ldcg(&plan->num_tiles)),
         num_items_(static_cast<int64_t>(num_tiles_) * heads) {}
 
-  // The plan of another kernel, or where params.plans_itself this warp's own. (Where plan_is_there no
-  // kernel in front is waited for: what they compute is not read.) Items are tiles of
-  // kTile queries, or keys.
+  // The plan of another kernel, or where params.plans_itself this warp's own. Items are tiles of kTile
+  // queries, or keys. (Where plan_is_there the kernel in front is not waited for: nobody reads what it
+  // computes.)
   template <int kTile, bool kOfKeys>
   __device__ __forceinline__ static PlannedItems of(const AttentionParams& params, int heads) {
     if (params.plans_itself) return PlannedItems(params, heads, Constant<kTile>{}, kOfKeys);
