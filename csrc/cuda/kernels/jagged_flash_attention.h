@@ -92,18 +92,19 @@ struct AttentionParams {
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
   bool short_apart;
-  int packed_shift;     // its tiles hold 2^packed_shift heads of each query (packing_shift())
-  int heads;            // H
-  int kv_heads;         // G, divides H
-  int dim_qk;           // D
-  int dim_v;            // Dv
-  int64_t window_left;  // rows, at least 0; kUnbounded for all
-  int64_t window_right;
+  int packed_shift;  // its tiles hold 2^packed_shift heads of each query (packing_shift())
+  int heads;         // H
+  int kv_heads;      // G, divides H
+  int dim_qk;        // D
+  int dim_v;         // Dv
   // [kLongerWords]: the kernel for tiny sequences leaves call_number here, where it finds a sequence of
   // more than tiny_limit() rows, and one of more than kShortRows. Where it has not, those behind it that
   // look for tiles in slabs have nothing to look for. Before, the words may hold anything: if that
   // number, they look in vain. Null: they always look.
   int* longer;
+  // At no multiple of 16 bytes: both in one load cost backward_items.cuh registers (test_sass.py).
+  int64_t window_left;  // rows, at least 0; kUnbounded for all
+  int64_t window_right;
   int call_number;
   HeadsView q;    // [Tq, H, D]
   HeadsView k;    // [Tk, G, D]
