@@ -1,4 +1,4 @@
-"""200,000 sequences, and more than 2^31 elements."""
+"""200,000 sequences, or none, and more than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def test_200_000_sequences(case: Case, dtype: torch.dtype) -> None:
     rng = random.Random(3)
     lengths = tuple(rng.choice((0, 1, 1, 2, 5)) for _ in range(200_000))
     spec = spec_of(Layout(lengths, base=1), D=8, N=8, dims=(16, 16), padded_len=4)
+    judge(case, spec, dtype, CUDA)
+
+
+@CASE
+@TWO_DTYPES
+def test_many_rows_of_no_sequence(case: Case, dtype: torch.dtype) -> None:
+    spec = spec_of(Layout((), base=20_000, tail=3_000), D=72, N=8, dims=(72, 72), padded_len=4)
     judge(case, spec, dtype, CUDA)
 
 

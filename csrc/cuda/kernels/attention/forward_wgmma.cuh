@@ -103,7 +103,7 @@ __device__ __forceinline__ QueryTile query_tile_of(const AttentionParams& params
 // CTA could have the last tile of each of its sequences, which a causal mask leaves most to do.)
 inline bool looks_by_sequence(const AttentionParams& params) {
   return params.long_plan != nullptr && params.split_by_length && !params.longer_in_slabs &&
-         params.q_offsets.data == params.kv_offsets.data &&
+         params.q_offsets.num_seqs > 0 && params.q_offsets.data == params.kv_offsets.data &&
          params.q_offsets.total / (long_rows(params) + 1) >= params.q_offsets.num_seqs;
 }
 
