@@ -253,6 +253,39 @@ def test_first_loads_are_those_that_initcheck_may_name(
     assert LEFT.search(f"void jagged_cuda::attention::{kernel}<Config>(Params)")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "config", "of", "params"),
+    [
+        *(
+            (
+                "forward_wgmma",
+                "NS0_18ForwardWgmmaConfig",
+                f"Li{dim}EEELb{looped}EE",
+                "NS0_18Forward",
+            )
+            for dim in (64, 96, 128)
+            for looped in (0, 1)
+        ),
+        *(
+            ("forward_tiny_wide", "NS0_21TinyWideForwardConfig", f"Li{dim}EEEE", "NS_15Attention")
+            for dim in (192, 256)
+        ),
+    ],
+)
+def test_the_long_kernel_starts_when_its_plan_is_there(
+    kernel: str, config: str, of: str, params: str
+) -> None:
+    """The kernel in front waits for the plan before it lets the long one start (plan_is_there)."""
+    built = _built_library()
+    if built is None:
+        pytest.skip("no library for 9.0a has been built (setup.py builds one); not worth two files")
+    tail = "WgmmaParams" if params.endswith("Forward") else "Params"
+    name = f"_ZN11jagged_cuda9attention{len(kernel)}{kernel}I{config}I{BF16}{of}Ev{params}{tail}E"
+    code = _instructions(built, name)
+    waits, (starts_next,) = _places(code, "ACQBULK"), _places(code, "PREEXIT")
+    assert waits and waits[0] < starts_next
+
+
 @pytest.mark.parametrize(("kernel", "products"), [("dq", 20), ("dkdv", 24)])
 def test_a_step_of_an_item_stays_in_registers(
     bulk_library: Path, kernel: str, products: int

@@ -86,6 +86,31 @@ struct AttentionShape {
         kv_offsets[seq + 1] - kv_offsets[seq] - (q_offsets[seq + 1] - q_offsets[seq]);
     return key >= query + diagonal - left && key <= query + diagonal + right;
   }
+  // Draws one to `most` sequences, each of at least `shortest` queries or keys, rows outside them, what
+  // a query sees, and the scale; length() draws a length.
+  template <typename Length>
+  void draw_rows(Draw& draw, int most, Length length, int shortest = 0) {
+    const bool is_cross = draw.one_in(3);
+    q_offsets[0] = draw.one_in(3) ? draw.below(70) : 0;
+    kv_offsets[0] = is_cross ? draw.below(20) : q_offsets[0];
+    for (int missing = 1 + draw.below(most); missing > 0;) {
+      const int rows = length(), own_keys = is_cross ? length() : rows;
+      if (std::max(rows, own_keys) < shortest) continue;
+      q_offsets.push_back(q_offsets.back() + rows);
+      kv_offsets.push_back(kv_offsets.back() + own_keys);
+      --missing;
+    }
+    const int64_t behind = draw.one_in(3) ? draw.below(100) : 0;
+    queries = std::max<int64_t>(q_offsets.back() + behind, 1);
+    keys = is_cross ? std::max<int64_t>(kv_offsets.back() + draw.below(30), 1) : queries;
+    left = right = jagged_cuda::AttentionParams::kUnbounded;
+    if (draw.one_in(3)) right = 0;
+    if (draw.one_in(4)) {
+      left = draw.below(90);
+      right = draw.below(9);
+    }
+    scale = draw.one_in(6) ? -0.2 : 1 / std::sqrt(double(dim_qk));
+  }
 };
 
 // Writes out and lse.

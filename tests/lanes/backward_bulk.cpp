@@ -19,25 +19,7 @@ lanes::AttentionShape draw_shape(Draw& draw) {
   s.heads = s.kv_heads * (1 + (draw.one_in(3) ? 1 : 0));
   s.dim_qk = 8 * (9 + draw.below(8));
   s.dim_v = draw.one_in(2) ? s.dim_qk : 8 * (1 + draw.below(16));
-  const bool is_cross = draw.one_in(3);
-  s.q_offsets[0] = draw.one_in(3) ? draw.below(70) : 0;
-  s.kv_offsets[0] = is_cross ? draw.below(20) : s.q_offsets[0];
-  const auto length = [&] { return draw.one_in(2) ? draw.of(kEdges) : draw.below(200); };
-  for (int left = 1 + draw.below(3); left > 0; --left) {
-    const int rows = length();
-    s.q_offsets.push_back(s.q_offsets.back() + rows);
-    s.kv_offsets.push_back(s.kv_offsets.back() + (is_cross ? length() : rows));
-  }
-  const int64_t behind = draw.one_in(3) ? draw.below(100) : 0;
-  s.queries = std::max<int64_t>(s.q_offsets.back() + behind, 1);
-  s.keys = is_cross ? std::max<int64_t>(s.kv_offsets.back() + draw.below(30), 1) : s.queries;
-  s.left = s.right = AttentionParams::kUnbounded;
-  if (draw.one_in(3)) s.right = 0;
-  if (draw.one_in(4)) {
-    s.left = draw.below(90);
-    s.right = draw.below(9);
-  }
-  s.scale = draw.one_in(6) ? -0.2 : 1 / std::sqrt(double(s.dim_qk));
+  s.draw_rows(draw, 3, [&] { return draw.one_in(2) ? draw.of(kEdges) : draw.below(200); });
   return s;
 }
 

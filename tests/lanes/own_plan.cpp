@@ -64,7 +64,7 @@ std::string run_of(Draw& draw) {
 
   // Lengths, of which at most kOwnPlanSeqs are planned.
   std::vector<int64_t> offsets{draw.one_in(3) ? draw.below(300) : 0}, kv_offsets{0};
-  const int num_seqs = draw.one_in(2) ? 1 + draw.below(kOwnPlanSeqs) : 1 + draw.below(64);
+  const int num_seqs = draw.below(draw.one_in(2) ? kOwnPlanSeqs + 1 : 65);
   std::vector<int> of_seq;  // its keys, -1 where it is not planned
   int planned = 0;
   for (int seq = 0; seq < num_seqs; ++seq) {

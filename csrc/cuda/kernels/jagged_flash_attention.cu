@@ -208,9 +208,7 @@ bool takes_ranged_backward(const AttentionBackwardParams& params) {
          takes_wgmma(params) && copyable(params.grad_out, params.q_offsets.total, params.heads);
 }
 
-cudaError_t launch_jagged_flash_attention(const AttentionParams& given, cudaStream_t stream) {
-  AttentionParams params = given;
-  params.planned = planned_lengths(params);
+cudaError_t launch_jagged_flash_attention(const AttentionParams& params, cudaStream_t stream) {
   return with_element(params.type, [&](auto element) {
     using Element = decltype(element);
     if constexpr (sizeof(Element) != 2) {

@@ -224,8 +224,8 @@ constexpr int long_rows(const AttentionBackwardParams& params) {
              : kLongBackwardRows;
 }
 
-// `planned` from the other parameters. As it depends on split_by_length, too, which is known later, it is
-// found again before a plan is made.
+// `planned` from the other parameters, split_by_length among them: found where a plan is launched, and in
+// the backward pass, whose other kernels may come before that, at its begin, too.
 template <typename Params>
 PlannedLengths planned_lengths(const Params& params) {
   constexpr bool kOfKeys = std::is_base_of_v<AttentionBackwardParams, Params>;

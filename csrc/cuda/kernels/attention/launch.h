@@ -188,8 +188,8 @@ cudaError_t launch_forward_general(AttentionParams params, cudaStream_t stream) 
   if constexpr (sizeof(Element) != 2) {
     return launch_forward_fma<Element>(params, stream);
   } else {
-    params.planned = planned_lengths(params);
     if (params.long_plan == nullptr) return launch_forward_mma_sync<Element>(params, stream);
+    params.planned = planned_lengths(params);
     const cudaError_t error = launch_forward_ranged<Element>(params, stream);
     if (error == cudaErrorNotSupported) params.long_plan = nullptr;
     if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
