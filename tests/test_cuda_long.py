@@ -125,6 +125,19 @@ PACKED = Layout((1, 33, 0, 4, 8, 9, 16, 17, 31, 32, 65, 128, 300, 257, 24), base
 PACKED_KEYS = Layout((300, 33, 7, 129, 600, 0, 64, 1, 257, 40, 128, 130, 301, 9, 900), base=2)
 
 
+@pytest.mark.parametrize("longest", [30, 60, 150, 260, 700])
+@pytest.mark.parametrize("num_seqs", [5, 40, 128, 300])
+@pytest.mark.parametrize("dims", [(64, 64), (72, 96), (128, 128), (192, 136), (256, 256)])
+def test_one_longer_among_tiny_sequences(
+    dims: tuple[int, int], num_seqs: int, longest: int
+) -> None:
+    """Likely none is long, say their lengths: the kernel for long ones looks whether any is."""
+    lengths = [(7 * i) % 12 for i in range(num_seqs)]
+    lengths[num_seqs * 2 // 3] = longest
+    spec = spec_of(Layout(tuple(lengths), base=3, tail=300), dims=dims, heads=(2, 2), causal=True)
+    judge(CASES["jagged_flash_attention"], spec, torch.bfloat16, CUDA)
+
+
 @pytest.mark.parametrize("keys", [None, PACKED_KEYS], ids=["", "cross"])
 @pytest.mark.parametrize("heads", [(2, 1), (8, 2), (16, 2), (6, 1), (16, 1)])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 96)])

@@ -92,6 +92,8 @@ struct AttentionParams {
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
   bool short_apart;
+  // True where likely none is long: then that kernel first looks whether any is.
+  bool looks_for_long;
   int packed_shift;  // its tiles hold 2^packed_shift heads of each query (packing_shift())
   int heads;         // H
   int kv_heads;      // G, divides H

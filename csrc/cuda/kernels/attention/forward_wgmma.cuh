@@ -137,6 +137,14 @@ class MiddleTilesOfCta {
   TilesBySequence<kTile> tiles_;
 };
 
+// Whether any sequence is neither tiny nor long, where looks_by_sequence(). All kThreads of a CTA.
+template <int kThreads>
+__device__ __forceinline__ bool any_middle(const AttentionParams& params) {
+  return any_sequence<kThreads>(params, [&](int /*seq*/, int64_t len) {
+    return len > tiny_limit(params) && !left_to_long(params, len, len);
+  });
+}
+
 // This CTA's tile in a grid of tile_grid(), where it is known whether its tiles lie in slabs.
 template <int kTile, bool kSlabs>
 __device__ __forceinline__ JaggedTile find_tile_of_grid(const AttentionParams& params) {
@@ -356,6 +364,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (kLooped && nothing_is_left(params.attention)) return;
+  // Behind the kernel for long sequences that is likely so, and sooner known than which tiles there are.
+  if (kLooped && params.attention.long_first && !params.attention.longer_in_slabs &&
+      params.attention.q_offsets.num_seqs <= 4 * Config::kThreads &&
+      !any_middle<Config::kThreads>(params.attention))
+    return;
   run_forward_wgmma<Config, kLooped>(
       params, *reinterpret_cast<ForwardWgmmaStorage<Config>*>(wgmma_shared_bytes));
 }

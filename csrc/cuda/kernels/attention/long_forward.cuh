@@ -82,6 +82,8 @@
 #include "cuda/kernels/attention/long_forward_config.cuh"
 #include "cuda/kernels/attention/long_forward_consumer.cuh"
 
+#include <algorithm>
+
 namespace jagged_cuda::attention {
 
 // Copies Q for each warpgroup that has rows of an item, where each has a tile of its own. Returns the parities
@@ -179,6 +181,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     const __grid_constant__ LongForwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
+  if (params.attention.looks_for_long && !any_planned<Config::kThreads>(params.attention)) {
+    if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_dependent
+    return;
+  }
   auto& shared = *reinterpret_cast<LongForwardStorage<Config>*>(wgmma_shared_bytes);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(params.q);
@@ -238,9 +244,11 @@ cudaError_t launch_long_forward(const AttentionParams& attention, cudaStream_t s
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int64_t items =
-      num_tiles(attention.q_offsets.total << shift, attention.q_offsets.num_seqs, Config::kTileM) *
-      (attention.heads >> shift);
+  // So many rows hold only so many sequences of more than planned.above.
+  const int64_t rows = attention.q_offsets.total, most = rows / (attention.planned.above + 1),
+                num_seqs = std::min(attention.q_offsets.num_seqs, most),
+                items =
+                    num_tiles(rows << shift, num_seqs, Config::kTileM) * (attention.heads >> shift);
   const Grid grid{items < num_sms ? items : num_sms};
   if (attention.long_first && attention.plans_itself) {
     return launch<long_forward<Config>>(params, grid, Config::kThreads, sizeof(Storage), stream,
@@ -282,6 +290,10 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   params.planned = planned_lengths(params);
+  const int64_t rows = params.q_offsets.total, num_seqs = params.q_offsets.num_seqs,
+                shorter = long_rows(params) > 0 ? long_rows(params) : 2 * tiny_limit(params);
+  params.looks_for_long =
+      !params.planned.outside && long_rows(params) > 0 && rows * 2 < num_seqs * shorter;
   return for_long_forward<Element>(params, [&](auto config) {
     constexpr int kTileM = decltype(config)::kTileM;
     params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM >> params.packed_shift,
@@ -289,12 +301,10 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
     if (!params.plans_itself) {
       // Those for shorter sequences, which are few then, fill its last round. Where it comes last it fills
       // theirs; but that for short ones leaves no SM before its end.
-      params.long_first = dim_bucket(params) == 64 &&
-                          params.q_offsets.total >= params.q_offsets.num_seqs * kShortRows;
+      params.long_first = dim_bucket(params) == 64 && rows >= num_seqs * kShortRows;
       return launch_plan<kTileM, AttentionParams>(false, params, stream);
     }
-    const int64_t shorter = long_rows(params) > 0 ? long_rows(params) : 2 * tiny_limit(params);
-    params.long_first = params.q_offsets.total >= params.q_offsets.num_seqs * shorter;
+    params.long_first = rows >= num_seqs * shorter;
     return cudaSuccess;
   });
 }

@@ -200,7 +200,7 @@ constexpr int kOwnPlanSeqs = 30;
 template <typename Params>
 bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_rows, int heads,
                     int num_sms) {
-  constexpr int kMaxSeqs = 64;  // of which a warp reads all lengths
+  constexpr int kMaxSeqs = 128;  // of which a warp reads all lengths
   // Items of causal tiles are of unequal length.
   const bool is_even = !std::is_same_v<Params, AttentionBackwardParams> &&
                        params.window_right >= AttentionParams::kUnbounded;
@@ -210,6 +210,18 @@ bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_r
   return (num_seqs <= kOwnPlanSeqs || (num_seqs <= kMaxSeqs && most <= kOwnPlanSeqs)) &&
          num_tiles(offsets.total, 0, tile_rows) + (num_seqs < most ? num_seqs : most) <=
              int64_t{rounds} * num_sms / heads;
+}
+
+// Whether a kernel has any item, sooner known than which; where there are none but those of sequences. All
+// kThreads of a CTA.
+template <int kThreads>
+__device__ __forceinline__ bool any_planned(const AttentionParams& params) {
+  if (!params.plans_itself) {
+    if (!params.plan_is_there) ptx::griddepcontrol_wait();
+    return __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_tiles) > 0;
+  }
+  return any_sequence<kThreads>(
+      params, [&](int seq, int64_t len) { return planned_length(params, seq, len) >= 0; });
 }
 
 // Launches a kernel that plans for itself: the first on the stream unless those for tiny or other

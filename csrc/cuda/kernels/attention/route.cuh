@@ -39,6 +39,17 @@ __device__ __forceinline__ bool left_to_long(const AttentionBackwardParams& para
   return params.long_plan != nullptr && queries > params.planned.above;
 }
 
+// Whether takes(sequence, queries) holds for any sequence; all kThreads of a CTA.
+template <int kThreads, typename Takes>
+__device__ __forceinline__ bool any_sequence(const AttentionParams& params, Takes takes) {
+  const int num_seqs = static_cast<int>(params.q_offsets.num_seqs);
+  bool any = false;
+#pragma unroll 1
+  for (int seq = static_cast<int>(threadIdx.x); seq < num_seqs; seq += kThreads)
+    any |= takes(seq, sequence_rows(params.q_offsets, seq).len);
+  return __syncthreads_or(any);
+}
+
 // Whether no tile is left for a kernel behind those for tiny and short sequences. Where longer ones are
 // this is known early; else the kernel waits until those before it are done.
 __device__ __forceinline__ bool nothing_is_left(const AttentionParams& params) {

@@ -33,9 +33,10 @@
 //                          written
 //   empty, of a page       computing warps that have read it, the    copying warp, for the next page
 //                          copying warp for those that will not
-//   kOwn + w               warpgroup w: dS is written, or has been read
-//   kSums                  both: sums for the other are written
-//   kRead + w              the other warpgroup has read those of w   warpgroup w
+//   sums                   both warpgroups: sums for the other are  both
+//                          written; next phase: they are read
+//   kOwn + w               warpgroup w: dS is written, or has been   warpgroup w
+//                          read
 //
 // A sequence without keys gives dQ zeros, one without queries dK and dV.
 //

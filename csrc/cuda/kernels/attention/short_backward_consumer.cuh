@@ -34,7 +34,7 @@ struct ShortBackwardConsumer {
   using Storage = ShortBackwardStorage<Config>;
   using Rows = typename Storage::Rows;
   using Page = typename Storage::Page;
-  static constexpr int kOwn = 1, kSums = kOwn + 2, kRead = kSums + 1;
+  static constexpr int kOwn = 1;
   static constexpr int kEarly = 4;  // pairs of lse, or delta, that are asked for before a wait
 
   const AttentionBackwardParams& params;
@@ -284,37 +284,48 @@ struct ShortBackwardConsumer {
 
   // --- an item
 
-  // Adds the other warpgroup's `kept` to this one's, and gives it `given`, which is of no use here
-  // any more.
-  __device__ __forceinline__ void exchange(Accumulator<1, 8>& kept,
-                                           const Accumulator<1, 8>& given) {
-    const int other = warpgroup ^ 1, thread = warp * 32 + lane;
+  // One thread's part of a sum that passes to the other warpgroup, in the places of `from`'s dS.
+  __device__ __forceinline__ float4* sum_of(int from) const {
     static_assert(sizeof(shared.grad_scores[0]) == 128 * 32 * sizeof(float));
-    auto* to = reinterpret_cast<float4*>(shared.grad_scores[warpgroup]) + thread;
-    const auto* from = reinterpret_cast<const float4*>(shared.grad_scores[other]) + thread;
-    ptx::bar_sync(kOwn + warpgroup, 128);
+    return reinterpret_cast<float4*>(shared.grad_scores[from]) + warp * 32 + lane;
+  }
+  __device__ __forceinline__ void give(const Accumulator<1, 8>& sum) const {
+    float4* to = sum_of(warpgroup);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      to[i * 128] = make_float4(given[0][i][0], given[0][i][1], given[0][i][2], given[0][i][3]);
-    ptx::bar_sync(kSums, 256);
+      to[i * 128] = make_float4(sum[0][i][0], sum[0][i][1], sum[0][i][2], sum[0][i][3]);
+  }
+  __device__ __forceinline__ void add(Accumulator<1, 8>& sum) const {
+    const float4* from = sum_of(warpgroup ^ 1);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float4 sum = from[i * 128];
-      kept[0][i][0] += sum.x;
-      kept[0][i][1] += sum.y;
-      kept[0][i][2] += sum.z;
-      kept[0][i][3] += sum.w;
+      const float4 other = from[i * 128];
+      sum[0][i][0] += other.x;
+      sum[0][i][1] += other.y;
+      sum[0][i][2] += other.z;
+      sum[0][i][3] += other.w;
     }
-    ptx::bar_arrive(kRead + other, 256);
+  }
+  // Both warpgroups, twice for each exchange: `phase` is 0, then 1.
+  __device__ __forceinline__ void meet(int phase) const {
+    ptx::mbarrier_arrive(shared.sums);
+    ptx::mbarrier_wait(shared.sums, phase);
   }
   // Of an item that both take, the first warpgroup gets all of dK, the second all of dV.
   __device__ __forceinline__ void exchange_sums() {
+    ptx::bar_sync(kOwn + warpgroup, 128);
     if (warpgroup == 0) {
-      exchange(dk, dv);
+      give(dv);
     } else {
-      exchange(dv, dk);
+      give(dk);
     }
-    ptx::bar_sync(kRead + warpgroup, 256);  // before these places are written again
+    meet(0);
+    if (warpgroup == 0) {
+      add(dk);
+    } else {
+      add(dv);
+    }
+    meet(1);  // before these places are written again
   }
 
   __device__ __forceinline__ void compute(const ShortBackwardItem& item) {

@@ -138,7 +138,7 @@ struct ShortBackwardStorage : ShortLayout {
   Rows grad_scores[Config::kWarpgroups][2];  // [keys, queries]
   float lse[kPages][Config::kPageRows], delta[kPages][Config::kPageRows];
   ShortBackwardItem items[kDescribed];
-  uint64_t issued[kDescribed], full[kPages], ready[kPages], empty[kPages];
+  uint64_t issued[kDescribed], full[kPages], ready[kPages], empty[kPages], sums;
   ShortList listed;
 
   // One thread.
@@ -149,6 +149,7 @@ struct ShortBackwardStorage : ShortLayout {
       ptx::mbarrier_init(ready[i], 32);
       ptx::mbarrier_init(empty[i], Config::kWarpgroups * 128);
     }
+    ptx::mbarrier_init(sums, Config::kWarpgroups * 128);
     listed.init();
     ptx::fence_mbarrier_init();
   }

@@ -220,9 +220,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void forward_short(
   if (!ptx::kIsSm90a) return;
   auto& shared = *reinterpret_cast<Storage*>(wgmma_shared_bytes);
   ptx::griddepcontrol_launch_dependents();
+  const bool listed = lists_all(params.attention);
+  if (listed && are_mostly_tiny(params.attention) &&
+      !any_short<Config::kThreads>(params.attention)) {
+    if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_longer
+    return;
+  }
   if (threadIdx.x == 0) shared.init(Config::kMaxUnits);
   __syncthreads();
-  const bool listed = lists_all(params.attention);
   if (listed) list_short<ShortForwardItems, Config::kThreads>(params.attention, shared.listed);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0),
             lane = threadIdx.x % 32;

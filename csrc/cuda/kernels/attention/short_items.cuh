@@ -7,8 +7,8 @@
 //     issued    copying warp, when the item is described            helping warps
 //     full      copying warp, with the bytes of the item            helping warps
 //     ready     last helping warp, when rows past the end are zeros computing warps
-//     empty     a computing warp for each unit, when it has read    copying warp, when it needs the
-//               its operands                                        room
+//     empty     a computing warp for each unit, each lane when it   copying warp, when it needs the
+//               has read its operands                               room
 //
 // Units go to warps in turn. Those of a warp are as many apart as there are warps that compute, which is
 // what four items have at most; no more than kAhead items are in flight. So a warp walks over few of
@@ -18,6 +18,7 @@
 // their lengths, and it takes an equal part of the work; else sequences go round, 8 at a time.
 #pragma once
 
+#include "cuda/kernels/attention/route.cuh"
 #include "cuda/kernels/attention/tiles.cuh"
 #include "cuda/kernels/attention/tiny_tile.cuh"
 #include "cuda/kernels/attention/wgmma_tile.cuh"
@@ -84,7 +85,7 @@ struct ShortStorage : ShortLayout {
       ptx::mbarrier_init(issued[i], 1);
       ptx::mbarrier_init(full[i], 1);
       ptx::mbarrier_init(ready[i], 32);
-      ptx::mbarrier_init(empty[i], max_units);
+      ptx::mbarrier_init(empty[i], 32 * max_units);
     }
     listed.init();
     ptx::fence_mbarrier_init();
@@ -104,6 +105,18 @@ __device__ __forceinline__ ShortSequence short_sequence(const AttentionParams& p
 
 __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
+}
+
+// Whether likely none is short, and whether one is, which is sooner known than which; all kThreads of a CTA.
+__device__ __forceinline__ bool are_mostly_tiny(const AttentionParams& params) {
+  return params.q_offsets.total < params.q_offsets.num_seqs * (kTinyRows / 2);
+}
+template <int kThreads>
+__device__ __forceinline__ bool any_short(const AttentionParams& params) {
+  return any_sequence<kThreads>(params, [&](int seq, int64_t /*len*/) {
+    const ShortSequence sequence = short_sequence(params, seq);
+    return sequence.queries.len + sequence.keys.len > 0;
+  });
 }
 
 // Lists the sequences of this CTA, those first for which Items::is_first() holds; all kThreads of it.
@@ -269,7 +282,7 @@ struct ShortProducer {
     if (lane == 0) {
       shared.items[slot] = item;
       if (item.units < max_units)
-        ptx::mbarrier_arrive_count(shared.empty[slot], max_units - item.units);
+        ptx::mbarrier_arrive_count(shared.empty[slot], 32 * (max_units - item.units));
       ptx::mbarrier_arrive_expect_tx(shared.full[slot], bytes);
       ptx::mbarrier_arrive(shared.issued[slot]);
     }
@@ -351,10 +364,9 @@ struct ShortUnits {
       if (unit < item().units) return true;
     }
   }
-  // This warp has read all that it will of the unit's item.
+  // This lane has read all that it will of the unit's item.
   __device__ __forceinline__ void take_next(int warps) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot()]);
+    ptx::mbarrier_arrive(shared.empty[slot()]);
     taken += warps;
   }
 };
