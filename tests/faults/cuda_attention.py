@@ -139,7 +139,7 @@ FAULTS = (
         "sums of half the queries",
         "cuda",
         "cuda/kernels/attention/short_backward_consumer.cuh",
-        "      kept[0][i][3] += sum.w;\n",
+        "      sum[0][i][3] += other.w;\n",
         "",
         "tests/test_cuda_short_tiny.py -k test_path_of_short_sequences",
     ),
