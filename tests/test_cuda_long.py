@@ -125,16 +125,28 @@ PACKED = Layout((1, 33, 0, 4, 8, 9, 16, 17, 31, 32, 65, 128, 300, 257, 24), base
 PACKED_KEYS = Layout((300, 33, 7, 129, 600, 0, 64, 1, 257, 40, 128, 130, 301, 9, 900), base=2)
 
 
-@pytest.mark.parametrize("longest", [30, 60, 150, 260, 700])
-@pytest.mark.parametrize("num_seqs", [5, 40, 128, 300])
+@pytest.mark.parametrize("longest", [30, 60, 150, 260])
+@pytest.mark.parametrize("num_seqs", [40, 128, 300, 900])
 @pytest.mark.parametrize("dims", [(64, 64), (72, 96), (128, 128), (192, 136), (256, 256)])
 def test_one_longer_among_tiny_sequences(
     dims: tuple[int, int], num_seqs: int, longest: int
 ) -> None:
-    """Likely none is long, say their lengths: the kernel for long ones looks whether any is."""
+    """Likely none is long, or short: the kernels for those look whether any is.
+
+    They are planned by themselves, or by a plan; 900 are too many for one launch (few_forward.cuh).
+    """
     lengths = [(7 * i) % 12 for i in range(num_seqs)]
     lengths[num_seqs * 2 // 3] = longest
     spec = spec_of(Layout(tuple(lengths), base=3, tail=300), dims=dims, heads=(2, 2), causal=True)
+    judge(CASES["jagged_flash_attention"], spec, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("others", [(), (20,), (33,), (64, 192), (193,)])
+@pytest.mark.parametrize("dims", [(72, 96), (128, 128)])
+def test_few_others_among_long_sequences(dims: tuple[int, int], others: tuple[int, ...]) -> None:
+    """Most are long: the kernel for 64-row tiles, behind theirs, looks whether any is its own."""
+    layout = Layout((300, 280, 310, *others, 290, 300, 257), base=5, tail=9)
+    spec = spec_of(layout, dims=dims, heads=(24, 24))  # too many tiles for one launch
     judge(CASES["jagged_flash_attention"], spec, torch.bfloat16, CUDA)
 
 

@@ -269,6 +269,14 @@ FAULTS = (
         "WRONG",
     ),
     Fault(
+        "one longer sequence is overlooked",
+        "own_plan",
+        "sequence_rows(params.q_offsets, seq).len) >= 0;",
+        "sequence_rows(params.q_offsets, seq).len) >= 600;",
+        range(1, 41),
+        "WRONG whether any is planned",
+    ),
+    Fault(
         "no barrier before the other warpgroup's sums are read",
         "short_backward",
         "    ptx::mbarrier_wait(shared.sums, phase);\n",

@@ -25,6 +25,7 @@ struct ListParams {
   AttentionParams attention;
   Taken* taken;  // [CTAs, rounds]
   int* counts;   // [CTAs]
+  int* found;    // [CTAs]: what any_planned() says, of queries
   int heads, rounds;
 };
 
@@ -39,7 +40,11 @@ __global__ void list_items(const __grid_constant__ ListParams params) {
       params.taken[blockIdx.x * params.rounds + count] = {sequence.seq, sequence.begin,
                                                           sequence.num_queries, int(index)};
   }
-  if (threadIdx.x == 0) params.counts[blockIdx.x] = count;
+  const bool found = any_planned<32>(params.attention);
+  if (threadIdx.x == 0) {
+    params.counts[blockIdx.x] = count;
+    params.found[blockIdx.x] = found;
+  }
 }
 
 void expect(bool holds, const char* what, int item) {
@@ -64,7 +69,7 @@ std::string run_of(Draw& draw) {
 
   // Lengths, of which at most kOwnPlanSeqs are planned.
   std::vector<int64_t> offsets{draw.one_in(3) ? draw.below(300) : 0}, kv_offsets{0};
-  const int num_seqs = draw.below(draw.one_in(2) ? kOwnPlanSeqs + 1 : 65);
+  const int num_seqs = draw.below(draw.one_in(2) ? kOwnPlanSeqs + 1 : 129);
   std::vector<int> of_seq;  // its keys, -1 where it is not planned
   int planned = 0;
   for (int seq = 0; seq < num_seqs; ++seq) {
@@ -110,8 +115,12 @@ std::string run_of(Draw& draw) {
   add(has_outside ? tiles_of(tiled_total - tiled.back()) : 0);
 
   const int rounds = all / ctas + 2;
-  ListParams list{p, lanes::unwritten<Taken>(ctas * rounds, "taken"),
-                  lanes::unwritten<int>(ctas, "counts"), heads, rounds};
+  ListParams list{p,
+                  lanes::unwritten<Taken>(ctas * rounds, "taken"),
+                  lanes::unwritten<int>(ctas, "counts"),
+                  lanes::unwritten<int>(ctas, "found"),
+                  heads,
+                  rounds};
   if (launch<list_items<kTile, kOfKeys>>(list, Grid{ctas}, 32, 0, nullptr, nullptr) != cudaSuccess)
     lanes::fail("no launch");
   std::vector<int> lengths(ctas * rounds, -2);  // by item
@@ -132,6 +141,8 @@ std::string run_of(Draw& draw) {
     }
   }
   if (!is_spoilt) expect(all == 0, "items that nobody takes", all);
+  for (int cta = 0; cta < ctas && !kOfKeys && !is_spoilt; ++cta)
+    expect(list.found[cta] == (planned > 0), "whether any is planned", cta);
   for (int item = 1; item < ctas * rounds && !is_spoilt; ++item)
     expect(lengths[item] <= lengths[item - 1], "longer than the one before", item);
   return std::to_string(num_seqs) + " sequences, " + std::to_string(planned) + " planned, " +

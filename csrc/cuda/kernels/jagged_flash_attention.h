@@ -92,13 +92,13 @@ struct AttentionParams {
   bool longer_in_slabs;
   // True where a kernel for short sequences takes those that are not tiny.
   bool short_apart;
-  // True where likely none is long: then that kernel first looks whether any is.
+  // True where sequences are short on average: then the kernel for long ones first looks whether any is.
   bool looks_for_long;
-  int packed_shift;  // its tiles hold 2^packed_shift heads of each query (packing_shift())
-  int heads;         // H
-  int kv_heads;      // G, divides H
-  int dim_qk;        // D
-  int dim_v;         // Dv
+  int packed_shift;  // tiles of the kernel for long ones hold 2^packed_shift heads of each query (packing_shift())
+  int heads;     // H
+  int kv_heads;  // G, divides H
+  int dim_qk;    // D
+  int dim_v;     // Dv
   // [kLongerWords]: the kernel for tiny sequences leaves call_number here, where it finds a sequence of
   // more than tiny_limit() rows, and one of more than kShortRows. Where it has not, those behind it that
   // look for tiles in slabs have nothing to look for. Before, the words may hold anything: if that

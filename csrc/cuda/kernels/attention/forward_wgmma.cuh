@@ -140,7 +140,8 @@ class MiddleTilesOfCta {
 // Whether any sequence is neither tiny nor long, where looks_by_sequence(). All kThreads of a CTA.
 template <int kThreads>
 __device__ __forceinline__ bool any_middle(const AttentionParams& params) {
-  return any_sequence<kThreads>(params, [&](int /*seq*/, int64_t len) {
+  return any_sequence<kThreads>(params, [&](int seq) {
+    const int64_t len = sequence_rows(params.q_offsets, seq).len;
     return len > tiny_limit(params) && !left_to_long(params, len, len);
   });
 }
@@ -364,7 +365,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
   if (blockIdx.x == 0 && blockIdx.y == 0) ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (kLooped && nothing_is_left(params.attention)) return;
-  // Behind the kernel for long sequences that is likely so, and sooner known than which tiles there are.
+  // Behind the kernel for long sequences there are likely none of others.
   if (kLooped && params.attention.long_first && !params.attention.longer_in_slabs &&
       params.attention.q_offsets.num_seqs <= 4 * Config::kThreads &&
       !any_middle<Config::kThreads>(params.attention))

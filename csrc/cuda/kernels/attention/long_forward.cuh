@@ -181,7 +181,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void long_forward(
     const __grid_constant__ LongForwardParams params) {
   extern __shared__ __align__(1024) char wgmma_shared_bytes[];
   if (!ptx::kIsSm90a) return;
-  if (params.attention.looks_for_long && !any_planned<Config::kThreads>(params.attention)) {
+  // Above 128 dims it takes sequences of almost any length, and never looks.
+  if (Config::kDim <= 128 && params.attention.looks_for_long &&
+      !any_planned<Config::kThreads>(params.attention)) {
     if (blockIdx.x == 0) ptx::griddepcontrol_wait();  // launch_dependent
     return;
   }
@@ -292,8 +294,8 @@ cudaError_t launch_forward_plan(AttentionParams& params, cudaStream_t stream) {
   params.planned = planned_lengths(params);
   const int64_t rows = params.q_offsets.total, num_seqs = params.q_offsets.num_seqs,
                 shorter = long_rows(params) > 0 ? long_rows(params) : 2 * tiny_limit(params);
-  params.looks_for_long =
-      !params.planned.outside && long_rows(params) > 0 && rows * 2 < num_seqs * shorter;
+  // It has the rows outside as well where it takes sequences of any length.
+  params.looks_for_long = long_rows(params) > 0 && rows * 2 < num_seqs * shorter;
   return for_long_forward<Element>(params, [&](auto config) {
     constexpr int kTileM = decltype(config)::kTileM;
     params.plans_itself = takes_own_plan(params, params.q_offsets, kTileM >> params.packed_shift,

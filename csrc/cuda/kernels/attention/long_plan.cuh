@@ -212,16 +212,16 @@ bool takes_own_plan(const Params& params, const OffsetsView& offsets, int tile_r
              int64_t{rounds} * num_sms / heads;
 }
 
-// Whether a kernel has any item, sooner known than which; where there are none but those of sequences. All
-// kThreads of a CTA.
+// Whether a kernel has any item of a sequence; all kThreads of a CTA.
 template <int kThreads>
 __device__ __forceinline__ bool any_planned(const AttentionParams& params) {
   if (!params.plans_itself) {
     if (!params.plan_is_there) ptx::griddepcontrol_wait();
     return __ldcg(&static_cast<const LongPlan*>(params.long_plan)->num_tiles) > 0;
   }
-  return any_sequence<kThreads>(
-      params, [&](int seq, int64_t len) { return planned_length(params, seq, len) >= 0; });
+  return any_sequence<kThreads>(params, [&](int seq) {
+    return planned_length(params, seq, sequence_rows(params.q_offsets, seq).len) >= 0;
+  });
 }
 
 // Launches a kernel that plans for itself: the first on the stream unless those for tiny or other

@@ -39,14 +39,14 @@ __device__ __forceinline__ bool left_to_long(const AttentionBackwardParams& para
   return params.long_plan != nullptr && queries > params.planned.above;
 }
 
-// Whether takes(sequence, queries) holds for any sequence; all kThreads of a CTA.
+// Whether takes(sequence) holds for any sequence, of up to some thousands; all kThreads of a CTA. So a kernel
+// that likely has nothing to do knows it before its barriers are initialised and its roles' code is there.
 template <int kThreads, typename Takes>
 __device__ __forceinline__ bool any_sequence(const AttentionParams& params, Takes takes) {
   const int num_seqs = static_cast<int>(params.q_offsets.num_seqs);
   bool any = false;
 #pragma unroll 1
-  for (int seq = static_cast<int>(threadIdx.x); seq < num_seqs; seq += kThreads)
-    any |= takes(seq, sequence_rows(params.q_offsets, seq).len);
+  for (int seq = static_cast<int>(threadIdx.x); seq < num_seqs; seq += kThreads) any |= takes(seq);
   return __syncthreads_or(any);
 }
 

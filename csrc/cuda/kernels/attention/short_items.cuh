@@ -107,13 +107,13 @@ __device__ __forceinline__ bool lists_all(const AttentionParams& params) {
   return params.q_offsets.num_seqs * ShortLayout::kCostRatio <= ShortLayout::kList * gridDim.x;
 }
 
-// Whether likely none is short, and whether one is, which is sooner known than which; all kThreads of a CTA.
+// Whether likely none is short, and whether one is; the latter by all kThreads of a CTA.
 __device__ __forceinline__ bool are_mostly_tiny(const AttentionParams& params) {
   return params.q_offsets.total < params.q_offsets.num_seqs * (kTinyRows / 2);
 }
 template <int kThreads>
 __device__ __forceinline__ bool any_short(const AttentionParams& params) {
-  return any_sequence<kThreads>(params, [&](int seq, int64_t /*len*/) {
+  return any_sequence<kThreads>(params, [&](int seq) {
     const ShortSequence sequence = short_sequence(params, seq);
     return sequence.queries.len + sequence.keys.len > 0;
   });
