@@ -150,6 +150,55 @@ def test_few_others_among_long_sequences(dims: tuple[int, int], others: tuple[in
     judge(CASES["jagged_flash_attention"], spec, torch.bfloat16, CUDA)
 
 
+# Long on average, beside edges of tiles of 64 and 128 rows.
+NARROW = Layout((1300, 129, 1, 1100, 64, 0, 127, 1927, 193), base=5, tail=9)
+NARROW_KEYS = Layout((900, 64, 1500, 0, 65, 1200, 1, 700, 1030), base=2, tail=66)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["", "cross"])
+@pytest.mark.parametrize("heads", [(16, 16), (16, 2)])
+@pytest.mark.parametrize("dims", [(32, 32), (24, 16)])
+@pytest.mark.parametrize("dtype", HALF_DTYPES.values(), ids=HALF_DTYPES)
+def test_narrow_heads_in_tiles_of_two_warpgroups(
+    dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], cross: bool
+) -> None:
+    """Of 128 rows, whose bits are those of tiles of 64 rows, as a sequence alone has them."""
+    case = CASES["jagged_flash_attention"]
+    keys = NARROW_KEYS if cross else NARROW
+    for options in ({}, {"causal": True}, {"window_size": (100, 30)}, {"window_size": (-1, 9)}):
+        spec = spec_of(NARROW, dims=dims, heads=heads, **options)
+        spec = dataclasses.replace(spec, kv_layout=keys if cross else None)
+        judge(case, spec, dtype, CUDA, backward=False)
+        sample = case.sample(spec, dtype, CUDA)
+        whole = run(case, sample, calls(case), None)
+        if HOPPER:
+            assert last_kernel("cuda") == "cuda.attention.forward.wgmma.wide.d32"
+        for (begin, end), (first, last) in zip(
+            itertools.pairwise(NARROW.offsets().tolist()),
+            itertools.pairwise(keys.offsets().tolist()),
+            strict=True,
+        ):
+            rows = {"q": sample.tensors["q"][begin:end].clone()}
+            rows |= {name: sample.tensors[name][first:last].clone() for name in ("k", "v")}
+            alone = spec_of(Layout((end - begin,)), dims=dims, heads=heads, **options)
+            found = run(
+                case,
+                Sample(
+                    dataclasses.replace(
+                        alone, kv_layout=Layout((last - first,)) if cross else None
+                    ),
+                    rows,
+                    torch.tensor([0, end - begin], device=CUDA),
+                    torch.tensor([0, last - first], device=CUDA) if cross else None,
+                ),
+                calls(case),
+                None,
+            )
+            if HOPPER and end - begin > 1000:
+                assert last_kernel("cuda") == "cuda.attention.forward.wgmma.d32"
+            assert_same_bits(found, {name: t[begin:end] for name, t in whole.items()})
+
+
 @pytest.mark.parametrize("keys", [None, PACKED_KEYS], ids=["", "cross"])
 @pytest.mark.parametrize("heads", [(2, 1), (8, 2), (16, 2), (6, 1), (16, 1)])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 96)])

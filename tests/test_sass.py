@@ -225,7 +225,7 @@ def test_products_of_the_long_backward_are_not_serialised(
 @pytest.mark.parametrize(
     ("kernel", "config", "of", "params"),
     [
-        ("forward_wgmma", "ForwardWgmmaConfig", "Li64EEELb1E", "ForwardWgmmaParams"),
+        ("forward_wgmma", "ForwardWgmmaConfig", "Li64ELi1EEELb1E", "ForwardWgmmaParams"),
         ("backward_dq_wgmma", "DqWgmmaConfig", "Li64ELi64EEELb1ELi0E", "AttentionBackwardParams"),
         (
             "backward_dkdv_wgmma",
@@ -260,7 +260,7 @@ def test_first_loads_are_those_that_initcheck_may_name(
             (
                 "forward_wgmma",
                 "NS0_18ForwardWgmmaConfig",
-                f"Li{dim}EEELb{looped}EE",
+                f"Li{dim}ELi1EEELb{looped}EE",
                 "NS0_18Forward",
             )
             for dim in (64, 96, 128)

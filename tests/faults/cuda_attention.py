@@ -248,6 +248,14 @@ FAULTS = (
         "tests/test_cuda_short_tiny.py -k test_no_sequence_but_rows",
     ),
     Fault(
+        "keys of another warpgroup's rows",
+        "cuda",
+        "cuda/kernels/attention/forward_wgmma.cuh",
+        "own.row += warpgroup * 64;",
+        "own.row += warpgroup * 32;",
+        "tests/test_cuda_long.py -k test_narrow_heads_in_tiles_of_two_warpgroups",
+    ),
+    Fault(
         "a part of the wrong head",
         "cuda",
         "cuda/kernels/attention/target_forward_wgmma.cuh",

@@ -60,18 +60,6 @@ __device__ __forceinline__ void copy_pair(Tile& a, const CUtensorMap& a_map, Til
   copy_expected_tile(b, b_map, row, head, full);
 }
 
-// Rows [first, last) of a tile become zeros, since 0 times NaN is NaN: a copy may have reached into
-// the next sequence. This is one of kThreads threads; a fence and a barrier of theirs must follow
-// before a product reads the tile.
-template <int kThreads, typename Tile>
-__device__ __forceinline__ void zero_tile_rows(Tile& tile, int first, int last, int thread) {
-#pragma unroll 1
-  for (int index = thread; index < (last - first) * Tile::kChunks; index += kThreads) {
-    *reinterpret_cast<uint4*>(tile.chunk(first + index / Tile::kChunks, index % Tile::kChunks)) =
-        make_uint4(0, 0, 0, 0);
-  }
-}
-
 // Starts s = a b^T and then dp = c d^T, each in a group of its own, for 64 rows, behind a
 // wgmma_fence: S = Q K^T and dP = dO V^T, or S^T = K Q^T and dP^T = V dO^T. kUniform: descriptor_of().
 template <bool kUniform = false, int kBlocks, typename RowTile, typename ColumnTile>

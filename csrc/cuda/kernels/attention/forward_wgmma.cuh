@@ -3,10 +3,13 @@
 //
 // Grid: x = query tiles of kTileM rows, mostly one for each CTA (else TilesOfCta, MiddleTilesOfCta), y =
 // groups of heads. A CTA takes the heads of its group one after another, so that the tile is searched for
-// once, and the copies for one head run while the one before is computed. Four warps compute (one
-// warpgroup, 16 whole rows per warp); a fifth, the producer, finds the tile and keeps the copies ahead.
+// once, and the copies for one head run while the one before is computed. One warpgroup computes (four
+// warps, 16 whole rows each), or two where rows are narrow and sequences long, since 64 rows of 32 columns
+// ask more of L2 than of the tensor cores; one warp more, the producer, finds the tile and keeps the copies
+// ahead. Each warpgroup walks over the keys that its own 64 rows see, so that a row's bits are the same in
+// a tile of 64 and of 128 rows, and only releases the other slots.
 //
-//     producer                          warpgroup
+//     producer                          warpgroup, each
 //     for each head:                    for each head:
 //       Q, K_0                            S = Q K_0^T
 //       for each key tile j:              for each key tile j:
@@ -19,11 +22,11 @@
 // kDim bytes each: 20, 40, 80 KiB for kDim 32, 64, 128.
 //
 // Barriers:         arrives                              waits
-//     q_full        producer, with the bytes of Q        warpgroup, before it reads the tile and Q
-//     q_empty       128 threads, after the head's last   producer, before it copies the next Q or
-//                   S, or of a tile without keys         writes the next tile
-//     full[slot]    producer, with the bytes of a tile   warpgroup, before it reads the slot
-//     empty[slot]   4 warps, after their product         producer, before it copies into the slot
+//     q_full        producer, with the bytes of Q        warpgroups, before they read the tile and Q
+//     q_empty       their threads, after the head's      producer, before it copies the next Q or
+//                   last S, or of a tile without keys    writes the next tile
+//     full[slot]    producer, with the bytes of a tile   warpgroups, before they read the slot
+//     empty[slot]   their warps, after their product     producer, before it copies into the slot
 // One __syncthreads once the barriers are initialised.
 //
 // A copy may reach into the next sequence. Of K that gives scores that are masked; rows of V past
@@ -39,27 +42,29 @@
 
 namespace jagged_cuda::attention {
 
-template <typename Element_, int kDim_>
+template <typename Element_, int kDim_, int kWarpgroups_ = 1>
 struct ForwardWgmmaConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;  // columns of products: D and Dv, rounded up
+  static constexpr int kDim = kDim_;                // columns of products: D and Dv, rounded up
+  static constexpr int kWarpgroups = kWarpgroups_;  // that compute
   static constexpr int kTileColumns = kDim == 96 ? 128 : kDim;  // of Q, K, V in shared memory
-  static constexpr int kConsumers = 128;
+  static constexpr int kConsumers = kWarpgroups * 128;
   static constexpr int kThreads = kConsumers + 32;
-  static constexpr int kTileM = 64;
+  static constexpr int kTileM = kWarpgroups * 64;
   // Chosen by time on an H100 (docs/performance_log.md). Nothing depends on the batch, so that a
   // row's bits depend on its own sequence alone: the forward pass is batch-invariant.
   static constexpr int kTileN = 64;
   static constexpr int kSlots = 4;
   // As many as registers allow: one more would leave too few for S, P and O.
-  static constexpr int kMinCtas = kDim == 32 ? 4 : kDim == 64 ? 3 : 2;
-  static constexpr PathName kName = PathName("cuda.attention.forward.wgmma.d") + kDim;
+  static constexpr int kMinCtas = (kDim == 32 ? 4 : kDim == 64 ? 3 : 2) / kWarpgroups;
+  static constexpr PathName kName =
+      PathName("cuda.attention.forward.wgmma.") + (kWarpgroups == 2 ? "wide.d" : "d") + kDim;
   static_assert(kDim == 32 || kDim == 64 || kDim == 96 || kDim == 128);
 };
 
 struct ForwardWgmmaParams {
-  CUtensorMap q;  // boxes of 64 rows of one head
-  CUtensorMap k;
+  CUtensorMap q;  // boxes of kTileM rows of one head
+  CUtensorMap k;  // boxes of 64 rows
   CUtensorMap v;
   AttentionParams attention;
   int heads_per_cta;  // divides H
@@ -67,10 +72,10 @@ struct ForwardWgmmaParams {
 
 template <typename Config>
 struct ForwardWgmmaStorage {
-  using Tile = WarpgroupTile<typename Config::Element, 64, Config::kTileColumns>;
-  static_assert(Config::kTileM == Tile::kRows && Config::kTileN == Tile::kRows);
-  Tile sQ;
-  Tile slots[Config::kSlots];
+  using QueryRows = WarpgroupTile<typename Config::Element, Config::kTileM, Config::kTileColumns>;
+  using KeyRows = WarpgroupTile<typename Config::Element, Config::kTileN, Config::kTileColumns>;
+  QueryRows sQ;
+  KeyRows slots[Config::kSlots];
   uint64_t q_full, q_empty, full[Config::kSlots], empty[Config::kSlots];
   QueryTile tile;
 };
@@ -210,25 +215,36 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
   }
 }
 
-// Rows of a tile from `first` on become zeros for the tensor cores; all threads of a warpgroup.
+// Rows of a tile from `first` on become zeros for the tensor cores; all threads of a warpgroup, of which
+// each writes the same.
 template <typename Tile>
-__device__ __forceinline__ void zero_rows(Tile& tile, int first, int threads) {
-  for (int index = threadIdx.x; index < (Tile::kRows - first) * Tile::kChunks; index += threads) {
-    *reinterpret_cast<uint4*>(tile.chunk(first + index / Tile::kChunks, index % Tile::kChunks)) =
-        make_uint4(0, 0, 0, 0);
-  }
+__device__ __forceinline__ void zero_rows(Tile& tile, int first, int warpgroup) {
+  zero_tile_rows<128>(tile, first, Tile::kRows, threadIdx.x % 128);
   ptx::fence_proxy_async();
-  ptx::bar_sync(1, threads);
+  ptx::bar_sync(1 + warpgroup, 128);
+}
+
+// The keys of a tile that a warpgroup's own 64 rows see.
+template <typename Config>
+__device__ __forceinline__ KeyRange own_keys(const QueryTile& tile, const WindowOf<int>& window,
+                                             int warpgroup) {
+  QueryTile own = tile;
+  own.row += warpgroup * 64;
+  own.rows = min(64, tile.rows - warpgroup * 64);
+  KeyRange keys(own, window, Config::kTileN);
+  if (own.rows <= 0) keys.last = keys.first;
+  return keys;
 }
 
 template <typename Config, bool kLooped>
 __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params,
                                                 ForwardWgmmaStorage<Config>& shared) {
   using Element = typename Config::Element;
-  constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kSlots = Config::kSlots;
+  constexpr int kTileN = Config::kTileN, kSlots = Config::kSlots;
   constexpr int kScoreBlocks = kTileN / 8, kOutBlocks = Config::kDim / 8;
   const AttentionParams& attention = params.attention;
   const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 * 16 + lane / 4;
+  const int warpgroup = Config::kWarpgroups == 1 ? 0 : threadIdx.x / 128;
   // At least a tiny positive number: with scale 0 all scores are equal, but a
   // masked one, -inf, must stay so.
   const float scale = static_cast<float>(attention.scale),
@@ -241,8 +257,10 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
     const QueryTile tile = shared.tile;
     if (tile.rows == 0) return;
     const WindowOf<int> window = window_of(attention, tile);
-    const KeyRange keys(tile, window, kTileN);
-    if (kLooped && keys.first >= keys.last) {
+    const KeyRange all_keys(tile, window, kTileN);
+    const KeyRange keys =
+        Config::kWarpgroups == 1 ? all_keys : own_keys<Config>(tile, window, warpgroup);
+    if (kLooped && all_keys.first >= all_keys.last) {
       ptx::mbarrier_arrive(shared.q_empty);
       ++phase;
     }
@@ -255,7 +273,8 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       const auto start_scores = [&] {
         ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
         ptx::wgmma_fence();
-        wgmma_rows_by_rows<Config::kDim, true>(s, shared.sQ, 0, shared.slots[ring.stage]);
+        wgmma_rows_by_rows<Config::kDim, true>(s, shared.sQ, warpgroup * 64,
+                                               shared.slots[ring.stage]);
         ptx::wgmma_commit_group();
         return ring.advance();
       };
@@ -270,7 +289,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
 #pragma unroll
           for (int e = 0; e < kScoreBlocks * 4; ++e) s[0][e / 4][e % 4] = -s[0][e / 4][e % 4];
         }
-        if (window.cuts_tile(tile.row, kTileM, key, kTileN, tile.num_keys)) {
+        if (window.cuts_tile(tile.row + warpgroup * 64, 64, key, kTileN, tile.num_keys)) {
           replace_unseen(s, -INFINITY, window, tile.row + own_row, key, tile.num_keys, lane);
         }
         softmax.update(s, rescale, scale_log2);
@@ -279,7 +298,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
       const auto start_output = [&](const PackedRows<Element, kScoreBlocks>& p, int rows) {
         auto& sV = shared.slots[ring.stage];
         ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
-        if (rows < kTileN) zero_rows(sV, rows, Config::kConsumers);
+        if (rows < kTileN) zero_rows(sV, rows, warpgroup);
         ptx::fence_operands(o[0]);
         ptx::wgmma_fence();
         wgmma_packed_by_columns<true>(o, p, sV);
@@ -292,10 +311,32 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
         if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
       };
 
-      if (keys.first < keys.last) {
+      // Tiles [first, last) of keys that the other warpgroup sees, without K of the first if it is done with,
+      // and without V of the last if that is.
+      const auto skip_slot = [&] {
+        ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
+        if (lane == 0) ptx::mbarrier_arrive(shared.empty[ring.stage]);
+        ring.advance();
+      };
+      const bool has_keys = keys.first < keys.last;
+      if (has_keys || all_keys.first < all_keys.last) {
         ptx::mbarrier_wait(shared.q_full, phase % 2);
         ++phase;
+      }
+      if constexpr (Config::kWarpgroups > 1) {
+        const int end = has_keys ? keys.first : all_keys.last;
+        for (int key = all_keys.first; key < end; key += kTileN) {
+          skip_slot();
+          if (key > all_keys.first) skip_slot();
+        }
+        if (!has_keys && all_keys.first < all_keys.last) {
+          skip_slot();
+          ptx::mbarrier_arrive(shared.q_empty);
+        }
+      }
+      if (has_keys) {
         const int first_slot = start_scores();
+        if (Config::kWarpgroups > 1 && keys.first > all_keys.first) skip_slot();
         ptx::wgmma_wait_group<0>();
         finish_scores(keys.first, first_slot);
         int key = keys.first;
@@ -307,7 +348,15 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
           finish_output(value_slot);
           rescale_rows(o, rescale);
         }
+        const bool is_last = Config::kWarpgroups == 1 || key + kTileN >= all_keys.last;
+        if (!is_last) skip_slot();
         finish_output(start_output(PackedRows<Element, kScoreBlocks>(s), tile.num_keys - key));
+        if constexpr (Config::kWarpgroups > 1) {
+          for (key += kTileN; key < all_keys.last; key += kTileN) {
+            if (key + kTileN < all_keys.last) skip_slot();
+            skip_slot();
+          }
+        }
       }
 
       softmax.finish();
@@ -376,29 +425,50 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void forward_wg
 
 template <typename Config>
 cudaError_t encode_forward_maps(ForwardWgmmaParams& params, const AttentionParams& attention) {
-  using Tile = typename ForwardWgmmaStorage<Config>::Tile;
+  using QueryRows = typename ForwardWgmmaStorage<Config>::QueryRows;
+  using KeyRows = typename ForwardWgmmaStorage<Config>::KeyRows;
   const int64_t queries = attention.q_offsets.total, keys = attention.kv_offsets.total;
-  const cudaError_t errors[] = {encode_heads<Tile>(params.q, attention, attention.q, queries,
-                                                   attention.heads, attention.dim_qk),
-                                encode_heads<Tile>(params.k, attention, attention.k, keys,
-                                                   attention.kv_heads, attention.dim_qk),
-                                encode_heads<Tile>(params.v, attention, attention.v, keys,
-                                                   attention.kv_heads, attention.dim_v)};
+  const cudaError_t errors[] = {encode_heads<QueryRows>(params.q, attention, attention.q, queries,
+                                                        attention.heads, attention.dim_qk),
+                                encode_heads<KeyRows>(params.k, attention, attention.k, keys,
+                                                      attention.kv_heads, attention.dim_qk),
+                                encode_heads<KeyRows>(params.v, attention, attention.v, keys,
+                                                      attention.kv_heads, attention.dim_v)};
   for (cudaError_t error : errors) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-template <typename Element>
-cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
-  const auto launch_dim = [&](auto dim) {
-    using Config = ForwardWgmmaConfig<Element, dim.value>;
-    ForwardWgmmaParams params;
-    params.attention = attention;
-    const cudaError_t error = encode_forward_maps<Config>(params, attention);
-    if (error != cudaSuccess) return error;
-    Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
+// Whether most rows of narrow heads are likely those of sequences so long that K and V are copied often, and
+// tiles of 128 rows are enough for the GPU.
+inline bool takes_two_warpgroups(const AttentionParams& params) {
+  constexpr int64_t kMeanRows = 512, kEnoughTiles = 528;
+  const OffsetsView &queries = params.q_offsets, &keys = params.kv_offsets;
+  return params.dim_qk <= 32 && params.dim_v <= 32 && !params.longer_in_slabs &&
+         keys.num_seqs > 0 && keys.total / kMeanRows >= keys.num_seqs &&
+         queries.total / kMeanRows >= queries.num_seqs &&
+         queries.total / 128 * params.heads >= kEnoughTiles;
+}
+
+template <typename Element, int kDim, int kWarpgroups>
+cudaError_t launch_forward_wgmma_tiles(const AttentionParams& attention, cudaStream_t stream) {
+  using Config = ForwardWgmmaConfig<Element, kDim, kWarpgroups>;
+  ForwardWgmmaParams params;
+  params.attention = attention;
+  const cudaError_t error = encode_forward_maps<Config>(params, attention);
+  if (error != cudaSuccess) return error;
+  Grid grid = tile_grid(attention, attention.q_offsets, Config::kTileM, attention.heads);
+  const bool is_behind = attention.split_by_length || is_behind_long(attention);
+  const auto launch_kernel = [&](auto looped) {
+    return launch_behind<forward_wgmma<Config, looped.value != 0>>(
+        is_behind, params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream,
+        path_behind_long(attention, Config::kName));
+  };
+  if constexpr (kWarpgroups > 1) {
+    params.heads_per_cta = 1;
+    return launch_kernel(Constant<0>{});
+  } else {
     const bool by_sequence = looks_by_sequence(attention);
     params.heads_per_cta = by_sequence ? 1 : heads_per_cta(attention, grid.x);
     grid = looped_grid(attention, attention.q_offsets, Config::kTileM,
@@ -412,14 +482,17 @@ cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t 
                     enough = (ctas + attention.heads - 1) / attention.heads;
       grid.x = tiles < enough ? tiles : enough;
     }
-    const bool is_behind = attention.split_by_length || is_behind_long(attention);
-    const auto launch_kernel = [&](auto looped) {
-      return launch_behind<forward_wgmma<Config, looped.value != 0>>(
-          is_behind, params, grid, Config::kThreads, sizeof(ForwardWgmmaStorage<Config>), stream,
-          path_behind_long(attention, Config::kName));
-    };
     return attention.longer_in_slabs || by_sequence ? launch_kernel(Constant<1>{})
                                                     : launch_kernel(Constant<0>{});
+  }
+}
+
+template <typename Element>
+cudaError_t launch_forward_wgmma(const AttentionParams& attention, cudaStream_t stream) {
+  if (takes_two_warpgroups(attention))
+    return launch_forward_wgmma_tiles<Element, 32, 2>(attention, stream);
+  const auto launch_dim = [&](auto dim) {
+    return launch_forward_wgmma_tiles<Element, dim.value, 1>(attention, stream);
   };
   return fits_96(attention) ? launch_dim(Constant<96>{}) : for_dim<128>(attention, launch_dim);
 }

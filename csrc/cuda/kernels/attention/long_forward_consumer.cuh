@@ -372,12 +372,8 @@ struct LongForwardConsumer {
   // Rows of V from `rows` on become zeros. All warpgroups write the same.
   __device__ __forceinline__ void zero_values(int stage, int rows) {
     if constexpr (Config::Values::kWarps == 0) {
-      constexpr int kChunks = Storage::KeyRows::kChunks;
       if (rows >= kTileN) return;
-      for (int index = threadIdx.x % 128; index < (kTileN - rows) * kChunks; index += 128) {
-        *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
-            rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
-      }
+      zero_tile_rows<128>(shared.slots[stage], rows, kTileN, threadIdx.x % 128);
       ptx::fence_proxy_async();
       ptx::bar_sync(kZeroedBarrier + warpgroup, 128);
     }

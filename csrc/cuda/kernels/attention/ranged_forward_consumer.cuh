@@ -33,7 +33,7 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
   using Mask = typename Base::Mask;
   using Score = typename Base::Score;
   using Base::attention, Base::shared, Base::warpgroup, Base::lane, Base::first_row, Base::place,
-      Base::slot, Base::bias_step, Base::score, Base::s, Base::o, Base::p;
+      Base::slot, Base::bias_step, Base::score, Base::s, Base::o, Base::p, Base::zero_values;
   using Base::Base;
   static constexpr bool kBiased = Base::kBiased, kLoadsAhead = Config::Bias::kAhead;
   static_assert(Mask::kPrepared && Base::Storage::kQueryRing && !Config::kKeepsReference);
@@ -174,18 +174,6 @@ struct RangedForwardConsumer : LongForwardConsumer<Config> {
     store_quads(o, factor,
                 row_of<Element>(attention.out, item.tile.global_row + first_row, item.head),
                 attention.out.row_stride, item.tile.rows - first_row, attention.dim_v, lane);
-  }
-  // As the base's, in less code.
-  __device__ __forceinline__ void zero_values(int stage, int rows) {
-    constexpr int kChunks = Base::Storage::KeyRows::kChunks;
-    if (rows >= Config::kTileN) return;
-#pragma unroll 1
-    for (int index = threadIdx.x % 128; index < (Config::kTileN - rows) * kChunks; index += 128) {
-      *reinterpret_cast<uint4*>(shared.slots[stage].chunk(
-          rows + index / kChunks, index % kChunks)) = make_uint4(0, 0, 0, 0);
-    }
-    ptx::fence_proxy_async();
-    ptx::bar_sync(Base::kZeroedBarrier + warpgroup, 128);
   }
 };
 

@@ -401,11 +401,7 @@ struct TargetScorer {
     ptx::fence_proxy_async();
     ptx::bar_sync(kOwn + warpgroup, 128);
     if (keys < kKeys) {
-#pragma unroll 1
-      for (int index = keys * KeyRows::kChunks + threadIdx.x % 128;
-           index < kKeys * KeyRows::kChunks; index += 128)
-        *reinterpret_cast<uint4*>(sK.chunk(index / KeyRows::kChunks, index % KeyRows::kChunks)) =
-            make_uint4(0, 0, 0, 0);
+      zero_tile_rows<128>(sK, keys, kKeys, threadIdx.x % 128);
       ptx::fence_proxy_async();
     }
     shared.scores.publish(warpgroup);

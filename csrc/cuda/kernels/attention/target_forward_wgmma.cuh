@@ -202,11 +202,7 @@ __device__ __forceinline__ void consume_target(const TargetForwardWgmmaParams& p
       auto& sV = shared.slots[ring.stage];
       shared.ring.wait(ring);
       if (key + kTileN > chunk.keys) {
-        const int first = (chunk.keys - key) * WideTile::kChunks;
-        for (int index = first + threadIdx.x % 128; index < kTileN * WideTile::kChunks;
-             index += 128)
-          *reinterpret_cast<uint4*>(sV.chunk(index / WideTile::kChunks,
-                                             index % WideTile::kChunks)) = make_uint4(0, 0, 0, 0);
+        zero_tile_rows<128>(sV, chunk.keys - key, kTileN, threadIdx.x % 128);
         ptx::fence_proxy_async();
         ptx::bar_sync(barrier, 128);
       }

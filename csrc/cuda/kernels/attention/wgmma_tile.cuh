@@ -51,6 +51,21 @@ struct WarpgroupTile {
   static constexpr int row_step_bytes(int k) { return k * kRowBytes; }
 };
 
+// Rows [first, last) of a tile become zeros, since 0 times NaN is NaN: a copy may have reached into
+// the next sequence. This is one of kThreads threads; a fence and a barrier of theirs must follow
+// before a product reads the tile. Whole rows of each block, so where their chunks lie does not matter.
+template <int kThreads, typename Tile>
+__device__ __forceinline__ void zero_tile_rows(Tile& tile, int first, int last, int thread) {
+  char* bytes = reinterpret_cast<char*>(tile.data);
+#pragma unroll 1
+  for (int at = first * Tile::kRowBytes + thread * 16; at < last * Tile::kRowBytes;
+       at += kThreads * 16) {
+#pragma unroll
+    for (int block = 0; block < Tile::kColumns / Tile::kBlockColumns; ++block)
+      *reinterpret_cast<uint4*>(bytes + block * Tile::kGroupBytes + at) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // Where the compiler does not see by itself that a tile's place is the same in all lanes of a warp, each
 // product takes its descriptors from there lane by lane: MatrixDescriptor::uniform().
 template <bool kUniform, typename Tile>
