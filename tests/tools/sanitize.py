@@ -201,12 +201,16 @@ def _run_large(ops: Any) -> None:
     """So many long sequences and heads that first tiles of keys store dq (long_workspace.cuh).
 
     Without a mask shorter ones, too, beside which dk and dv of others are computed last; and tiles
-    that warpgroups take one after another. For the fuzzer, which judges its draws in float64, they
-    are too many.
+    that warpgroups take one after another. And narrow heads in tiles of two warpgroups. For the
+    fuzzer, which judges its draws in float64, they are too many.
     """
     heads = 64
     batches = (((1024, 1024), True), ((700, 513, 40), False), (MANY_TILES, True))
-    for dim, (lengths, causal) in itertools.product((64, 128), batches):
+    narrow = ((1300, 193, 129, 700), False), ((1300, 65, 129, 700), True)
+    for dim, (lengths, causal) in (
+        *itertools.product((64, 128), batches),
+        *itertools.product((32,), narrow),
+    ):
         offsets = jagged_cuda.offsets_from_lengths(torch.tensor(lengths, device="cuda"))
         size = (sum(lengths), heads, dim)
         leaves = [
