@@ -19,7 +19,7 @@
 //                                         write O
 //
 // Shared memory: Q, and kSlots slots through which K and V pass in the order above; 64 rows of 2
-// kDim bytes each: 20, 40, 80 KiB for kDim 32, 64, 128.
+// kDim bytes each, of Q kTileM: 20 (two warpgroups: 24), 40, 80 KiB for kDim 32, 64, 128.
 //
 // Barriers:         arrives                              waits
 //     q_full        producer, with the bytes of Q        warpgroups, before they read the tile and Q
@@ -311,8 +311,7 @@ __device__ __forceinline__ void consume_forward(const ForwardWgmmaParams& params
         if (lane == 0) ptx::mbarrier_arrive(shared.empty[slot]);
       };
 
-      // Tiles [first, last) of keys that the other warpgroup sees, without K of the first if it is done with,
-      // and without V of the last if that is.
+      // K or V of a step that only the other warpgroup computes.
       const auto skip_slot = [&] {
         ptx::mbarrier_wait(shared.full[ring.stage], ring.parity);
         if (lane == 0) ptx::mbarrier_arrive(shared.empty[ring.stage]);
