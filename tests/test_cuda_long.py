@@ -172,7 +172,7 @@ def test_narrow_heads_in_tiles_of_two_warpgroups(
         sample = case.sample(spec, dtype, CUDA)
         whole = run(case, sample, calls(case), None)
         if HOPPER:
-            assert last_kernel("cuda") == "cuda.attention.forward.wgmma.wide.d32"
+            assert last_kernel("cuda") == "cuda.attention.forward.wgmma.d32.rows128"
         for (begin, end), (first, last) in zip(
             itertools.pairwise(NARROW.offsets().tolist()),
             itertools.pairwise(keys.offsets().tolist()),

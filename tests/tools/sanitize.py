@@ -206,11 +206,9 @@ def _run_large(ops: Any) -> None:
     """
     heads = 64
     batches = (((1024, 1024), True), ((700, 513, 40), False), (MANY_TILES, True))
-    narrow = ((1300, 193, 129, 700), False), ((1300, 65, 129, 700), True)
-    for dim, (lengths, causal) in (
-        *itertools.product((64, 128), batches),
-        *itertools.product((32,), narrow),
-    ):
+    narrow = (((1300, 193, 129, 700), False), ((1300, 65, 129, 700), True))
+    cases = (*itertools.product((64, 128), batches), *((32, batch) for batch in narrow))
+    for dim, (lengths, causal) in cases:
         offsets = jagged_cuda.offsets_from_lengths(torch.tensor(lengths, device="cuda"))
         size = (sum(lengths), heads, dim)
         leaves = [

@@ -58,7 +58,7 @@ struct ForwardWgmmaConfig {
   // As many as registers allow: one more would leave too few for S, P and O.
   static constexpr int kMinCtas = (kDim == 32 ? 4 : kDim == 64 ? 3 : 2) / kWarpgroups;
   static constexpr PathName kName =
-      PathName("cuda.attention.forward.wgmma.") + (kWarpgroups == 2 ? "wide.d" : "d") + kDim;
+      PathName("cuda.attention.forward.wgmma.d") + kDim + (kWarpgroups == 2 ? ".rows128" : "");
   static_assert(kDim == 32 || kDim == 64 || kDim == 96 || kDim == 128);
 };
 
@@ -215,8 +215,8 @@ __device__ __forceinline__ void produce_forward(const ForwardWgmmaParams& params
   }
 }
 
-// Rows of a tile from `first` on become zeros for the tensor cores; all threads of a warpgroup, of which
-// each writes the same.
+// Rows of a tile from `first` on become zeros for the tensor cores; all threads of a warpgroup. Each
+// warpgroup writes the same.
 template <typename Tile>
 __device__ __forceinline__ void zero_rows(Tile& tile, int first, int warpgroup) {
   zero_tile_rows<128>(tile, first, Tile::kRows, threadIdx.x % 128);
